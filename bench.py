@@ -1,0 +1,616 @@
+"""Measure nanopaged, beside transformers and beside what the machine could do at best.
+
+    python bench.py                           # 32 requests, Qwen3-0.6B's shape, random weights
+    python bench.py --vs transformers         # the same requests through transformers; the ratio
+    python bench.py --full                    # nano-vllm's reference workload; wants a GPU
+    python bench.py --shared-prefix 512       # prompts that begin alike
+    python bench.py --model DIR --threads 4   # a checkpoint
+    python bench.py decode --vs transformers  # tokens/s by batch size, and of prefill
+    python bench.py host                      # what a step costs outside the model
+    python bench.py prefix                    # a second request with a prefix that was seen before
+    python bench.py decode --shape tiny --repeats 1 --json out.json  # in seconds; all to a file
+
+Random weights cost what trained ones cost. Every measurement follows a warm-up; figures are medians
+over `--repeats` runs, ratios come from one process on one machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import importlib.metadata
+import json
+import platform
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged.config import ModelConfig
+from nanopaged.layers import Linear
+
+Figures: TypeAlias = "dict[str, Any]"
+Requests: TypeAlias = "list[tuple[list[int], int]]"  # token ids of the prompt, tokens to generate
+
+# Arguments of Qwen3Config: layers, hidden and MLP size, heads, KV heads, head_dim, vocabulary.
+SHAPES = {
+    "qwen3-0.6b": (28, 1024, 3072, 16, 8, 128, 151936),
+    "shakespeare": (6, 256, 768, 4, 2, 64, 512),  # the bundled model's
+    "tiny": (2, 64, 128, 4, 2, 16, 256),
+}
+HOST_VOCAB = 16  # of the stand-in for a model
+
+
+# -- what is run ---------------------------------------------------------------------------------
+
+
+def write_config(folder: Path, shape: str, **changes: Any) -> str:
+    """A model directory with nothing but a config.json: enough for random weights."""
+    names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
+             "num_key_value_heads", "head_dim", "vocab_size")  # fmt: skip
+    config = {
+        "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_act": "silu",
+        "max_position_embeddings": 4096, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "dtype": "bfloat16",
+        **dict(zip(names, SHAPES[shape], strict=True)), **changes,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def make_engine(args: argparse.Namespace, **changes: Any) -> LLM:
+    options = {
+        "model": args.model, "load_format": args.load_format, "dtype": args.dtype,
+        "device": args.device, "block_size": args.block_size, "num_blocks": args.num_blocks,
+        "max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens,
+        "seed": args.seed,
+    }  # fmt: skip
+    return LLM(**{**options, **changes})
+
+
+def random_prompt(length: int, vocab_size: int) -> list[int]:
+    return [random.randint(0, min(10_000, vocab_size - 1)) for _ in range(length)]
+
+
+def workload(args: argparse.Namespace, vocab_size: int) -> Requests:
+    """nano-vllm's: the same draws in the same order, so the same lengths and (vocabulary
+    permitting) the same tokens for the same arguments. A shared prefix comes on top."""
+    random.seed(args.seed)
+    count = range(args.requests)
+    prompts = [random_prompt(random.randint(*args.input_len), vocab_size) for _ in count]
+    lengths = [random.randint(*args.output_len) for _ in count]
+    prefix = random_prompt(args.shared_prefix, vocab_size)
+    return [(prefix + prompt, length) for prompt, length in zip(prompts, lengths, strict=True)]
+
+
+def sampling(temperature: float, max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+
+
+def generate(llm: LLM, requests: Requests, temperature: float) -> list[RequestOutput]:
+    prompts: list[Any] = [prompt for prompt, _ in requests]
+    params = [sampling(temperature, length) for _, length in requests]
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def warm_up_requests(vocab_size: int) -> Requests:
+    random.seed(-1)  # not the measured prompts: those are to find an empty prefix cache
+    return [(random_prompt(24, vocab_size), 4) for _ in range(4)]
+
+
+# -- what the machine can do ---------------------------------------------------------------------
+
+
+def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) -> float:
+    """Seconds of the fastest run: a limit is what was reached once."""
+    seconds = []
+    for _ in range(runs + 1):
+        began = time.perf_counter()
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def machine_limits(device: torch.device, dtype: torch.dtype) -> Figures:
+    """Measured bytes/s and FLOP/s.
+
+    Bytes: a large copy (its reads and its writes), or one row times 268 MB (in bf16) of matrices
+    (reads), whichever is faster. Operations: 256 and more rows times two of these matrices.
+    The matrices are the engine's `Linear`, packed where the engine packs.
+    """
+    layers = [Linear(2048, {"": 8192}, bias=False).to(device, dtype) for _ in range(8)]
+    for layer in layers:
+        layer.weight.normal_()
+        if device.type == "cpu" and dtype == torch.bfloat16:
+            layer.pack()
+
+    def multiply(rows: int, count: int) -> float:
+        x = torch.randn(rows, 2048).to(device, dtype)
+        return fastest(lambda: [layer(x) for layer in layers[:count]], device)
+
+    size = 2048 * 8192
+    source = torch.ones(2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / fastest(lambda: target.copy_(source), device)
+    read = 8 * size * dtype.itemsize / multiply(1, 8)
+    rows = (256, 1024) if device.type == "cpu" else (1024, 8192)
+    flops = max(2 * count * 2 * size / multiply(count, 2) for count in rows)
+    return {"copy_bytes_per_s": copy, "read_bytes_per_s": read, "bytes_per_s": max(copy, read),
+            "flops_per_s": flops}  # fmt: skip
+
+
+def floor(requests: Requests, cached: int, llm: LLM, limits: Figures) -> Figures:
+    """The least time in which this machine could serve `requests`, `cached` prompt tokens aside.
+
+    Bytes: all weights once a step, in as few steps as the longest output (and max_num_seqs) allow;
+    K and V of its whole context for every generated token but the first of a request, and of the
+    prompt once. Operations: 2 for every weight and token (output head: for generated tokens only),
+    and 4 x heads x head_dim for every query and key in every layer. Neither activations nor writes
+    count, and bytes and operations are taken to overlap perfectly: the floor is the larger one.
+    """
+    c: ModelConfig = llm.model_config
+    heads_size = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim  # q and o, k and v
+    layer_weights = c.num_layers * c.hidden_size * (heads_size + 3 * c.intermediate_size)
+    head_weights = c.vocab_size * c.hidden_size
+    tokens_in, tokens_out = (sum(x) for x in zip(*((len(p), n) for p, n in requests), strict=True))
+    longest = max(length for _, length in requests)
+    steps = max(longest, -(-tokens_out // llm.config.max_num_seqs))
+    # p prompt tokens and n generated ones: n - 1 decodes, with p + 1 .. p + n - 1 keys.
+    decode_keys = sum((n - 1) * len(p) + n * (n - 1) // 2 for p, n in requests)
+    prompt_pairs = sum(len(p) * (len(p) + 1) // 2 for p, _ in requests) * (1 - cached / tokens_in)
+    weight_bytes = steps * (layer_weights + head_weights) * llm.runner.dtype.itemsize
+    kv_bytes = (decode_keys + tokens_in) * llm.runner.token_bytes
+    forwarded = tokens_in - cached + tokens_out - len(requests)
+    flops = 2 * layer_weights * forwarded + 2 * head_weights * tokens_out
+    flops += 4 * c.num_layers * c.num_heads * c.head_dim * (decode_keys + prompt_pairs)
+    bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
+    flops_s = flops / limits["flops_per_s"]
+    return {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, "flops": flops,
+            "bytes_s": bytes_s, "flops_s": flops_s, "floor_s": max(bytes_s, flops_s)}  # fmt: skip
+
+
+# -- the other engine ----------------------------------------------------------------------------
+
+
+class Transformers:
+    """transformers with the same shape, dtype, device and threads, and the same requests."""
+
+    def __init__(self, args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.set_verbosity_error()
+        options = {"dtype": dtype, "attn_implementation": "sdpa"}
+        if args.load_format == "dummy":
+            config = AutoConfig.from_pretrained(args.model)
+            self.model = AutoModelForCausalLM.from_config(config, **options)
+        else:
+            self.model = AutoModelForCausalLM.from_pretrained(args.model, **options)
+        self.model = self.model.to(device).eval()
+
+    def static(self, requests: Requests, temperature: float, batch: int) -> float:
+        """Seconds for all, `batch` at a time; each batch runs to the longest output in it."""
+        began = time.perf_counter()
+        for first in range(0, len(requests), batch):
+            prompts, lengths = zip(*requests[first : first + batch], strict=True)
+            self.generate(list(prompts), max(lengths), temperature)
+        return time.perf_counter() - began
+
+    def generate(self, prompts: list[list[int]], length: int, temperature: float) -> list[float]:
+        """One left-padded batch; returns when each of its `length` tokens had been chosen."""
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        times: list[float] = []
+
+        def clock(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+            done = torch.full((len(ids),), len(times) + 1 >= length, device=ids.device)
+            done.tolist()  # wait for the device
+            times.append(time.perf_counter())
+            return done
+
+        with torch.inference_mode():
+            self.model.generate(
+                ids.to(self.model.device), attention_mask=mask.to(self.model.device),
+                generation_config=self._config(temperature, length), stopping_criteria=[clock],
+            )  # fmt: skip
+        if len(times) != length:
+            raise RuntimeError(f"transformers generated {len(times)} tokens instead of {length}")
+        return times
+
+    def continuous(self, requests: Requests, temperature: float) -> float:
+        """Seconds for all by continuous batching, once it has been set up.
+
+        This is the body of `generate_batch`, which knows only one output length for all requests.
+        """
+        from transformers import ContinuousBatchingConfig
+
+        # On a CPU a step's attention is one product of all its queries with all its keys, masked:
+        # a budget of 256 tokens is up to 1.5 times as fast as one of 2048. On a GPU: its defaults.
+        options = {}
+        if self.model.device.type == "cpu":
+            blocks = sum(-(-(len(prompt) + length) // 32) for prompt, length in requests) + 8
+            options = {"page_size": 32, "num_blocks": blocks, "max_batch_tokens": 256}
+        longest = max(length for _, length in requests)
+        with self.model.continuous_batching_context_manager(
+            generation_config=self._config(temperature, longest), timeout=5,
+            continuous_batching_config=ContinuousBatchingConfig(**options),
+        ) as manager:  # fmt: skip
+            began = time.perf_counter()
+            for prompt, length in requests:
+                manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
+            done = []
+            while len(done) < len(requests):
+                result = manager.get_result(timeout=1)
+                if result is None and not manager.is_running():
+                    raise RuntimeError("transformers' generation thread ended early")
+                if result is not None and result.is_finished():
+                    if result.error is not None:
+                        raise RuntimeError(result.error)
+                    done.append(len(result.generated_tokens))
+            seconds = time.perf_counter() - began
+        if sum(done) != sum(length for _, length in requests):
+            raise RuntimeError(f"transformers generated {sum(done)} tokens, not those asked for")
+        return seconds
+
+    def _config(self, temperature: float, length: int) -> Any:
+        from transformers import GenerationConfig
+
+        # top_k and top_p off: what we compute, and less work than its default of top_k=50.
+        choice: Figures = {"do_sample": False}
+        if temperature:
+            choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return GenerationConfig(**choice, eos_token_id=-1, max_new_tokens=length, pad_token_id=0)
+
+
+# -- the measurements ----------------------------------------------------------------------------
+
+
+def repeat(way: Callable[..., float], warm_up: Any, real: Any, repeats: int) -> Figures:
+    """Median of `way(real)` over `repeats` runs, after `way(warm_up)`."""
+    way(warm_up)
+    runs = [way(real) for _ in range(repeats)]
+    return {"median": median(runs), "runs": runs}
+
+
+def attempt(function: Callable[[], Figures]) -> Figures:
+    """A peer's failure is a finding, not the end of the run."""
+    try:
+        return function()
+    except Exception as error:  # whatever another project may raise
+        return {"failed": f"{type(error).__name__}: {error}"}
+
+
+@contextlib.contextmanager
+def observed(llm: LLM, every: int) -> Iterator[Figures]:
+    """Note the batch size of every step and the KV utilisation of some (counting it takes time)."""
+    notes: Figures = {"running": [], "kv_utilisation": []}
+    execute = llm.runner.execute
+
+    def execute_and_note(batch: Any) -> Any:
+        if len(notes["running"]) % every == every // 2:
+            notes["kv_utilisation"].append(llm.stats().kv_utilisation)
+        notes["running"].append(len(batch.sequences))
+        return execute(batch)
+
+    llm.runner.execute = execute_and_note  # type: ignore[method-assign]
+    try:
+        yield notes
+    finally:
+        llm.runner.execute = execute  # type: ignore[method-assign]
+
+
+def summary(values: list[float]) -> Figures:
+    return {"mean": mean(values), "p50": median(values), "p99": float(np.percentile(values, 99))}
+
+
+def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
+    llm.blocks.forget()  # no run profits from the one before it
+    before = asdict(llm.stats())
+    with observed(llm, every=max(1, max(length for _, length in requests) // 16)) as notes:
+        began = time.perf_counter()
+        outputs = generate(llm, requests, temperature)
+        seconds = time.perf_counter() - began
+    after = asdict(llm.stats())
+    spent = {key: after[key] - before[key] for key in after if isinstance(after[key], (int, float))}
+    times = [output.metrics for output in outputs]
+    rates = [(m.finished_time - m.first_token_time) / (length - 1)
+             for m, (_, length) in zip(times, requests, strict=True) if length > 1]  # fmt: skip
+    return {
+        "seconds": seconds,
+        "output_tokens_per_s": spent["output_tokens"] / seconds,
+        "total_tokens_per_s": (spent["prompt_tokens"] + spent["output_tokens"]) / seconds,
+        "time_to_first_token_s": summary([m.first_token_time - m.arrival_time for m in times]),
+        "time_per_output_token_s": summary(rates or [0.0]),
+        "prefix_hit_rate": spent["prefix_hit_tokens"] / max(1, spent["prefix_query_tokens"]),
+        "prefix_hit_tokens": spent["prefix_hit_tokens"],
+        "preemptions": spent["preemptions_recompute"] + spent["preemptions_swap"],
+        "steps": spent["steps"],
+        "mean_running": mean(notes["running"]),
+        "kv_utilisation": mean(notes["kv_utilisation"] or [0.0]),
+        "host_s_per_step": spent["host_seconds"] / spent["steps"],
+    }
+
+
+def bench_workload(args: argparse.Namespace) -> Figures:
+    """The nano-vllm workload."""
+    llm = make_engine(args)
+    requests = workload(args, llm.model_config.vocab_size)
+    tokens_in, tokens_out = sum(len(p) for p, _ in requests), sum(n for _, n in requests)
+    generate(llm, warm_up_requests(llm.model_config.vocab_size), args.temperature)
+    runs = [serve_once(llm, requests, args.temperature) for _ in range(args.repeats)]
+    run = sorted(runs, key=lambda run: run["seconds"])[len(runs) // 2]  # the median one
+    dtype, device = llm.runner.dtype, llm.runner.device
+    limits = machine_limits(device, dtype)
+    least = floor(requests, run["prefix_hit_tokens"], llm, limits)
+    llm.shutdown()  # make room for the others
+    first, each = run["time_to_first_token_s"], run["time_per_output_token_s"]
+    share = least["floor_s"] / run["seconds"]
+    speed = f"{limits['bytes_per_s'] / 1e9:,.1f} GB/s, {limits['flops_per_s'] / 1e12:,.3f} TFLOP/s"
+    table(f"{args.requests} requests, {tokens_in:,} tokens in, {tokens_out:,} out", [
+        ("wall time", f"{run['seconds']:.2f} s, {run['steps']} steps"),
+        ("output tokens/s", f"{run['output_tokens_per_s']:,.1f}"),
+        ("total tokens/s", f"{run['total_tokens_per_s']:,.1f}"),
+        ("time to first token, mean / p50 / p99", spread(first, "ms")),
+        ("time per output token, mean / p50 / p99", spread(each, "ms")),
+        ("prefix-cache hit rate", f"{run['prefix_hit_rate']:.1%}"),
+        ("preemptions", f"{run['preemptions']}"),
+        ("mean running requests", f"{run['mean_running']:.1f}"),
+        ("KV utilisation", f"{run['kv_utilisation']:.1%}"),
+        ("host cost of a step, schedule and update", f"{run['host_s_per_step'] * 1e6:,.0f} us"),
+        ("machine", speed),
+        ("floor: bytes / operations", f"{least['bytes_s']:.2f} / {least['flops_s']:.2f} s"),
+        ("share of the machine's limit", f"{share:.1%}"),
+    ])  # fmt: skip
+    figures = {"tokens_in": tokens_in, "tokens_out": tokens_out, **run, "runs": runs,
+               "limits": limits, "floor": least, "share_of_limit": share}  # fmt: skip
+    if args.vs:
+        release_memory(device)
+        figures["transformers"] = attempt(
+            lambda: serve_peers(Transformers(args, dtype, device), args, requests, run["seconds"])
+        )
+        report_failure(figures["transformers"])
+    return figures
+
+
+def serve_peers(peer: Transformers, args: argparse.Namespace, requests: Requests,
+                ours: float) -> Figures:  # fmt: skip
+    ways: dict[str, Callable[[Requests], float]] = {
+        f"static batches of {args.vs_batch}":
+            lambda requests: peer.static(requests, args.temperature, args.vs_batch),
+        "continuous batching": lambda requests: peer.continuous(requests, args.temperature),
+    }  # fmt: skip
+    useful = sum(length for _, length in requests)
+    warm_up = warm_up_requests(peer.model.config.vocab_size)
+    figures: Figures = {}
+    rows: list[tuple[str, ...]] = [("nanopaged", f"{useful / ours:,.1f}", "")]
+    for name, way in ways.items():
+        figures[name] = run = attempt(lambda way=way: repeat(way, warm_up, requests, args.repeats))
+        if "failed" in run:
+            rows.append((f"transformers, {name}", "FAILED", run["failed"]))
+            continue
+        run["output_tokens_per_s"], run["ratio"] = useful / run["median"], run["median"] / ours
+        rate, ratio = f"{run['output_tokens_per_s']:,.1f}", f"we: {run['ratio']:.2f}x"
+        rows.append((f"transformers, {name}", rate, ratio))
+    table("the same requests, useful output tokens/s", rows)
+    return figures
+
+
+def bench_decode(args: argparse.Namespace) -> Figures:
+    """Decode tokens/s by batch size, and prefill tokens/s."""
+    llm = make_engine(args, enable_prefix_caching=False)
+    random.seed(args.seed)
+    count = max(*args.batch_sizes, PREFILL_BATCH)
+    vocab_size = llm.model_config.vocab_size
+    prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(count)]
+
+    def all_rates(decode: Callable[..., float], prefill: Callable[..., float]) -> Figures:
+        figures = {"prefill": attempt(lambda: repeat(prefill, prompts[:1], prompts[:32], repeats))}
+        for size in args.batch_sizes:
+            some = prompts[:size]
+            run = attempt(lambda some=some: repeat(decode, (some, 4), (some, args.tokens), repeats))
+            figures[f"decode, batch {size}"] = run
+        return figures
+def bench_host(args: argparse.Namespace) -> Figures:
+    """What a step costs outside the model, by number of running sequences.
+
+    The model is replaced by one that returns the same logits at once, for a vocabulary of 16; heads
+    and head_dim stay, as the step's inputs depend on them. Not counted: that model and the sampler.
+    """
+    folder = Path(args.model)
+    write_config(folder, args.shape, num_hidden_layers=1, vocab_size=HOST_VOCAB)
+    figures: Figures = {}
+    rows = [("sequences", "schedule + update", "inputs", "us a step", "us a sequence", "(sampler)")]
+    for size in args.host_sizes:
+        llm = make_engine(
+            args, max_num_seqs=size, max_num_batched_tokens=max(8192, size), model=str(folder),
+            num_blocks=size * (-(-(args.prompt_len + args.tokens) // args.block_size)) + size // 50 + 256,
+        )  # fmt: skip
+        figures[str(size)] = run = host_cost(llm, size, args)
+        rows.append((f"{size:,}", *(f"{run[key] * 1e6:,.0f}" for key in ("schedule_update_s", "inputs_s", "step_s")),
+                     f"{run['step_s'] / size * 1e6:.2f}", f"{run['sampler_s'] * 1e6:,.0f}"))  # fmt: skip
+        llm.shutdown()
+    table(f"host cost of a decode step at {args.prompt_len} tokens and more a sequence, us", rows)
+    return figures
+
+
+def host_cost(llm: LLM, size: int, args: argparse.Namespace) -> Figures:
+    spent = {"model": 0.0, "sampler": 0.0}
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments)
+            spent[name] += time.perf_counter() - began
+            return result
+
+        return run
+
+    def stand_in(token_ids: Tensor, positions: Tensor, kv: Tensor, metadata: Any, rows: Tensor) -> Tensor:
+        return logits[: len(rows)]
+
+    logits = torch.zeros(size, HOST_VOCAB, device=llm.runner.device)
+    llm.runner.model = timed("model", stand_in)  # type: ignore[assignment]
+    llm.runner.sampler.sample = timed("sampler", llm.runner.sampler.sample)  # type: ignore[method-assign]
+    random.seed(args.seed)
+    for _ in range(size):
+        llm.add_request(random_prompt(args.prompt_len, HOST_VOCAB), sampling(0.0, args.tokens))
+    counters, steps = llm.scheduler.counters, []
+    while llm.has_unfinished_requests():
+        spent.update(model=0.0, sampler=0.0)
+        before = (counters.host_seconds, counters.model_seconds)
+        outputs = llm.step()
+        host, inside = counters.host_seconds - before[0], counters.model_seconds - before[1]
+        inputs = inside - spent["model"] - spent["sampler"]
+        lengths = {len(output.outputs[0].token_ids) for output in outputs}
+        if len(outputs) == size and 1 < min(lengths) and max(lengths) < args.tokens:
+            steps.append({"schedule_update_s": host, "inputs_s": inputs, "step_s": host + inputs,
+                          "sampler_s": spent["sampler"]})  # fmt: skip
+    return {**{key: median(step[key] for step in steps) for key in steps[0]}, "steps": steps}
+
+
+def bench_prefix(args: argparse.Namespace) -> Figures:
+    """Two requests with the same prefix, one after the other."""
+    llm = make_engine(args)
+    vocab_size = llm.model_config.vocab_size
+    random.seed(args.seed)
+    generate(llm, [(random_prompt(args.prefix_len, vocab_size), 2)], 0.0)
+    runs: list[list[Figures]] = [[], []]
+    for _ in range(args.repeats):
+        prefix = random_prompt(args.prefix_len, vocab_size)
+        for which in runs:
+            own = random_prompt(args.own_len, vocab_size)
+            (output,) = generate(llm, [(prefix + own, 2)], 0.0)
+            which.append({
+                "computed_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
+                "time_to_first_token_s": output.metrics.first_token_time - output.metrics.arrival_time,
+            })  # fmt: skip
+    medians = [{key: median(run[key] for run in which) for key in which[0]} for which in runs]
+    llm.shutdown()
+    table(f"a prefix of {args.prefix_len} tokens, then {args.own_len} of one's own", [
+        ("", "prompt tokens computed", "time to first token"),
+        *((name, f"{run['computed_tokens']:,.0f}", f"{run['time_to_first_token_s'] * 1e3:,.1f} ms")
+          for name, run in zip(("first request", "second request"), medians, strict=True)),
+        ("ratio", *(f"{medians[0][key] / medians[1][key]:.1f}x" for key in medians[0])),
+    ])  # fmt: skip
+    return {"first": medians[0], "second": medians[1], "runs": runs}
+
+
+# -- the command line ----------------------------------------------------------------------------
+
+COMMANDS = {"workload": bench_workload, "decode": bench_decode, "host": bench_host,
+            "prefix": bench_prefix}  # fmt: skip
+
+
+def table(title: str, rows: list[tuple[str, ...]]) -> None:
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    print(f"\n{title}")
+    for row in rows:
+        first, *rest = (cell.ljust(width) if i == 0 else cell.rjust(width)
+                        for i, (cell, width) in enumerate(zip(row, widths, strict=False)))  # fmt: skip
+        print("  " + "  ".join((first, *rest)).rstrip())
+
+
+def spread(values: Figures, unit: str) -> str:
+    return " / ".join(f"{values[key] * 1e3:,.1f}" for key in ("mean", "p50", "p99")) + f" {unit}"
+
+
+def release_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def machine() -> Figures:
+    """What the figures were measured with."""
+    versions = {"python": platform.python_version()}
+    for package in ("torch", "transformers", "nanopaged"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "source tree"
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in (info.read_text().splitlines() if info.exists() else [])
+             if line.startswith("model name")]  # fmt: skip
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"versions": versions, "cpu": (names or [platform.processor()])[0],
+            "threads": torch.get_num_threads(), "gpu": gpu}  # fmt: skip
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("command", nargs="?", choices=COMMANDS, default="workload")
+    add("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights of this shape")
+    add("--model", help="a checkpoint's directory instead")
+    add("--dtype", default="auto")
+    add("--device", default="auto")
+    add("--threads", type=int, help="of torch on the CPU")
+    add("--seed", type=int, default=0)
+    add("--repeats", type=int, default=3, help="measured runs, of which the median counts")
+    add("--block-size", type=int, default=16)
+    add("--num-blocks", type=int)
+    add("--max-num-seqs", type=int, default=256)
+    add("--max-num-batched-tokens", type=int, default=8192)
+    add("--vs", choices=["transformers"], help="workload, decode: measure this one too")
+    add("--vs-batch", type=int, default=16, help="its static batches")
+    add("--json", type=Path, metavar="FILE", help="write every figure there")
+    add = parser.add_argument_group("workload").add_argument
+    add("--requests", type=int, default=32)
+    add("--input-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
+    add("--output-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
+    add("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
+    add("--temperature", type=float, default=0.6)
+    add("--full", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
+    add = parser.add_argument_group("decode and host").add_argument
+    add("--batch-sizes", type=int, nargs="+", default=[1, 8, 16, 32])
+    add("--host-sizes", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
+    add("--prompt-len", type=int, default=128)
+    add("--tokens", type=int, default=64, help="generated for each prompt")
+    add = parser.add_argument_group("prefix").add_argument
+    add("--prefix-len", type=int, default=1024)
+    add("--own-len", type=int, default=32, help="tokens that follow the prefix")
+    args = parser.parse_args(argv)
+    if args.full:
+        args.requests, args.input_len, args.output_len = 256, (100, 1024), (100, 1024)
+    return args
+
+
+def failed(figures: Any) -> bool:
+    return isinstance(figures, dict) and ("failed" in figures or any(map(failed, figures.values())))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; 1 if a peer failed."""
+    args = parse(argv)
+    arguments = {key: value for key, value in vars(args).items() if key != "json"}
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    setting = machine()
+    where = f"{setting['gpu'] or setting['cpu']}, {setting['threads']} threads"
+    print(f"{where}, torch {setting['versions']['torch']}, {args.model or args.shape}")
+    with tempfile.TemporaryDirectory() as folder:
+        args.load_format = "auto" if args.model else "dummy"
+        args.model = args.model or write_config(Path(folder), args.shape)
+        figures = COMMANDS[args.command](args)
+    if args.json:
+        report = {"arguments": arguments, "machine": setting, args.command: figures}
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    return int(failed(figures))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,117 @@
+"""What the caller may choose.
+
+Frozen dataclasses that validate themselves: an object that exists is valid, so nothing below checks
+again. A wrong value is a `TypeError` or `ValueError` that names field, value and what would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from math import inf
+from typing import Any
+
+KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,),
+                                      "str": (str,), "None": (type(None),)}
+
+
+def check(name: str, value: Any, kind: str = "int", low: float = -inf, high: float = inf,
+          choices: Sequence[str] = ()) -> None:
+    """Raise unless `value` is of a `kind` such as "int | None", within bounds, and a choice."""
+    # The exact type: a bool is an int to isinstance, and never what was meant.
+    if type(value) not in [t for part in kind.split(" | ") for t in KINDS[part]]:
+        raise TypeError(f"{name} must be {kind}, got {value!r}")
+    if choices and value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+    if isinstance(value, (int, float)) and not (low <= value <= high and abs(value) < inf):
+        raise ValueError(f"{name} must be finite, from {low} to {high}, got {value}")
+
+
+def check_token_ids(name: str, ids: Iterable[Any], vocab_size: float = inf) -> None:
+    if isinstance(ids, (str, bytes, dict)) or not isinstance(ids, Iterable):
+        raise TypeError(f"{name} must be a list of token ids, got {ids!r}")
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:  # only then the slow check
+            check(f"every token id in {name}", token, "int", 0, vocab_size - 1)
+
+
+def option(default: Any, low: float = -inf, high: float = inf, choices: Sequence[str] = ()) -> Any:
+    """A dataclass field that `Checked` checks against its annotation and these bounds."""
+    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+
+
+class Checked:
+    def __post_init__(self) -> None:
+        for f in fields(self):  # type: ignore[arg-type]  # always mixed into a dataclass
+            if f.metadata:
+                check(f.name, getattr(self, f.name), str(f.type), **f.metadata)
+
+
+@dataclass(frozen=True)
+class SamplingParams(Checked):
+    """How the tokens of one request are chosen; names and defaults are vLLM's.
+
+    `temperature=0` is greedy. `top_k=0` (or -1), `top_p=1` and `min_p=0` keep every token.
+    `max_tokens=None` runs to `max_model_len`. `stop` strings end a sequence and are left out of its
+    text; `stop_token_ids` end it and stay in. `logprobs=k` returns the log-probabilities of the k
+    most likely tokens and of the sampled one, at every position. `cache_salt` keeps cached blocks
+    apart from those of requests with another salt.
+    """
+
+    n: int = option(1, low=1)
+    temperature: float = option(1.0, low=0)
+    top_p: float = option(1.0, low=1e-6, high=1)
+    top_k: int = option(0, low=-1)
+    min_p: float = option(0.0, low=0, high=1)
+    max_tokens: int | None = option(16, low=1)
+    min_tokens: int = option(0, low=0)
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = option(False)
+    seed: int | None = option(None, low=0, high=2**63 - 1)
+    logprobs: int | None = option(None, low=0)
+    cache_salt: str | None = option(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_tokens is not None:
+            check("min_tokens", self.min_tokens, high=self.max_tokens)
+        for stop in self.stop_strings:
+            check("every stop string", stop, "str")
+            if not stop:
+                raise ValueError(f"stop must not contain an empty string, got {self.stop!r}")
+        check_token_ids("stop_token_ids", self.stop_token_ids or ())
+
+    @property
+    def stop_strings(self) -> Sequence[str]:
+        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+
+
+@dataclass(frozen=True)
+class EngineConfig(Checked):
+    """The keyword arguments of `LLM`, counted in tokens, blocks or sequences.
+
+    `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
+    """
+
+    model: str | None = option(None)
+    dtype: str = option("auto", choices=("auto", "float32", "float16", "bfloat16"))
+    device: str = option("auto", choices=("auto", "cpu", "cuda"))
+    block_size: int = option(16, low=1, high=1024)
+    num_blocks: int | None = option(None, low=1)
+    max_model_len: int | None = option(None, low=2)
+    max_num_seqs: int = option(256, low=1)
+    max_num_batched_tokens: int = option(8192, low=1)
+    gpu_memory_utilization: float = option(0.9, low=0.01, high=1)
+    enable_prefix_caching: bool = option(True)
+    attention_backend: str = option("auto", choices=("auto", "torch"))
+    load_format: str = option("auto", choices=("auto", "dummy"))
+    seed: int = option(0, low=0, high=2**63 - 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.max_num_batched_tokens < self.max_num_seqs:  # or some could not decode in a step
+            raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs="
+                             f"{self.max_num_seqs}, got {self.max_num_batched_tokens}")

@@ -1,0 +1,53 @@
+"""Text from token ids while they arrive: never half a character, never past a stop string.
+
+A token can hold a part of a character's bytes, and what a token looks like can depend on the one
+before it. So new tokens are always decoded together with a few known ones, and the text of the
+known ones is cut off again: the two offsets of Hugging Face's text-generation-inference.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
+INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character (yet)
+
+
+class Detokenizer:
+    def __init__(self, tokenizer: Any, num_prompt_tokens: int, stops: Sequence[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self.stops = stops
+        self.text = ""
+        self.stopped = False
+        self.longest = max(map(len, stops), default=1)
+        self.known = num_prompt_tokens  # tokens whose text is in `text` (or in the prompt)
+        self.context = max(0, num_prompt_tokens - NUM_CONTEXT_TOKENS)
+        self.searched = 0  # no stop string begins before this character
+
+    def update(self, token_ids: list[int], check_stops: bool = True, final: bool = False) -> bool:
+        """Decode what is new in `token_ids` (prompt included); True once a stop string is complete.
+
+        `final` says that nothing follows: characters before an incomplete one come out now.
+        """
+        if self.stopped or self.known == len(token_ids):
+            return self.stopped
+        known = self._decode(token_ids[self.context : self.known])
+        new = self._decode(token_ids[self.context :])[len(known) :]
+        if not new.endswith(INCOMPLETE) or final:
+            self.text += new.rstrip(INCOMPLETE) if final else new
+            self.context, self.known = self.known, len(token_ids)
+            hits = [at for stop in self.stops if (at := self.text.find(stop, self.searched)) >= 0]
+            if hits and check_stops:
+                self.text, self.stopped = self.text[: min(hits)], True
+            overlap = self.longest - 1 if check_stops else 0
+            self.searched = max(0, len(self.text) - overlap)
+        return self.stopped
+
+    def visible(self) -> str:
+        """The text without a tail that may turn out to be the beginning of a stop string."""
+        for begin in range(max(0, len(self.text) - self.longest + 1), len(self.text)):
+            if any(stop.startswith(self.text[begin:]) for stop in self.stops):
+                return self.text[:begin]
+        return self.text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

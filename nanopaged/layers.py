@@ -1,0 +1,90 @@
+"""The parts of a decoder that are not attention: norm, embedding, linear, rotary embedding."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+
+def empty(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape), requires_grad=False)
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = empty(size)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    def __init__(self, num_rows: int, size: int) -> None:
+        super().__init__()
+        self.weight = empty(num_rows, size)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight)
+
+
+class Linear(nn.Module):
+    """y = x W^T + b, where W stacks the checkpoint's matrices `parts` (name -> rows).
+
+    One product for q, k and v reads x once and fills the machine better than three small ones.
+    """
+
+    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
+        super().__init__()
+        self.parts = dict(parts)
+        self.weight = empty(sum(parts.values()), in_features)
+        self.bias = empty(sum(parts.values())) if bias else None
+        self.packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Reorder W once into oneDNN's own layout: 1.3 to 2.7 times as fast for few rows.
+
+        These are the operators that torch.compile's freezing emits. They are private to torch, so
+        nothing else here names them, and where they are missing `forward` does without.
+        """
+        if hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+            self.weight = empty(0)  # free the plain one
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return F.linear(x, self.weight, self.bias)
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return y
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the two halves of a head's vector by angles that grow with the position (RoFormer).
+
+    The tables repeat every angle for both halves and carry the sign that the rotation needs:
+    (x1 cos - x2 sin, x2 cos + x1 sin) = x * [cos, cos] + [x2, x1] * [-sin, sin].
+    """
+
+    def __init__(self, config: Any, max_model_len: int) -> None:
+        super().__init__()
+        rope, scaling = config.rope_parameters, 1.0
+        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
+        frequencies = rope["rope_theta"] ** -exponents
+        if rope["rope_type"] != "default":  # the published scalings: one wrong factor is garbage
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, exponents.device)
+        angles = torch.outer(torch.arange(max_model_len).float(), frequencies)
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling  # [max_model_len, head_dim / 2]
+        self.cos, self.sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions: [num_tokens]; returns cos and sin, [num_tokens, 1, head_dim]."""
+        return self.cos[positions, None].to(dtype), self.sin[positions, None].to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [num_tokens, any number of heads, head_dim]; see `RotaryEmbedding`."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

@@ -1,0 +1,262 @@
+"""The engine's front: prompts in, text out. Start reading here.
+
+`LLM._step` is the whole engine; the rest of this file turns prompts into requests and sequences
+into text, and every other file explains one of that method's lines.
+"""
+
+import itertools
+import logging
+import random
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from nanopaged.block_manager import BlockManager
+from nanopaged.config import EngineConfig, SamplingParams, check, check_token_ids
+from nanopaged.detokenizer import Detokenizer
+from nanopaged.loader import load_config, load_eos_token_ids, load_tokenizer, resolve
+from nanopaged.model_runner import ModelRunner
+from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import Sequence, SequenceGroup
+
+Prompt: TypeAlias = str | list[int] | dict[str, Any]
+Params: TypeAlias = SamplingParams | Seq[SamplingParams] | None
+
+logger = logging.getLogger("nanopaged")
+
+
+class LLM:
+    """An engine with one model. Keyword arguments: see `EngineConfig`.
+
+    >>> with LLM() as llm:  # the bundled model
+    ...     print(llm.generate("ROMEO:", SamplingParams(max_tokens=32))[0].outputs[0].text)
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.config = config = EngineConfig(model, **options)
+        path = resolve(config)
+        self.model_config = load_config(path)
+        self.tokenizer = load_tokenizer(path)
+        self.eos_token_ids = load_eos_token_ids(path, self.model_config, self.tokenizer)
+        self.runner = runner = ModelRunner(config, self.model_config)
+        self.max_model_len = runner.max_model_len
+        self.blocks = BlockManager(runner.num_blocks, config.block_size,
+                                   config.enable_prefix_caching)
+        self.scheduler = Scheduler(config, self.blocks)
+        self._groups: dict[str, SequenceGroup] = {}  # unfinished requests
+        self._news: dict[object, dict[str, SequenceGroup]] = {}  # by owner: not told yet
+        self._ids = itertools.count()
+        self._random = random.Random(config.seed)
+        self._closed = False
+        room = runner.num_blocks * config.block_size
+        logger.info(
+            f"{path.name}: {runner.dtype} on {runner.device}, attention by torch; KV cache: "
+            f"{runner.token_bytes:,} bytes a token, {runner.num_blocks:,} blocks of "
+            f"{config.block_size} tokens, {room * runner.token_bytes / 2**30:.2f} GiB, room for "
+            f"{room / self.max_model_len:.1f} sequences of {self.max_model_len:,} tokens")
+
+    # -- the engine ----------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns what is new of the requests made by `add_request`, each so far."""
+        return [self._output(group) for group in self._advance(None)]
+
+    def _advance(self, owner: object) -> list[SequenceGroup]:
+        """One step for everybody; returns the owner's groups that have news since it last asked."""
+        for group in self._step():
+            self._report(group)
+        return list(self._news.pop(owner, {}).values())
+
+    def _step(self) -> list[SequenceGroup]:
+        """The whole engine: who runs, one forward pass, what came out."""
+        if not self.scheduler.has_unfinished:
+            return []
+        started = time.perf_counter()
+        batch = self.scheduler.schedule()
+        try:
+            sampled = self.runner.execute(batch)
+        except BaseException:  # Ctrl-C too: whoever catches it can go on stepping
+            self.scheduler.rollback()
+            raise
+        groups = self.scheduler.update(batch, sampled)
+        for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
+            self._check_stop_strings(seq)
+        self.scheduler.stats.step_seconds += time.perf_counter() - started
+        return groups
+
+    def _report(self, group: SequenceGroup) -> None:
+        self._news.setdefault(group.owner, {})[group.request_id] = group
+        if not group.live:
+            self._groups.pop(group.request_id, None)
+
+    # -- prompts in ----------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+        """Queue a request for `step` and return its id. A bad one raises and changes nothing."""
+        return self._add(self._make_group(prompt, sampling_params or SamplingParams()))
+
+    def abort_request(self, request_id: str) -> bool:
+        """End a request and free its blocks; False if there is no such unfinished request.
+
+        What it has so far comes out of the next `step`, with finish_reason "abort".
+        """
+        group = self._groups.get(request_id)
+        if group is not None:
+            self.scheduler.abort(group)
+            self._report(group)
+        return group is not None
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to return."""
+        return self.scheduler.has_unfinished or None in self._news
+
+    def _make_group(self, prompt: Prompt, params: SamplingParams) -> SequenceGroup:
+        """A request that the engine can serve; ValueError or TypeError if it never will."""
+        if self._closed:
+            raise RuntimeError("this engine has been shut down: make a new LLM")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        text, ids = self._encode(prompt)
+        vocab_size = self.model_config.vocab_size
+        check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
+        check("the number of prompt tokens (max_model_len leaves room for one more)", len(ids),
+              low=1, high=self.max_model_len - 1)
+        check("n, until parallel sampling is there,", params.n, high=1)
+        check("logprobs", params.logprobs or 0, high=vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
+        stop_token_ids = {*(params.stop_token_ids or ()), *self.eos_token_ids}
+        if params.ignore_eos:
+            stop_token_ids = set(params.stop_token_ids or ())
+        detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
+        return SequenceGroup(text, ids, params, stop_token_ids, self.max_model_len, detokenizer)
+
+    def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
+        if isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise TypeError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
+        if not isinstance(params, (list, tuple)):
+            params = [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError("sampling_params must be one, or one for each prompt, "
+                             f"got {len(params)} for {len(prompts)} prompts")
+        return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, dict):
+            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
+                raise ValueError(f"prompt must be under prompt or prompt_token_ids, got {prompt!r}")
+            (prompt,) = prompt.values()
+        if not isinstance(prompt, str):
+            check_token_ids("prompt", prompt, self.model_config.vocab_size)
+            return None, [*prompt]
+        if self.tokenizer is None:
+            raise ValueError(f"prompt must be token ids without a tokenizer, got {prompt!r}")
+        return prompt, self.tokenizer(prompt).input_ids
+
+    def _add(self, group: SequenceGroup, owner: object = None) -> str:
+        group.request_id, group.owner = str(next(self._ids)), owner
+        seed = group.params.seed
+        group.seed = self._random.getrandbits(63) if seed is None else seed
+        self._groups[group.request_id] = group
+        self.scheduler.waiting.append(group)
+        return group.request_id
+
+    # -- text out ------------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | Seq[Prompt], sampling_params: Params = None,
+                 use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete all prompts; returns one output for each, in their order.
+
+        A prompt is a string, a list of token ids, {"prompt": ..} or {"prompt_token_ids": ..}.
+        """
+        groups = self._make_groups(prompts, sampling_params)
+        started, before = time.perf_counter(), self.scheduler.stats.output_tokens
+        with tqdm(total=len(groups), desc="requests", disable=not use_tqdm) as bar:
+            for group in self._run(groups):
+                if not group.live:
+                    tokens = self.scheduler.stats.output_tokens - before
+                    rate = tokens / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
+                    bar.update()
+        return [self._output(group) for group in groups]
+
+    def stream(self, prompts: Prompt | Seq[Prompt],
+               sampling_params: Params = None) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields a request's output so far whenever it got a token.
+
+        Closing the iterator aborts what has not finished.
+        """
+        return map(self._output, self._run(self._make_groups(prompts, sampling_params)))
+
+    def chat(self, messages: list[Any], sampling_params: Params = None,
+             use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answer a conversation, a list of {"role": .., "content": ..}, or each of several."""
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise ValueError("chat needs a tokenizer with a chat template, which the model has not")
+        if not isinstance(messages, list) or not messages:
+            raise TypeError(f"messages must be a list of role and content, got {messages!r}")
+        several = messages if isinstance(messages[0], list) else [messages]
+        ids = self.tokenizer.apply_chat_template(several, add_generation_prompt=True,
+                                                 return_dict=False)
+        return self.generate(ids, sampling_params, use_tqdm)
+
+    def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
+        """Step until all have finished; yields a group whenever it got a token."""
+        owner = object()
+        unfinished = len([self._add(group, owner) for group in groups])
+        try:
+            while unfinished:
+                for group in self._advance(owner):
+                    unfinished -= not group.live
+                    yield group
+        finally:  # an error, Ctrl-C, or a stream that is closed early
+            for group in groups:
+                self.abort_request(group.request_id)
+            self._news.pop(owner, None)
+
+    def _output(self, group: SequenceGroup) -> RequestOutput:
+        asked = group.params.logprobs is not None
+        return RequestOutput(
+            group.request_id, group.prompt, group.prompt_token_ids,
+            [CompletionOutput(seq.index, self._text(seq), seq.token_ids[group.num_prompt_tokens :],
+                              seq.cumulative_logprob if asked else None,
+                              list(seq.logprobs) if asked else None, seq.finish_reason)
+             for seq in group.sequences],
+            not group.live, group.num_cached_tokens, group.metrics)
+
+    def _text(self, seq: Sequence) -> str:
+        if self.tokenizer is None:
+            return ""
+        finished = seq.finish_reason is not None
+        seq.detokenizer.update(seq.token_ids, final=finished)
+        return seq.detokenizer.text if finished else seq.detokenizer.visible()
+
+    def _check_stop_strings(self, seq: Sequence) -> None:
+        check_stops = len(seq.token_ids) > seq.group.min_len
+        if seq.detokenizer.update(seq.token_ids, check_stops):
+            self.scheduler.finish(seq, "stop")
+
+    # -- the rest ------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        return self.scheduler.measure()
+
+    def shutdown(self) -> None:
+        """Abort what runs and give back the memory; the engine serves nothing afterwards."""
+        for request_id in list(self._groups):
+            self.abort_request(request_id)
+        if not self._closed:
+            self._closed = True
+            del self.runner.model, self.runner.kv_caches
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()

@@ -1,0 +1,103 @@
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the differences come from the config.
+
+It sees a flat batch of tokens and hands Q, K and V to the attention backend; it does not know what
+a sequence is. Modules carry the names of the checkpoints, except where several matrices are stacked
+into one (`Linear.parts` has their names). `config` is what `loader.load_config` returns.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanopaged.attention import AttentionMetadata, TorchAttention
+from nanopaged.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, rotate
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Any, backend: TorchAttention) -> None:
+        super().__init__()
+        self.backend = backend
+        self.head_dim, eps = config.head_dim, config.rms_norm_eps
+        q_size, kv_size = (heads * config.head_dim
+                           for heads in (config.num_attention_heads, config.num_key_value_heads))
+        self.sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, self.sizes, config.qkv_bias)
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
+        self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                metadata: AttentionMetadata) -> Tensor:
+        qkv = self.qkv_proj(x).split(list(self.sizes.values()), dim=-1)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)  # [num_tokens, heads, ..]
+        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
+        self.backend.store(k, v, kv_cache, metadata)
+        out: Tensor = self.o_proj(self.backend.attend(q, kv_cache, metadata))
+        return out
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        parts = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
+        self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias)
+        self.down_proj = Linear(config.intermediate_size, {"down_proj": config.hidden_size},
+                                config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(F.silu(gate) * up)
+        return out
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: Any, backend: TorchAttention) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, backend)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                metadata: AttentionMetadata) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: Any, max_model_len: int, backend: TorchAttention) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        layers = (DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config, max_model_len)
+
+
+class CausalLM(nn.Module):
+    """The decoder and its output head; the weights are what memory held until they are loaded."""
+
+    def __init__(self, config: Any, max_model_len: int, backend: TorchAttention) -> None:
+        super().__init__()
+        self.model = Decoder(config, max_model_len, backend)
+        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, sampling_rows: Tensor,
+                kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """One pass over a flat batch; returns logits [num_rows, vocab_size] of `sampling_rows`.
+
+        token_ids, positions: [num_tokens]; sampling_rows: [num_rows], rows of the batch;
+        kv_caches: every layer's cache, stacked.
+        """
+        x = self.model.embed_tokens(token_ids)  # [num_tokens, hidden_size]
+        rotation = self.model.rotary_emb(positions, x.dtype)
+        for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
+            x = layer(x, rotation, kv_cache, metadata)
+        logits: Tensor = self.lm_head(self.model.norm(x[sampling_rows]))
+        return logits

@@ -1,0 +1,117 @@
+"""Everything that touches tensors: the model, the KV pool, and a step's inputs.
+
+The scheduler speaks of rows, tokens and block ids. The runner keeps the block tables of all running
+sequences, one row each, so that a step only has to say what changed, and turns a `Batch` into one
+forward pass over one flat batch of tokens.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopaged.attention import TorchAttention, flatten
+from nanopaged.config import EngineConfig, check
+from nanopaged.layers import Linear
+from nanopaged.loader import load_dummy_weights, load_weights, resolve
+from nanopaged.model import CausalLM
+from nanopaged.sampler import Sampler, SamplerOutput
+from nanopaged.scheduler import Batch
+
+CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
+
+
+class ModelRunner:
+    def __init__(self, config: EngineConfig, model_config: Any) -> None:
+        self.config = config
+        devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+        self.device = torch.device(devices[0] if config.device == "auto" else config.device)
+        check("device, where torch sees these,", self.device.type, "str", choices=devices)
+        self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
+        most = model_config.max_position_embeddings
+        check("max_model_len", config.max_model_len or most, high=most)
+        self.max_model_len = config.max_model_len or most
+        # The layers' K and V: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
+        heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
+        layers = model_config.num_hidden_layers
+        self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
+        self.backend = TorchAttention(model_config.num_attention_heads, heads, head_dim,
+                                      config.block_size, self.dtype, self.device)
+        self.model = self._load_model(model_config)
+        self.num_blocks = self._size_pool()
+        self.kv_caches = self._zeros(layers, 2, self.num_blocks, heads, config.block_size, head_dim)
+        self.sampler = Sampler(config.max_num_seqs, self.device)
+        # Entries past a sequence's end are read and masked, so they must name a block: zeros.
+        max_blocks = -(-self.max_model_len // config.block_size)
+        self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
+
+    def execute(self, batch: Batch) -> SamplerOutput:
+        """One forward pass; the result's tensors are still on the device."""
+        for row, first, block_ids in batch.table_updates:
+            self.block_tables[row, first : first + len(block_ids)] = block_ids
+        for seq in batch.admitted:
+            self.sampler.set_row(seq)
+        counts, samples = np.array(batch.counts), np.array(batch.samples)
+        rows = np.array([seq.row for seq in batch.sequences])
+        ends = np.array([seq.num_computed_tokens for seq in batch.sequences])
+        _, positions = flatten(ends - counts, counts)
+        token_ids = [token for seq, count, end in zip(batch.sequences, batch.counts, ends.tolist(),
+                     strict=True) for token in seq.token_ids[end - count : end]]
+        metadata = self.backend.prepare(self.block_tables[rows], ends - counts, counts)
+        inputs = (np.array(token_ids), positions, np.cumsum(counts)[samples] - 1)
+        tensors = (torch.from_numpy(array).to(self.device) for array in inputs)
+        logits = self.model(*tensors, self.kv_caches, metadata)
+        return self.sampler.sample(logits, rows[samples], ends[samples])
+
+    def _load_model(self, model_config: Any) -> CausalLM:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            with self.device:
+                model = CausalLM(model_config, self.max_model_len, self.backend)
+        finally:
+            torch.set_default_dtype(default)
+        if self.config.load_format == "dummy":
+            load_dummy_weights(model, self.config.seed)
+        else:
+            load_weights(model, resolve(self.config))
+        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+            for module in model.modules():
+                if isinstance(module, Linear):
+                    module.pack()
+        return model
+
+    def _size_pool(self) -> int:
+        """Blocks that fit into memory, or as asked for; shortens max_model_len to fit them."""
+        block_bytes = self.token_bytes * self.config.block_size
+        per_seq = -(-self.max_model_len // self.config.block_size)
+        num_blocks = self.config.num_blocks
+        if num_blocks is None:
+            room = CPU_POOL_BYTES
+            if self.device.type == "cuda":
+                free, total = torch.cuda.mem_get_info(self.device)
+                room = int(free - (1 - self.config.gpu_memory_utilization) * total)
+            num_blocks = min(room // block_bytes, self.config.max_num_seqs * per_seq)
+        if num_blocks < 1 or (num_blocks < per_seq and self.config.max_model_len):
+            raise ValueError(f"num_blocks must be at least {per_seq} for a sequence of max_model_len"
+                             f"={self.max_model_len} tokens, got {num_blocks}: raise it or free "
+                             "memory, or lower max_model_len")
+        self.max_model_len = min(self.max_model_len, num_blocks * self.config.block_size)
+        return num_blocks
+
+    def _zeros(self, *shape: int) -> Tensor:
+        if self.device.type == "cuda":
+            return torch.zeros(shape, dtype=self.dtype, device=self.device)
+        # NumPy's zeros are calloc's: the system hands out a page when it is first written.
+        pool = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
+        return torch.from_numpy(pool).view(self.dtype).view(shape)
+
+
+def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype, or float32 on a CPU that would have to emulate it."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    emulated = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+    return torch.float32 if emulated or model_dtype is None else model_dtype

@@ -1,0 +1,102 @@
+"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, seeds, log-probabilities.
+
+A sampled token depends on the logits, the request's seed and the position, never on who else is in
+the batch. One uniform number a row decides (inverse-transform sampling): the first token at which
+the cumulative probability exceeds it.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanopaged.sequence import Sequence
+
+GREEDY = 1e-5  # temperatures below are greedy: dividing by them would overflow
+ROW = [("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4"),
+       ("restricted", "?"), ("min_len", "i8"), ("logprobs", "i8")]
+
+
+@dataclass
+class SamplerOutput:
+    token_ids: Tensor  # [num_rows], still on the device
+    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # of the rows that asked
+
+
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[Any]:
+    """Numbers in [0, 1), one for every (seed, position): splitmix64 (Steele et al., OOPSLA 2014).
+
+    They have 23 bits, so that a float32 product with a sum is always below that sum.
+    """
+    x = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.float32(2.0**-23) * ((x ^ (x >> np.uint64(31))) >> np.uint64(41)).astype(np.float32)
+
+
+def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits with -inf for all but the likely tokens; every argument but them is [num_rows, 1].
+
+    The k most likely of all, of these the fewest whose probabilities reach top_p (the one that
+    crosses it included), of these the ones with at least min_p times the highest probability.
+    """
+    vocab_size = logits.shape[1]
+    top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
+    values, tokens = logits.topk(int(top_k.max()), dim=-1)  # sorted: [num_rows, the largest top_k]
+    rank = torch.arange(values.shape[1], device=logits.device)
+    probs = values.masked_fill(rank >= top_k, -torch.inf).softmax(-1)
+    dropped = (rank >= top_k) | (probs.cumsum(-1) - probs >= top_p) | (probs < min_p * probs[:, :1])
+    kept = values.masked_fill(dropped & (rank > 0), -torch.inf)  # rounding must not empty a row
+    return torch.full_like(logits, -torch.inf).scatter_(1, tokens, kept)
+
+
+class Sampler:
+    """Holds the parameters of the sequence in every row, so that a step only has to index them."""
+
+    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
+        self.device = device
+        self.params = np.zeros(max_num_seqs, ROW)
+        self.stop_token_ids: list[list[int]] = [[]] * max_num_seqs
+
+    def set_row(self, seq: Sequence) -> None:
+        group, p = seq.group, seq.group.params
+        restricted = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
+        logprobs = -1 if p.logprobs is None else p.logprobs
+        self.params[seq.row] = (group.seed, p.temperature, p.top_k, p.top_p, p.min_p, restricted,
+                                group.min_len, logprobs)
+        self.stop_token_ids[seq.row] = sorted(group.stop_token_ids)
+
+    def sample(self, logits: Tensor, rows: NDArray[np.int64],
+               positions: NDArray[np.int64]) -> SamplerOutput:
+        """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
+        params = self.params[rows]
+        asked = np.flatnonzero(params["logprobs"] >= 0)
+        logprobs = logits[asked].float().log_softmax(-1) if asked.size else logits[:0]
+        for i in np.flatnonzero(positions < params["min_len"]).tolist():
+            logits[i, self.stop_token_ids[rows[i]]] = -torch.inf
+        output = SamplerOutput(logits.argmax(-1))
+        drawn = params["temperature"] >= GREEDY
+        if drawn.any():
+            token_ids = self._draw(logits.float(), params, positions)
+            output.token_ids = torch.where(self._tensor(drawn), token_ids, output.token_ids)
+        for i, row in zip(asked.tolist(), logprobs, strict=True):
+            top = row.topk(int(params["logprobs"][i])).indices
+            chosen = torch.cat((top, output.token_ids[i : i + 1]))
+            output.logprobs[i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
+        return output
+
+    def _draw(self, logits: Tensor, params: Any, positions: NDArray[np.int64]) -> Tensor:
+        logits = logits / self._tensor(np.maximum(params["temperature"], GREEDY))[:, None]
+        some = np.flatnonzero(params["restricted"])
+        if some.size:
+            limits = (params[name][some, None] for name in ("top_k", "top_p", "min_p"))
+            logits[some] = restrict(logits[some], *map(self._tensor, limits))
+        cumulative = logits.softmax(-1).cumsum(-1)  # [num_rows, vocab_size]
+        target = self._tensor(uniform(params["seed"], positions))[:, None] * cumulative[:, -1:]
+        return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+    def _tensor(self, values: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)

@@ -1,0 +1,431 @@
+"""What every test stands on: tiny models that vary, transformers as oracle, engines without leaks.
+
+Weights are drawn wide: with the default initialisation a tiny tied model repeats one token for
+ever, and any engine agrees with it. Prompts whose reference generation comes near a tie are not
+used: there the order of a float32 sum decides, not the engine.
+"""
+
+import dataclasses
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
+from transformers.utils import logging as transformers_logging
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
+torch.set_num_threads(1)
+
+COUNTERS = (
+    "blocks_total", "blocks_used", "blocks_cached", "tokens_held", "kv_utilisation",
+    "prefix_hit_tokens", "prefix_query_tokens", "preemptions_recompute", "preemptions_swap",
+    "blocks_copied", "blocks_swapped", "steps", "prompt_tokens", "output_tokens",
+)  # fmt: skip
+EOS_IDS = [3, 17, 41, 77, 90, 101]  # many, so that a good part of the generations meets one
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+}  # fmt: skip
+Heads = tuple[int, int, int]  # query heads, KV heads, head_dim (0: not stated, as in Qwen2)
+
+
+def shape(heads: Heads, hidden: int, vocab: int, **more: Any) -> dict[str, Any]:
+    """The config fields that all families have in common."""
+    query_heads, kv_heads, head_dim = heads
+    stated = {"head_dim": head_dim} if head_dim else {}
+    return stated | {
+        "hidden_size": hidden, "intermediate_size": 2 * hidden + 8, "num_hidden_layers": 2,
+        "num_attention_heads": query_heads, "num_key_value_heads": kv_heads,
+        "vocab_size": vocab, "max_position_embeddings": 256,
+        "eos_token_id": EOS_IDS[0], "bos_token_id": 1, "pad_token_id": None,
+    } | more  # fmt: skip
+
+
+# name: (family, config fields, largest shard or None for one file)
+VARIANTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
+    "llama": ("llama", shape((4, 2, 16), 64, 160), None),
+    "llama-llama3-rope-tied-biases": ("llama", shape(
+        (6, 3, 16), 48, 136, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True,
+        attention_bias=True, mlp_bias=True), None),
+    "llama-head-dim-80-one-kv-head": ("llama", shape((3, 1, 80), 42, 131), "40KB"),
+    "llama-multi-head": ("llama", shape((5, 5, 8), 40, 200, rope_theta=500000.0), None),
+    "mistral-three-kv-heads": ("mistral", shape((6, 3, 16), 48, 144, sliding_window=None), "50KB"),
+    "mistral-tied": ("mistral", shape(
+        (4, 1, 24), 56, 151, sliding_window=None, tie_word_embeddings=True), None),
+    "qwen2-14-heads-tied": ("qwen2", shape((14, 2, 0), 112, 152, tie_word_embeddings=True), None),
+    "qwen2-untied-sharded": ("qwen2", shape((4, 4, 0), 48, 177), "30KB"),
+    "qwen3-tied": ("qwen3", shape((4, 2, 32), 64, 128, tie_word_embeddings=True), None),
+    "qwen3-untied-biases": ("qwen3", shape((5, 1, 16), 50, 168, attention_bias=True), "30KB"),
+    "qwen3-head-dim-96": ("qwen3", shape((3, 3, 96), 36, 190, rms_norm_eps=1e-5), None),
+}  # fmt: skip
+
+
+def widen(model: PreTrainedModel, seed: int) -> None:
+    """Draw weights under which greedy outputs wander: see the module's docstring."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, weight in model.named_parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        if name.endswith("norm.weight"):
+            weight.data = 1 + 0.2 * noise
+        elif name.endswith("bias"):
+            weight.data = 0.2 * noise
+        else:
+            weight.data = (0.05 if "embed_tokens" in name else 0.2) * noise
+    model.tie_weights()
+
+
+def make_model(
+    family: str,
+    path: Path,
+    *,
+    eos: Sequence[int] = EOS_IDS,
+    max_shard_size: str | None = None,
+    seed: int = 0,
+    **fields: Any,
+) -> Path:
+    """Write a tiny random model of a family to `path` in Hugging Face format; return the path."""
+    if "hidden_size" not in fields:
+        fields = shape((4, 2, 16), 64, 160) | fields
+    config = AutoConfig.for_model(family, **fields)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    widen(model, seed)
+    model.generation_config = GenerationConfig(eos_token_id=list(eos), bos_token_id=1)
+    options = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+    model.save_pretrained(path, **options)
+    return path
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One of the models the equivalence matrix runs over."""
+
+    name: str
+    index: int
+    path: Path
+    vocab_size: int
+
+
+@pytest.fixture(scope="session", name="make_model")
+def make_model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`make_model(family, **fields)`: the same arguments give the same directory, made once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, **fields: Any) -> Path:
+        key = json.dumps([family, fields], sort_keys=True)
+        if key not in made:
+            made[key] = make_model(family, tmp_path_factory.mktemp(family), **fields)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session", params=VARIANTS)
+def variant(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Variant:
+    """Each of the families in each of its forms."""
+    family, fields, max_shard_size = VARIANTS[request.param]
+    index = list(VARIANTS).index(request.param)
+    path = make_model(family, max_shard_size=max_shard_size, seed=index, **fields)
+    return Variant(request.param, index, path, fields["vocab_size"])
+
+
+@pytest.fixture(scope="session")
+def llama(make_model: Callable[..., Path]) -> Path:
+    """A plain Llama, vocabulary 160, several EOS ids, no tokenizer: where any model will do."""
+    return make_model("llama", seed=11)
+
+
+class Reference:
+    """Transformers in float32, one prompt at a time, without padding; its answers are kept."""
+
+    eos_ids = EOS_IDS
+    near_tie = 1e-3  # closer than this, the order of a float32 sum could decide
+
+    def __init__(self) -> None:
+        self.models: dict[Path, PreTrainedModel] = {}
+        self.known: dict[tuple[Path, tuple[int, ...]], tuple[list[int], list[float]]] = {}
+
+    def model(self, path: Path) -> PreTrainedModel:
+        if path not in self.models:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+            model.generation_config = GenerationConfig()  # nothing stops it but the length
+            self.models[path] = model
+        return self.models[path]
+
+    @torch.inference_mode()
+    def run(
+        self, path: Path, prompt: Sequence[int], **options: Any
+    ) -> tuple[list[int], list[float]]:
+        """`generate` once: new tokens, and how far the first choice was ahead of the second."""
+        options = {"do_sample": False, "pad_token_id": 0, "output_logits": True} | options
+        ids = torch.tensor([list(prompt)])
+        result = self.model(path).generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            return_dict_in_generate=True,
+            generation_config=GenerationConfig(**options),
+        )
+        top = torch.stack(result.logits)[:, 0].topk(2).values
+        return result.sequences[0, len(prompt) :].tolist(), (top[:, 0] - top[:, 1]).tolist()
+
+    def endless(
+        self, path: Path, prompt: Sequence[int], count: int
+    ) -> tuple[list[int], list[float]]:
+        key = (path, tuple(prompt))
+        if key not in self.known or len(self.known[key][0]) < count:
+            self.known[key] = self.run(path, prompt, max_new_tokens=count)
+        tokens, leads = self.known[key]
+        return tokens[:count], leads[:count]
+
+    def generate(
+        self, path: Path, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
+    ) -> list[int]:
+        """Greedy tokens, up to and with the first of `eos`."""
+        tokens, _ = self.endless(path, prompt, max_new_tokens)
+        ends = [i for i, token in enumerate(tokens) if token in set(eos)]
+        return tokens[: ends[0] + 1] if ends else tokens
+
+    def is_clear(self, path: Path, prompt: Sequence[int], count: int) -> bool:
+        """True where no step of the generation came near a tie."""
+        return min(self.endless(path, prompt, count)[1]) > self.near_tie
+
+    @torch.inference_mode()
+    def logits(self, path: Path, ids: Sequence[int]) -> torch.Tensor:
+        """Raw logits after each of the tokens: [len(ids), vocab_size], float32."""
+        return self.model(path)(torch.tensor([list(ids)])).logits[0].float()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Reference:
+    return Reference()
+
+
+@pytest.fixture(scope="session")
+def draw_prompts(reference: Reference) -> Callable[..., list[list[int]]]:
+    """`draw_prompts(path, lengths, count)`: random prompts with `count` clear greedy tokens."""
+
+    def draw(
+        path: Path, lengths: Sequence[int], count: int, seed: int = 0, prefix: Sequence[int] = ()
+    ) -> list[list[int]]:
+        rng = random.Random(seed)
+        vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
+        prompts = []
+        for length in lengths:
+            for _ in range(50):
+                body = [rng.randrange(vocab_size) for _ in range(length - len(prefix))]
+                prompt = [*prefix, *body]
+                if reference.is_clear(path, prompt, count):
+                    break
+            else:
+                raise AssertionError(f"no clear prompt of length {length} for {path}")
+            prompts.append(prompt)
+        return prompts
+
+    return draw
+
+
+def counters(llm: Any) -> dict[str, Any]:
+    """The fields of `llm.stats()` that time does not change."""
+    stats = llm.stats()
+    return {name: getattr(stats, name) for name in COUNTERS}
+
+
+@pytest.fixture(scope="session", name="counters")
+def counters_fixture() -> Callable[[Any], dict[str, Any]]:
+    return counters
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., Any]]:
+    """`engine(path, **options)`: a float32 CPU `LLM` that must hold no block when the test ends."""
+    from nanopaged import LLM
+
+    engines = []
+
+    def make(path: Path | None, **options: Any) -> Any:
+        defaults = {"block_size": 4, "num_blocks": 64, "max_model_len": 96}
+        fixed = {"dtype": "float32", "device": "cpu"}
+        llm = LLM(model=None if path is None else str(path), **(fixed | defaults | options))
+        engines.append(llm)
+        return llm
+
+    yield make
+    try:
+        for llm in engines:
+            assert not llm.has_unfinished_requests(), "the test left requests behind"
+            stats = llm.stats()
+            assert stats.blocks_used == 0, f"{stats.blocks_used} blocks leaked"
+            assert stats.tokens_held == 0
+    finally:
+        for llm in engines:
+            llm.shutdown()
+
+
+def drain(llm: Any) -> dict[Any, list[Any]]:
+    """Step until nothing is left, and once more for what is still untold: outputs by request id."""
+    told: dict[Any, list[Any]] = {}
+    more = True
+    while more:
+        more = llm.has_unfinished_requests()
+        for output in llm.step():
+            told.setdefault(output.request_id, []).append(output)
+    return told
+
+
+@pytest.fixture(scope="session", name="drain")
+def drain_fixture() -> Callable[[Any], dict[Any, list[Any]]]:
+    return drain
+
+
+@pytest.fixture(scope="session")
+def edit_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`edit_model(path, config=..., weights=...)`: a copy, its config and weights edited."""
+
+    def edit(
+        path: Path,
+        config: Callable[[dict[str, Any]], Any] | None = None,
+        weights: Callable[[dict[str, torch.Tensor]], Any] | None = None,
+    ) -> Path:
+        copy = tmp_path_factory.mktemp("edited")
+        for file in path.iterdir():
+            (copy / file.name).write_bytes(file.read_bytes())
+        if config is not None:
+            fields = json.loads((copy / "config.json").read_text())
+            config(fields)
+            (copy / "config.json").write_text(json.dumps(fields))
+        if weights is not None:
+            tensors = load_file(copy / "model.safetensors")
+            weights(tensors)
+            save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+        return copy
+
+    return edit
+
+
+CORPUS = (
+    "the block table of a sequence maps logical blocks to physical blocks. "
+    "a block that nobody refers to is free and still cached. "
+    "first come, first served: the youngest sequence gives way and comes back later. "
+) * 4
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer: any bytes can come out of a model, whole characters or not."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|bos|>", "<|end|>"],
+        show_progress=False,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+    )
+    raw.train_from_iterator([CORPUS], trainer)
+    raw.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw,
+        bos_token="<|bos|>",
+        eos_token="<|end|>",
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer like the first Llama's: spaces are marked, the first is cut, bytes are tokens."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    words = ["▁block", "▁table", "▁of", "▁the", "s"]
+    vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocab += sorted(set("".join(words)))
+    merges = []
+    for word in words:
+        for end in range(2, len(word) + 1):
+            merges.append((word[: end - 1], word[end - 1]))
+            vocab += [word[:end]] if word[:end] not in vocab else []
+    ids = {token: i for i, token in enumerate(vocab)}
+    raw = Tokenizer(models.BPE(ids, list(dict.fromkeys(merges)), byte_fallback=True))
+    raw.add_special_tokens(["<unk>", "<s>", "</s>"])
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+    )
+
+
+@pytest.fixture(scope="session")
+def text_model(
+    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A random model with a tokenizer: it emits arbitrary bytes."""
+    path = tmp_path_factory.mktemp("text")
+    make_model("llama", path, eos=[tokenizer.eos_token_id], seed=5, vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def make_scripted_model(
+    tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Sequence[int]], Path]:
+    """`make_scripted_model(tokens)`: a Llama that says exactly these tokens, over and over.
+
+    Attention and MLP add nothing, embeddings are one-hot, the head maps a token to its successor.
+    """
+
+    byte_level = tokenizer
+
+    def make(tokens: Sequence[int], tokenizer: PreTrainedTokenizerFast = byte_level) -> Path:
+        assert len(set(tokens)) == len(tokens), "a token with two successors"
+        path, size = tmp_path_factory.mktemp("scripted"), len(tokenizer)
+        hidden = -(-size // 8) * 8
+        fields = shape((4, 2, 8), hidden, size, eos_token_id=tokenizer.eos_token_id)
+        config = AutoConfig.for_model("llama", **(fields | {"num_hidden_layers": 1}))
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for name, weight in model.named_parameters():
+            weight.data = torch.ones_like(weight) if "norm" in name else torch.zeros_like(weight)
+        model.model.embed_tokens.weight.data = torch.eye(size, hidden)
+        for token, successor in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
+            model.lm_head.weight.data[successor, token] = 1.0
+        model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
+        model.save_pretrained(path)
+        tokenizer.save_pretrained(path)
+        return path
+
+    return make
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes minutes; run with -m slow")

@@ -1,0 +1,556 @@
+"""Bad input is refused with an error that says what and why, and leaves the engine as it was.
+
+Each case names the words its message must hold: the field, tensor or file, and the offending value.
+"""
+
+import json
+import math
+
+import pytest
+import torch
+
+NAN, INF = math.nan, math.inf
+
+# SamplingParams: field, value, more fields
+PARAMS = [
+    ("n", 0),
+    ("n", -3),
+    ("n", 1.5),
+    ("n", True),
+    ("temperature", -0.1),
+    ("temperature", NAN),
+    ("temperature", INF),
+    ("temperature", "hot"),
+    ("top_p", 0),
+    ("top_p", 1.5),
+    ("top_p", NAN),
+    ("top_p", "most"),
+    ("top_k", -2),
+    ("top_k", 2.5),
+    ("top_k", True),
+    ("min_p", -0.25),
+    ("min_p", 1.25),
+    ("min_p", NAN),
+    ("max_tokens", 0),
+    ("max_tokens", -7),
+    ("max_tokens", 1.5),
+    ("max_tokens", True),
+    ("min_tokens", -1),
+    ("min_tokens", 17),  # more than max_tokens
+    ("min_tokens", 2.5),
+    ("min_tokens", True),
+    ("stop", ""),
+    ("stop", ["a", ""]),
+    ("stop", 5),
+    ("stop", ["a", 3]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", [1.5]),
+    ("stop_token_ids", [True]),
+    ("stop_token_ids", ["a"]),
+    ("stop_token_ids", 5),
+    ("ignore_eos", "yes"),
+    ("ignore_eos", 1),
+    ("seed", 1.5),
+    ("seed", True),
+    ("seed", "lucky"),
+    ("logprobs", -1),
+    ("logprobs", 2.5),
+    ("logprobs", True),
+    ("cache_salt", 5),
+]
+
+# LLM: option, value
+OPTIONS = [
+    ("block_size", 0),
+    ("block_size", -16),
+    ("block_size", 24),
+    ("block_size", 16.0),
+    ("block_size", True),
+    ("block_size", "16"),
+    ("num_blocks", 0),
+    ("num_blocks", -4),
+    ("num_blocks", 2.5),
+    ("num_blocks", True),
+    ("max_model_len", 0),
+    ("max_model_len", -5),
+    ("max_model_len", 1.5),
+    ("max_model_len", True),
+    ("max_model_len", 257),  # the model has 256 positions
+    ("max_num_seqs", 0),
+    ("max_num_seqs", 2.5),
+    ("max_num_seqs", True),
+    ("max_num_batched_tokens", 0),
+    ("max_num_batched_tokens", 255),  # max_num_seqs is 256
+    ("max_num_batched_tokens", True),
+    ("gpu_memory_utilization", 0.0),
+    ("gpu_memory_utilization", 1.5),
+    ("gpu_memory_utilization", NAN),
+    ("gpu_memory_utilization", "all"),
+    ("swap_space", -1),
+    ("swap_space", NAN),
+    ("swap_space", "4GB"),
+    ("enable_prefix_caching", "no"),
+    ("enable_prefix_caching", 1),
+    ("preemption_mode", "drop"),
+    ("attention_backend", "magic"),
+    ("attention_backend", None),
+    ("dtype", "float7"),
+    ("dtype", "int8"),
+    ("device", "tpu"),
+    ("enforce_eager", "yes"),
+    ("tensor_parallel_size", 0),
+    ("tensor_parallel_size", 1.5),
+    ("tensor_parallel_size", True),
+    ("load_format", "magic"),
+    ("seed", 1.5),
+    ("seed", "lucky"),
+]
+
+# These come with sharing, the GPU path and ranks; until then they may be unknown keywords.
+LATER = {"swap_space", "preemption_mode", "enforce_eager", "tensor_parallel_size"}
+
+# prompts for a vocabulary of 160 and max_model_len 96: name, prompt, words of the message
+PROMPTS = [
+    ("empty list", [], ["prompt", "token"]),
+    ("empty ids in a dict", {"prompt_token_ids": []}, ["prompt", "token"]),
+    ("negative id", [5, -1, 7], ["-1"]),
+    ("id of the vocabulary size", [5, 160], ["160"]),
+    ("huge id", [5, 2**70], [str(2**70)]),
+    ("float id", [5, 6.0], ["6.0"]),
+    ("nan id", [NAN], ["nan"]),
+    ("bool id", [5, True], ["True"]),
+    ("none id", [5, None], ["None"]),
+    ("str id", [5, "six"], ["six"]),
+    ("nested ids", [5, [6]], ["[6]"]),
+    ("negative id in a dict", {"prompt_token_ids": [-9]}, ["-9"]),
+    ("ids are a str", {"prompt_token_ids": "abc"}, ["prompt", "abc"]),
+    ("ids are an int", {"prompt_token_ids": 12}, ["prompt", "12"]),
+    ("text is an int", {"prompt": 5}, ["prompt"]),
+    ("unknown key", {"text": "x"}, ["text"]),
+    ("no key", {}, ["prompt"]),
+    ("none", None, ["None"]),
+    ("bytes", b"abc", ["prompt", "abc"]),
+    ("text without a tokenizer", "hello", ["tokenizer"]),
+    ("longer than max_model_len", [7] * 97, ["97", "max_model_len", "96"]),
+    ("much longer", [7] * 5000, ["5000", "max_model_len", "96"]),
+]
+
+
+def overwrite(path, name, content):
+    (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def change_shape(name, shape):
+    return lambda tensors: tensors.update({name: torch.zeros(shape)})
+
+
+def index_with(path, files):
+    """Replace a checkpoint's only file by an index over `files`: tensor name to file name."""
+    index = {"metadata": {"total_size": 1}, "weight_map": files}
+    overwrite(path, "model.safetensors.index.json", json.dumps(index))
+
+
+def truncate(path):
+    content = (path / "model.safetensors").read_bytes()
+    overwrite(path, "model.safetensors", content[: len(content) * 2 // 3])
+
+
+def absent_shard(path):
+    index_with(path, {"model.norm.weight": "model-00007-of-00009.safetensors"})
+    (path / "model.safetensors").unlink()
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+Q_BIAS = "model.layers.0.self_attn.q_proj.bias"
+EXTRA = "model.layers.2.mlp.up_proj.weight"
+
+# name: edits to a good directory (config, weights, files), words of the message
+DIRECTORIES = {
+    "unsupported architecture": (
+        {"config": lambda c: c.update(architectures=["FalconForCausalLM"], model_type="falcon")},
+        ["falcon"],
+    ),
+    "no architecture": (
+        {"config": lambda c: (c.pop("architectures"), c.pop("model_type"))},
+        ["config.json"],
+    ),
+    "unknown rope type": (
+        {
+            "config": lambda c: c.update(
+                rope_parameters={"rope_type": "wobbly", "rope_theta": 1e4, "factor": 2.0}
+            )
+        },
+        ["wobbly"],
+    ),
+    "unknown rope type in the old form": (
+        {
+            "config": lambda c: (
+                c.pop("rope_parameters", None),
+                c.update(rope_theta=1e4, rope_scaling={"type": "wobbly", "factor": 2.0}),
+            )
+        },
+        ["wobbly"],
+    ),
+    "unknown activation": ({"config": lambda c: c.update(hidden_act="wavy")}, ["wavy"]),
+    "missing tensor": ({"weights": lambda t: t.pop(K_PROJ)}, [K_PROJ]),
+    "missing head": ({"weights": lambda t: t.pop("lm_head.weight")}, ["lm_head.weight"]),
+    "missing embedding": (
+        {"weights": lambda t: t.pop("model.embed_tokens.weight")},
+        ["model.embed_tokens.weight"],
+    ),
+    "missing norm": ({"weights": lambda t: t.pop("model.norm.weight")}, ["model.norm.weight"]),
+    "unused bias": ({"weights": change_shape(Q_BIAS, 64)}, [Q_BIAS]),
+    "unused layer": ({"weights": change_shape(EXTRA, (136, 64))}, [EXTRA]),
+    "unknown tensor": ({"weights": change_shape("surprise", 3)}, ["surprise"]),
+    "wrong shape of a matrix": ({"weights": change_shape(K_PROJ, (33, 64))}, [K_PROJ, "33"]),
+    "transposed matrix": ({"weights": change_shape(K_PROJ, (64, 32))}, [K_PROJ, "64", "32"]),
+    "wrong shape of a norm": (
+        {"weights": change_shape("model.norm.weight", 63)},
+        ["model.norm.weight", "63"],
+    ),
+    "wrong shape of the embedding": (
+        {"weights": change_shape("model.embed_tokens.weight", (159, 64))},
+        ["model.embed_tokens.weight", "159"],
+    ),
+    "one number for a vector": (  # which broadcasts
+        {"weights": change_shape("model.norm.weight", 1)},
+        ["model.norm.weight", "1"],
+    ),
+    "truncated file": ({"files": truncate}, ["model.safetensors"]),
+    "empty file": (
+        {"files": lambda p: overwrite(p, "model.safetensors", b"")},
+        ["model.safetensors"],
+    ),
+    "not safetensors at all": (
+        {"files": lambda p: overwrite(p, "model.safetensors", b"pickle" * 100)},
+        ["model.safetensors"],
+    ),
+    "index naming an absent file": (
+        {"files": absent_shard},
+        ["model-00007-of-00009.safetensors"],
+    ),
+    "no weights": ({"files": lambda p: (p / "model.safetensors").unlink()}, ["safetensors"]),
+    "no config": ({"files": lambda p: (p / "config.json").unlink()}, ["config.json"]),
+    "config is not JSON": (
+        {"files": lambda p: overwrite(p, "config.json", '{"architectures": [')},
+        ["config.json"],
+    ),
+}
+
+
+def name_case(case):
+    return f"{case[0]}={case[1]}"
+
+
+def assert_refused(call, words, kinds=(ValueError, TypeError)):
+    """The call raises one of `kinds`, and its message holds all the words."""
+    with pytest.raises(kinds) as caught:
+        call()
+    message = str(caught.value)
+    for word in words:
+        assert word in message, f"{word!r} is not in {message!r}"
+    return caught.value
+
+
+def shown(value):
+    """How a value appears in a message: a list by its bad item, a str with quotes or not."""
+    if isinstance(value, list):
+        return shown(value[-1])
+    return str(value)
+
+
+def greedy(**more):
+    from nanopaged import SamplingParams
+
+    return SamplingParams(**({"temperature": 0, "max_tokens": 12, "ignore_eos": True} | more))
+
+
+@pytest.fixture(scope="session")
+def good(llama, reference, draw_prompts):
+    """Good prompts and the tokens they must bring."""
+    prompts = draw_prompts(llama, [6, 11, 17], 12, seed=77)
+    return prompts, [reference.generate(llama, prompt, 12) for prompt in prompts]
+
+
+@pytest.fixture
+def busy(llama, engine, good, counters, drain):
+    """An engine with two requests under way, which must come out right whatever was refused."""
+    prompts, expected = good
+    llm = engine(llama, max_num_seqs=8, max_num_batched_tokens=16)
+    ids = [llm.add_request(prompt, greedy()) for prompt in prompts[:2]]
+    told = {i: None for i in ids}
+    for _ in range(3):
+        told |= {output.request_id: output for output in llm.step()}
+    before = counters(llm)
+    assert before["blocks_used"] > 0
+
+    yield llm
+
+    assert counters(llm) == before, "a refused request left a trace"
+    told |= {request: outputs[-1] for request, outputs in drain(llm).items()}
+    assert set(told) == set(ids)
+    for request, tokens in zip(ids, expected[:2], strict=True):
+        assert list(told[request].outputs[0].token_ids) == tokens
+    after = llm.generate(prompts, greedy(), use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in after] == expected
+
+
+def test_there_are_forty_kinds_of_bad_input():
+    assert len(PARAMS) + len(OPTIONS) + len(PROMPTS) + len(DIRECTORIES) >= 40
+    for table in (PARAMS, OPTIONS):
+        assert len({name_case(case) for case in table}) == len(table)
+    assert len({name for name, *_ in PROMPTS}) == len(PROMPTS)
+
+
+# --- sampling parameters ---
+
+
+@pytest.mark.parametrize("case", PARAMS, ids=name_case)
+def test_bad_sampling_params_are_refused(case):
+    from nanopaged import SamplingParams
+
+    field, bad = case
+    assert_refused(lambda: SamplingParams(**{field: bad}), [field, shown(bad)])
+
+
+def test_an_unknown_sampling_param_is_a_type_error():
+    from nanopaged import SamplingParams
+
+    assert_refused(lambda: SamplingParams(temprature=0.5), ["temprature"], TypeError)
+
+
+# --- engine options ---
+
+
+@pytest.mark.parametrize("case", OPTIONS, ids=name_case)
+def test_bad_engine_options_are_refused(case, llama):
+    from nanopaged import LLM
+
+    option, bad = case
+    options = {"dtype": "float32", "device": "cpu", "num_blocks": 64, option: bad}
+    words = [option] if option in LATER else [option, shown(bad)]
+    assert_refused(lambda: LLM(str(llama), **options), words)
+
+
+def test_an_unknown_engine_option_is_a_type_error(llama):
+    from nanopaged import LLM
+
+    assert_refused(lambda: LLM(str(llama), blocksize=16), ["blocksize"], TypeError)
+
+
+def test_a_pool_too_small_for_max_model_len_is_refused(llama):
+    from nanopaged import LLM
+
+    options = {"dtype": "float32", "device": "cpu", "block_size": 16, "max_model_len": 64}
+    assert_refused(
+        lambda: LLM(str(llama), num_blocks=3, **options), ["num_blocks", "max_model_len", "3", "64"]
+    )
+    LLM(str(llama), num_blocks=4, **options).shutdown()
+
+
+def test_max_model_len_is_kept_within_the_pool_where_it_is_not_given(llama, engine):
+    llm = engine(llama, block_size=16, num_blocks=3, max_model_len=None)
+    assert_refused(lambda: llm.add_request([7] * 49, greedy()), ["49", "48"])
+    llm.generate([[7] * 30], greedy(max_tokens=18), use_tqdm=False)
+
+
+def test_fewer_batched_tokens_than_sequences_are_refused(llama):
+    from nanopaged import LLM
+
+    assert_refused(
+        lambda: LLM(str(llama), num_blocks=64, max_num_seqs=9, max_num_batched_tokens=8),
+        ["max_num_batched_tokens", "max_num_seqs", "8", "9"],
+    )
+
+
+@pytest.mark.parametrize("backend", ["triton", "flash"])
+def test_a_gpu_backend_on_the_cpu_is_refused(llama, backend):
+    from nanopaged import LLM
+
+    options = {"dtype": "float32", "device": "cpu", "num_blocks": 64}
+    assert_refused(
+        lambda: LLM(str(llama), attention_backend=backend, **options),
+        [backend],
+        (ValueError, ImportError),
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu_is_refused(llama):
+    from nanopaged import LLM
+
+    assert_refused(lambda: LLM(str(llama), device="cuda", num_blocks=64), ["device", "cuda"])
+
+
+# --- model directories ---
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_a_bad_model_directory_is_refused(name, llama, edit_model):
+    from nanopaged import LLM
+
+    edits, words = DIRECTORIES[name]
+    path = edit_model(llama, config=edits.get("config"), weights=edits.get("weights"))
+    edits.get("files", lambda _: None)(path)
+    options = {"dtype": "float32", "device": "cpu", "num_blocks": 64}
+    kinds = (ValueError, TypeError, FileNotFoundError)
+    assert_refused(lambda: LLM(str(path), **options), words, kinds)
+
+
+def test_a_shard_that_is_cut_short_is_named(make_model, edit_model):
+    from nanopaged import LLM
+
+    path = edit_model(make_model("llama", seed=12, max_shard_size="60KB"))
+    shards = sorted(path.glob("model-*.safetensors"))
+    assert len(shards) >= 3
+    shards[1].write_bytes(shards[1].read_bytes()[:-100])
+    assert_refused(
+        lambda: LLM(str(path), dtype="float32", device="cpu", num_blocks=64), [shards[1].name]
+    )
+
+
+def test_a_tensor_in_two_shards_with_the_index_for_one_is_no_trouble_or_named(
+    make_model, edit_model
+):
+    """A tensor the index promises and its shard does not hold is a missing tensor."""
+    from nanopaged import LLM
+
+    path = edit_model(make_model("llama", seed=12, max_shard_size="60KB"))
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    shards = sorted(set(index["weight_map"].values()))
+    moved = next(name for name, shard in index["weight_map"].items() if shard == shards[0])
+    index["weight_map"][moved] = shards[1]
+    file.write_text(json.dumps(index))
+    try:
+        llm = LLM(str(path), dtype="float32", device="cpu", num_blocks=64)
+    except ValueError as error:
+        assert moved in str(error)
+    else:
+        llm.shutdown()
+
+
+@pytest.mark.parametrize("model", ["/no/such/directory", "./nor/this/one", "nobody/no-such-model"])
+def test_a_model_that_is_nowhere_is_refused(model):
+    from nanopaged import LLM
+
+    kinds = (ValueError, FileNotFoundError)
+    assert_refused(lambda: LLM(model, dtype="float32", device="cpu"), [model], kinds)
+
+
+@pytest.mark.parametrize("model", [5, ["a"], True], ids=str)
+def test_a_model_that_is_no_name_is_refused(model):
+    from nanopaged import LLM
+
+    assert_refused(lambda: LLM(model, dtype="float32", device="cpu"), ["model", str(model)])
+
+
+# --- requests ---
+
+
+@pytest.mark.parametrize(("prompt", "words"), [p[1:] for p in PROMPTS], ids=[p[0] for p in PROMPTS])
+def test_a_bad_prompt_is_refused_and_leaves_no_trace(prompt, words, busy):
+    assert_refused(lambda: busy.add_request(prompt, greedy()), words)
+
+
+@pytest.mark.parametrize(("prompt", "words"), [p[1:] for p in PROMPTS], ids=[p[0] for p in PROMPTS])
+def test_one_bad_prompt_refuses_the_whole_call(prompt, words, busy):
+    batch = [[1, 2, 3], prompt, [4, 5]]
+    assert_refused(lambda: busy.generate(batch, greedy(), use_tqdm=False), words)
+    assert_refused(lambda: list(busy.stream(batch, greedy())), words)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_params_of_another_number_than_prompts_are_refused(count, busy):
+    prompts, params = [[1, 2], [3, 4]], [greedy()] * count
+    assert_refused(lambda: busy.generate(prompts, params, use_tqdm=False), ["2", str(count)])
+    assert_refused(lambda: list(busy.stream(prompts, params)), ["2", str(count)])
+
+
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0}, "greedy", 3, [None]], ids=["dict", "str", "int", "list of none"]
+)
+def test_params_of_another_type_are_refused(params, busy):
+    words = ["SamplingParams"]
+    assert_refused(lambda: busy.generate([[1, 2]], params, use_tqdm=False), words)
+    assert_refused(lambda: busy.add_request([1, 2], params), words)
+
+
+def test_more_logprobs_than_tokens_are_refused(busy):
+    assert_refused(lambda: busy.add_request([1, 2], greedy(logprobs=161)), ["logprobs", "161"])
+
+
+@pytest.mark.parametrize("min_tokens", [0, 4])
+def test_a_stop_token_beyond_the_vocabulary_does_no_harm(min_tokens, llama, good, engine):
+    """Refused, or of no effect, even where min_tokens would have to suppress it."""
+    prompts, expected = good
+    llm = engine(llama)
+    params = greedy(stop_token_ids=[10**6], min_tokens=min_tokens)
+    try:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    except ValueError as error:
+        assert "stop_token_ids" in str(error) and "1000000" in str(error)
+        outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+
+
+def test_an_unknown_argument_of_generate_is_a_type_error(busy):
+    assert_refused(lambda: busy.generate([[1]], smapling_params=greedy()), ["smapling"], TypeError)
+
+
+@pytest.mark.parametrize(
+    "prompt", [{"prompt_token_ids": "the block"}, {"prompt": [4, 5]}], ids=["ids", "text"]
+)
+def test_text_is_no_list_of_ids_and_a_list_of_ids_no_text(prompt, text_model, engine, counters):
+    """Though the model has a tokenizer, and could do something with either."""
+    llm = engine(text_model)
+    before = counters(llm)
+    with pytest.raises((ValueError, TypeError), match="prompt"):
+        llm.add_request(prompt, greedy())
+    assert counters(llm) == before
+
+
+@pytest.mark.parametrize("messages", ["hello", 5, [5]], ids=["str", "int", "list of int"])
+def test_bad_messages_are_refused(messages, text_model, engine, counters):
+    llm = engine(text_model)
+    before = counters(llm)
+    with pytest.raises((ValueError, TypeError)):
+        llm.chat(messages, greedy())
+    assert counters(llm) == before
+    assert not llm.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("request_id", ["never-seen", 10**9, None])
+def test_aborting_a_request_that_is_not_there_changes_nothing(request_id, busy):
+    """Silently, as vLLM does it, or with an error that names it."""
+    try:
+        busy.abort_request(request_id)
+    except (ValueError, KeyError, TypeError) as error:
+        assert str(request_id) in str(error)
+
+
+@pytest.mark.parametrize("length", [94, 95, 96])
+def test_a_prompt_that_all_but_fills_max_model_len(length, llama, engine, reference, draw_prompts):
+    """Where it is not refused, its tokens are right and end in time."""
+    prompt = draw_prompts(llama, [length], 3, seed=5)[0]
+    llm = engine(llama, num_blocks=24)
+    try:
+        output = llm.generate([prompt], greedy(max_tokens=50), use_tqdm=False)[0].outputs[0]
+    except ValueError as error:
+        assert length >= 95 or "50" in str(error)
+        assert "max_model_len" in str(error) and "96" in str(error)
+    else:
+        tokens = list(output.token_ids)
+        assert 1 <= len(tokens) <= 97 - length
+        assert tokens == reference.generate(llama, prompt, len(tokens))
+        assert output.finish_reason == "length"
+
+
+def test_after_shutdown_the_engine_says_that_it_is_shut_down(llama):
+    from nanopaged import LLM
+
+    llm = LLM(str(llama), dtype="float32", device="cpu", num_blocks=64)
+    llm.shutdown()
+    llm.shutdown()  # twice is once
+    with pytest.raises((RuntimeError, ValueError), match="(?i)shut"):
+        llm.generate([[1, 2]], greedy(), use_tqdm=False)
