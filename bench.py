@@ -28,6 +28,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
+from logging import CRITICAL, getLogger
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, TypeAlias
@@ -37,7 +39,6 @@ import torch
 from torch import Tensor
 
 from nanopaged import LLM, RequestOutput, SamplingParams
-from nanopaged.config import ModelConfig
 from nanopaged.layers import Linear
 
 Figures: TypeAlias = "dict[str, Any]"
@@ -50,6 +51,7 @@ SHAPES = {
     "tiny": (2, 64, 128, 4, 2, 16, 256),
 }
 HOST_VOCAB = 16  # of the stand-in for a model
+PREFILL_BATCH = 32
 
 
 # -- what is run ---------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> Figures:
         return fastest(lambda: [layer(x) for layer in layers[:count]], device)
 
     size = 2048 * 8192
-    source = torch.ones(2**28, dtype=torch.uint8, device=device)
+    source = torch.ones(2**28 if device.type == "cpu" else 2**30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = 2 * source.numel() / fastest(lambda: target.copy_(source), device)
     read = 8 * size * dtype.itemsize / multiply(1, 8)
@@ -161,9 +163,9 @@ def floor(requests: Requests, cached: int, llm: LLM, limits: Figures) -> Figures
     and 4 x heads x head_dim for every query and key in every layer. Neither activations nor writes
     count, and bytes and operations are taken to overlap perfectly: the floor is the larger one.
     """
-    c: ModelConfig = llm.model_config
-    heads_size = (2 * c.num_heads + 2 * c.num_kv_heads) * c.head_dim  # q and o, k and v
-    layer_weights = c.num_layers * c.hidden_size * (heads_size + 3 * c.intermediate_size)
+    c, layers = llm.model_config, llm.model_config.num_hidden_layers
+    heads_size = 2 * (c.num_attention_heads + c.num_key_value_heads) * c.head_dim  # q, o, k, v
+    layer_weights = layers * c.hidden_size * (heads_size + 3 * c.intermediate_size)
     head_weights = c.vocab_size * c.hidden_size
     tokens_in, tokens_out = (sum(x) for x in zip(*((len(p), n) for p, n in requests), strict=True))
     longest = max(length for _, length in requests)
@@ -175,7 +177,7 @@ def floor(requests: Requests, cached: int, llm: LLM, limits: Figures) -> Figures
     kv_bytes = (decode_keys + tokens_in) * llm.runner.token_bytes
     forwarded = tokens_in - cached + tokens_out - len(requests)
     flops = 2 * layer_weights * forwarded + 2 * head_weights * tokens_out
-    flops += 4 * c.num_layers * c.num_heads * c.head_dim * (decode_keys + prompt_pairs)
+    flops += 4 * layers * c.num_attention_heads * c.head_dim * (decode_keys + prompt_pairs)
     bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
     flops_s = flops / limits["flops_per_s"]
     return {"weight_bytes": weight_bytes, "kv_bytes": kv_bytes, "flops": flops,
@@ -193,6 +195,8 @@ class Transformers:
         from transformers.utils import logging
 
         logging.set_verbosity_error()
+        # It misses psutil, which it needs for defaults that we set. What fails raises below.
+        getLogger("ContinuousBatchingLogger").setLevel(CRITICAL)
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
         if args.load_format == "dummy":
             config = AutoConfig.from_pretrained(args.model)
@@ -252,7 +256,7 @@ class Transformers:
             began = time.perf_counter()
             for prompt, length in requests:
                 manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-            done = []
+            done: list[int] = []
             while len(done) < len(requests):
                 result = manager.get_result(timeout=1)
                 if result is None and not manager.is_running():
@@ -295,22 +299,39 @@ def attempt(function: Callable[[], Figures]) -> Figures:
 
 
 @contextlib.contextmanager
-def observed(llm: LLM, every: int) -> Iterator[Figures]:
-    """Note the batch size of every step and the KV utilisation of some (counting it takes time)."""
-    notes: Figures = {"running": [], "kv_utilisation": []}
-    execute = llm.runner.execute
+def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
+    """The seconds of every call of the parts of a step; model and sampler are inside execute."""
+    spent: dict[str, list[float]] = {}
+    parts = [(llm.scheduler, "schedule"), (llm.scheduler, "update"), (llm.runner, "execute"),
+             (llm.runner, "model"), (llm.runner.sampler, "sample")]  # fmt: skip
+    originals = [getattr(owner, name) for owner, name in parts]
 
-    def execute_and_note(batch: Any) -> Any:
-        if len(notes["running"]) % every == every // 2:
-            notes["kv_utilisation"].append(llm.stats().kv_utilisation)
-        notes["running"].append(len(batch.sequences))
-        return execute(batch)
+    def wrap(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = function(*arguments)
+            seconds.append(time.perf_counter() - began)
+            return result
 
-    llm.runner.execute = execute_and_note  # type: ignore[method-assign]
+        return run
+
+    for (owner, name), original in zip(parts, originals, strict=True):
+        spent[name] = []
+        setattr(owner, name, wrap(original, spent[name]))
     try:
-        yield notes
+        yield spent
     finally:
-        llm.runner.execute = execute  # type: ignore[method-assign]
+        for (owner, name), original in zip(parts, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def host_parts(spent: dict[str, list[float]]) -> list[Figures]:
+    """What every step cost outside model and sampler: the scheduler's part and the inputs'."""
+    columns = zip(*(spent[name] for name in ("schedule", "update", "execute", "model", "sample")),
+                  strict=True)  # fmt: skip
+    return [{"schedule_s": schedule, "inputs_s": execute - model - sample, "update_s": update,
+             "step_s": schedule + execute - model - sample + update, "sampler_s": sample}
+            for schedule, update, execute, model, sample in columns]  # fmt: skip
 
 
 def summary(values: list[float]) -> Figures:
@@ -319,13 +340,22 @@ def summary(values: list[float]) -> Figures:
 
 def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
     llm.blocks.forget()  # no run profits from the one before it
-    before = asdict(llm.stats())
-    with observed(llm, every=max(1, max(length for _, length in requests) // 16)) as notes:
+    before, running, filled = asdict(llm.stats()), [], []
+    every = max(1, max(length for _, length in requests) // 16)
+    with timed(llm) as parts:
+        execute = llm.runner.execute
+
+        def note(batch: Any) -> Any:  # in every step, or in some, as counting filled blocks is slow
+            running.append(len(batch.sequences))
+            if len(running) % every == 0:
+                filled.append(llm.stats().kv_utilisation)
+            return execute(batch)
+
+        llm.runner.execute = note  # type: ignore[method-assign]
         began = time.perf_counter()
         outputs = generate(llm, requests, temperature)
         seconds = time.perf_counter() - began
-    after = asdict(llm.stats())
-    spent = {key: after[key] - before[key] for key in after if isinstance(after[key], (int, float))}
+    spent = {key: value - before[key] for key, value in asdict(llm.stats()).items()}
     times = [output.metrics for output in outputs]
     rates = [(m.finished_time - m.first_token_time) / (length - 1)
              for m, (_, length) in zip(times, requests, strict=True) if length > 1]  # fmt: skip
@@ -337,11 +367,11 @@ def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
         "time_per_output_token_s": summary(rates or [0.0]),
         "prefix_hit_rate": spent["prefix_hit_tokens"] / max(1, spent["prefix_query_tokens"]),
         "prefix_hit_tokens": spent["prefix_hit_tokens"],
-        "preemptions": spent["preemptions_recompute"] + spent["preemptions_swap"],
+        "preemptions": sum(spent[key] for key in spent if key.startswith("preemptions")),
         "steps": spent["steps"],
-        "mean_running": mean(notes["running"]),
-        "kv_utilisation": mean(notes["kv_utilisation"] or [0.0]),
-        "host_s_per_step": spent["host_seconds"] / spent["steps"],
+        "mean_running": mean(running),
+        "kv_utilisation": mean(filled or [0.0]),
+        "host_s_per_step": median(step["step_s"] for step in host_parts(parts)),
     }
 
 
@@ -360,6 +390,8 @@ def bench_workload(args: argparse.Namespace) -> Figures:
     first, each = run["time_to_first_token_s"], run["time_per_output_token_s"]
     share = least["floor_s"] / run["seconds"]
     speed = f"{limits['bytes_per_s'] / 1e9:,.1f} GB/s, {limits['flops_per_s'] / 1e12:,.3f} TFLOP/s"
+    # On a GPU `update` waits for the model; `bench.py host` measures without one.
+    host = f"{run['host_s_per_step'] * 1e6:,.0f} us" if device.type == "cpu" else "bench.py host"
     table(f"{args.requests} requests, {tokens_in:,} tokens in, {tokens_out:,} out", [
         ("wall time", f"{run['seconds']:.2f} s, {run['steps']} steps"),
         ("output tokens/s", f"{run['output_tokens_per_s']:,.1f}"),
@@ -370,7 +402,7 @@ def bench_workload(args: argparse.Namespace) -> Figures:
         ("preemptions", f"{run['preemptions']}"),
         ("mean running requests", f"{run['mean_running']:.1f}"),
         ("KV utilisation", f"{run['kv_utilisation']:.1%}"),
-        ("host cost of a step, schedule and update", f"{run['host_s_per_step'] * 1e6:,.0f} us"),
+        ("host cost of a step outside the model", host),
         ("machine", speed),
         ("floor: bytes / operations", f"{least['bytes_s']:.2f} / {least['flops_s']:.2f} s"),
         ("share of the machine's limit", f"{share:.1%}"),
@@ -398,7 +430,7 @@ def serve_peers(peer: Transformers, args: argparse.Namespace, requests: Requests
     figures: Figures = {}
     rows: list[tuple[str, ...]] = [("nanopaged", f"{useful / ours:,.1f}", "")]
     for name, way in ways.items():
-        figures[name] = run = attempt(lambda way=way: repeat(way, warm_up, requests, args.repeats))
+        figures[name] = run = attempt(partial(repeat, way, warm_up, requests, args.repeats))
         if "failed" in run:
             rows.append((f"transformers, {name}", "FAILED", run["failed"]))
             continue
@@ -409,76 +441,134 @@ def serve_peers(peer: Transformers, args: argparse.Namespace, requests: Requests
     return figures
 
 
+def decode_rate(llm: LLM, prompts: list[list[int]], batch: int, length: int) -> float:
+    """Tokens/s over the steps in which all sequences of the batch decode."""
+    for prompt in prompts[:batch]:
+        llm.add_request(prompt, sampling(0.0, length))
+    seconds, tokens = 0.0, 0
+    while llm.has_unfinished_requests():
+        began = time.perf_counter()
+        outputs = llm.step()
+        ended = time.perf_counter()
+        if sum(len(output.outputs[0].token_ids) > 1 for output in outputs) == batch:
+            seconds, tokens = seconds + ended - began, tokens + len(outputs)
+    if not tokens:
+        raise SystemExit(f"{batch} sequences never ran together: raise --num-blocks")
+    return tokens / seconds
+
+
 def bench_decode(args: argparse.Namespace) -> Figures:
     """Decode tokens/s by batch size, and prefill tokens/s."""
-    llm = make_engine(args, enable_prefix_caching=False)
-    random.seed(args.seed)
     count = max(*args.batch_sizes, PREFILL_BATCH)
-    vocab_size = llm.model_config.vocab_size
+    llm = make_engine(args, enable_prefix_caching=False, max_num_seqs=count)
+    dtype, device, vocab_size = llm.runner.dtype, llm.runner.device, llm.model_config.vocab_size
+    random.seed(args.seed)
     prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(count)]
 
-    def all_rates(decode: Callable[..., float], prefill: Callable[..., float]) -> Figures:
-        figures = {"prefill": attempt(lambda: repeat(prefill, prompts[:1], prompts[:32], repeats))}
-        for size in args.batch_sizes:
-            some = prompts[:size]
-            run = attempt(lambda some=some: repeat(decode, (some, 4), (some, args.tokens), repeats))
-            figures[f"decode, batch {size}"] = run
-        return figures
+    def our_prefill(batch: int) -> float:
+        began = time.perf_counter()
+        generate(llm, [(prompt, 1) for prompt in prompts[:batch]], 0.0)
+        return batch * args.prompt_len / (time.perf_counter() - began)
+
+    figures = {"nanopaged": all_rates(args, our_prefill, partial(decode_rate, llm, prompts))}
+    llm.shutdown()
+    if args.vs:
+        release_memory(device)
+        figures["transformers"] = attempt(lambda: peer_rates(args, dtype, device, prompts))
+        report_failure(figures["transformers"])
+    header = ("", "nanopaged", "transformers", "ratio")
+    rows: list[tuple[str, ...]] = [header[: 4 if args.vs else 2]]
+    for name, ours in figures["nanopaged"].items():
+        row = [name, f"{ours['median']:,.1f}"]
+        theirs = figures.get("transformers", {}).get(name, {})
+        if "failed" in theirs:
+            row += ["FAILED", theirs["failed"]]
+        elif theirs:
+            theirs["ratio"] = ours["median"] / theirs["median"]
+            row += [f"{theirs['median']:,.1f}", f"{theirs['ratio']:.2f}x"]
+        rows.append(tuple(row))
+    table(f"tokens/s: {args.prompt_len} tokens in, {args.tokens} out, greedy", rows)
+    return figures
+
+
+def peer_rates(args: argparse.Namespace, dtype: torch.dtype, device: torch.device,
+               prompts: list[list[int]]) -> Figures:  # fmt: skip
+    peer = Transformers(args, dtype, device)
+
+    def prefill(batch: int) -> float:
+        began = time.perf_counter()
+        times = peer.generate(prompts[:batch], 1, 0.0)
+        return batch * args.prompt_len / (times[0] - began)
+
+    def decode(batch: int, length: int) -> float:
+        times = peer.generate(prompts[:batch], length, 0.0)
+        return batch * (length - 1) / (times[-1] - times[0])
+
+    return all_rates(args, prefill, decode, guard=attempt)
+
+
+def all_rates(
+    args: argparse.Namespace,
+    prefill: Callable[[int], float],
+    decode: Callable[[int, int], float],
+    guard: Callable[[Callable[[], Figures]], Figures] = lambda function: function(),
+) -> Figures:
+    def rate(batch: int) -> Figures:
+        return repeat(lambda n: decode(batch, n), min(4, args.tokens), args.tokens, args.repeats)
+
+    figures = {f"decode, batch {n}": guard(partial(rate, n)) for n in args.batch_sizes}
+    name = f"prefill, batch {PREFILL_BATCH}"
+    figures[name] = guard(lambda: repeat(prefill, 2, PREFILL_BATCH, args.repeats))
+    return figures
+
+
 def bench_host(args: argparse.Namespace) -> Figures:
     """What a step costs outside the model, by number of running sequences.
 
     The model is replaced by one that returns the same logits at once, for a vocabulary of 16; heads
     and head_dim stay, as the step's inputs depend on them. Not counted: that model and the sampler.
     """
-    folder = Path(args.model)
-    write_config(folder, args.shape, num_hidden_layers=1, vocab_size=HOST_VOCAB)
+    if args.load_format != "dummy":
+        raise SystemExit("host needs --shape: it runs no model, so it takes no --model")
+    write_config(Path(args.model), args.shape, num_hidden_layers=1, vocab_size=HOST_VOCAB)
     figures: Figures = {}
-    rows = [("sequences", "schedule + update", "inputs", "us a step", "us a sequence", "(sampler)")]
+    header = ("sequences", "schedule", "inputs", "update", "step", "a sequence", "(sampler)")
+    rows: list[tuple[str, ...]] = [header]
     for size in args.host_sizes:
-        llm = make_engine(
-            args, max_num_seqs=size, max_num_batched_tokens=max(8192, size), model=str(folder),
-            num_blocks=size * (-(-(args.prompt_len + args.tokens) // args.block_size)) + size // 50 + 256,
-        )  # fmt: skip
+        per_seq = -(-(args.prompt_len + args.tokens) // args.block_size)
+        num_blocks = size * per_seq * 102 // 100 + 4096 // args.block_size  # nobody is to wait
+        budget = max(8192, size * args.prompt_len // 4)  # all get in before the first one ends
+        llm = make_engine(args, max_num_seqs=size, max_num_batched_tokens=budget,
+                          num_blocks=num_blocks)  # fmt: skip
         figures[str(size)] = run = host_cost(llm, size, args)
-        rows.append((f"{size:,}", *(f"{run[key] * 1e6:,.0f}" for key in ("schedule_update_s", "inputs_s", "step_s")),
-                     f"{run['step_s'] / size * 1e6:.2f}", f"{run['sampler_s'] * 1e6:,.0f}"))  # fmt: skip
+        keys = ("schedule_s", "inputs_s", "update_s", "step_s", "sampler_s")
+        *parts, sampler = (f"{run[key] * 1e6:,.0f}" for key in keys)
+        rows.append((f"{size:,}", *parts, f"{run['step_s'] / size * 1e6:.2f}", sampler))
         llm.shutdown()
-    table(f"host cost of a decode step at {args.prompt_len} tokens and more a sequence, us", rows)
+    table(f"host cost of a decode step, us; {args.prompt_len} tokens and more a sequence", rows)
     return figures
 
 
 def host_cost(llm: LLM, size: int, args: argparse.Namespace) -> Figures:
-    spent = {"model": 0.0, "sampler": 0.0}
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            result = function(*arguments)
-            spent[name] += time.perf_counter() - began
-            return result
-
-        return run
-
-    def stand_in(token_ids: Tensor, positions: Tensor, kv: Tensor, metadata: Any, rows: Tensor) -> Tensor:
-        return logits[: len(rows)]
-
     logits = torch.zeros(size, HOST_VOCAB, device=llm.runner.device)
-    llm.runner.model = timed("model", stand_in)  # type: ignore[assignment]
-    llm.runner.sampler.sample = timed("sampler", llm.runner.sampler.sample)  # type: ignore[method-assign]
+
+    def stand_in(token_ids: Tensor, positions: Tensor, sampling_rows: Tensor, *_: Any) -> Tensor:
+        return logits[: len(sampling_rows)]
+
+    llm.runner.model = stand_in  # type: ignore[assignment]
     random.seed(args.seed)
     for _ in range(size):
-        llm.add_request(random_prompt(args.prompt_len, HOST_VOCAB), sampling(0.0, args.tokens))
-    counters, steps = llm.scheduler.counters, []
-    while llm.has_unfinished_requests():
-        spent.update(model=0.0, sampler=0.0)
-        before = (counters.host_seconds, counters.model_seconds)
-        outputs = llm.step()
-        host, inside = counters.host_seconds - before[0], counters.model_seconds - before[1]
-        inputs = inside - spent["model"] - spent["sampler"]
-        lengths = {len(output.outputs[0].token_ids) for output in outputs}
-        if len(outputs) == size and 1 < min(lengths) and max(lengths) < args.tokens:
-            steps.append({"schedule_update_s": host, "inputs_s": inputs, "step_s": host + inputs,
-                          "sampler_s": spent["sampler"]})  # fmt: skip
+        prompt = random_prompt(args.prompt_len, HOST_VOCAB)
+        llm.add_request(prompt, sampling(0.0, args.tokens))
+    decoding: list[int] = []  # the steps in which all sequences do, and none ends
+    with timed(llm) as spent:
+        while llm.has_unfinished_requests():
+            outputs = llm.step()
+            lengths = {len(output.outputs[0].token_ids) for output in outputs}
+            if len(outputs) == size and min(lengths) > 1 and max(lengths) < args.tokens:
+                decoding.append(len(spent["update"]) - 1)
+    parts = host_parts(spent)
+    steps = [parts[number] for number in decoding]
     return {**{key: median(step[key] for step in steps) for key in steps[0]}, "steps": steps}
 
 
@@ -494,10 +584,9 @@ def bench_prefix(args: argparse.Namespace) -> Figures:
         for which in runs:
             own = random_prompt(args.own_len, vocab_size)
             (output,) = generate(llm, [(prefix + own, 2)], 0.0)
-            which.append({
-                "computed_tokens": len(output.prompt_token_ids) - output.num_cached_tokens,
-                "time_to_first_token_s": output.metrics.first_token_time - output.metrics.arrival_time,
-            })  # fmt: skip
+            computed = len(output.prompt_token_ids) - output.num_cached_tokens
+            seconds = output.metrics.first_token_time - output.metrics.arrival_time
+            which.append({"computed_tokens": computed, "time_to_first_token_s": seconds})
     medians = [{key: median(run[key] for run in which) for key in which[0]} for which in runs]
     llm.shutdown()
     table(f"a prefix of {args.prefix_len} tokens, then {args.own_len} of one's own", [
@@ -516,12 +605,17 @@ COMMANDS = {"workload": bench_workload, "decode": bench_decode, "host": bench_ho
 
 
 def table(title: str, rows: list[tuple[str, ...]]) -> None:
-    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(max(map(len, rows)))]
+    columns = max(len(row) for row in rows)
+    widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(columns)]
     print(f"\n{title}")
-    for row in rows:
-        first, *rest = (cell.ljust(width) if i == 0 else cell.rjust(width)
-                        for i, (cell, width) in enumerate(zip(row, widths, strict=False)))  # fmt: skip
-        print("  " + "  ".join((first, *rest)).rstrip())
+    for first, *rest in rows:
+        cells = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=False)]
+        print("  " + "  ".join((first.ljust(widths[0]), *cells)))
+
+
+def report_failure(figures: Figures) -> None:
+    if "failed" in figures:
+        print(f"\ntransformers FAILED: {figures['failed']}")
 
 
 def spread(values: Figures, unit: str) -> str:
@@ -543,15 +637,16 @@ def machine() -> Figures:
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "source tree"
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in (info.read_text().splitlines() if info.exists() else [])
-             if line.startswith("model name")]  # fmt: skip
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"versions": versions, "cpu": (names or [platform.processor()])[0],
             "threads": torch.get_num_threads(), "gpu": gpu}  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("command", nargs="?", choices=COMMANDS, default="workload")
     add("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights of this shape")
@@ -572,7 +667,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--requests", type=int, default=32)
     add("--input-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     add("--output-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
-    add("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
+    add("--shared-prefix", type=int, default=0, metavar="N", help="tokens all begin with")
     add("--temperature", type=float, default=0.6)
     add("--full", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
     add = parser.add_argument_group("decode and host").add_argument
@@ -584,6 +679,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--prefix-len", type=int, default=1024)
     add("--own-len", type=int, default=32, help="tokens that follow the prefix")
     args = parser.parse_args(argv)
+    if args.tokens < 4 or args.repeats < 1 or args.requests < 1:
+        parser.error("--tokens must be at least 4, --repeats and --requests at least 1")
     if args.full:
         args.requests, args.input_len, args.output_len = 256, (100, 1024), (100, 1024)
     return args

@@ -59,7 +59,7 @@ class SamplingParams(Checked):
     """
 
     n: int = option(1, low=1)
-    temperature: float = option(1.0, low=0)
+    temperature: float = option(1.0, low=0, high=1e30)
     top_p: float = option(1.0, low=1e-6, high=1)
     top_k: int = option(0, low=-1)
     min_p: float = option(0.0, low=0, high=1)
@@ -76,6 +76,8 @@ class SamplingParams(Checked):
         super().__post_init__()
         if self.max_tokens is not None:
             check("min_tokens", self.min_tokens, high=self.max_tokens)
+        if not isinstance(self.stop, (str, list, tuple, type(None))):
+            raise TypeError(f"stop must be a string or a list of strings, got {self.stop!r}")
         for stop in self.stop_strings:
             check("every stop string", stop, "str")
             if not stop:
@@ -92,6 +94,8 @@ class EngineConfig(Checked):
     """The keyword arguments of `LLM`, counted in tokens, blocks or sequences.
 
     `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
+    So that scripts for vLLM run, what this version has one way of doing is accepted as well:
+    `swap_space`, `preemption_mode`, `enforce_eager` and `tensor_parallel_size` change nothing.
     """
 
     model: str | None = option(None)
@@ -103,8 +107,12 @@ class EngineConfig(Checked):
     max_num_seqs: int = option(256, low=1)
     max_num_batched_tokens: int = option(8192, low=1)
     gpu_memory_utilization: float = option(0.9, low=0.01, high=1)
+    swap_space: float = option(4, low=0)
     enable_prefix_caching: bool = option(True)
+    preemption_mode: str = option("auto", choices=("auto", "recompute"))
     attention_backend: str = option("auto", choices=("auto", "torch"))
+    enforce_eager: bool = option(False)
+    tensor_parallel_size: int = option(1, low=1, high=1)
     load_format: str = option("auto", choices=("auto", "dummy"))
     seed: int = option(0, low=0, high=2**63 - 1)
 

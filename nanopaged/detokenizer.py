@@ -32,14 +32,14 @@ class Detokenizer:
             return self.stopped
         known = self._decode(token_ids[self.context : self.known])
         new = self._decode(token_ids[self.context :])[len(known) :]
-        if not new.endswith(INCOMPLETE) or final:
+        if new and (final or not new.endswith(INCOMPLETE)):
             self.text += new.rstrip(INCOMPLETE) if final else new
             self.context, self.known = self.known, len(token_ids)
             hits = [at for stop in self.stops if (at := self.text.find(stop, self.searched)) >= 0]
             if hits and check_stops:
                 self.text, self.stopped = self.text[: min(hits)], True
             overlap = self.longest - 1 if check_stops else 0
-            self.searched = max(0, len(self.text) - overlap)
+            self.searched = max(self.searched, len(self.text) - overlap)
         return self.stopped
 
     def visible(self) -> str:

@@ -77,15 +77,18 @@ class LLM:
             return []
         started = time.perf_counter()
         batch = self.scheduler.schedule()
+        executing = time.perf_counter()
         try:
             sampled = self.runner.execute(batch)
         except BaseException:  # Ctrl-C too: whoever catches it can go on stepping
             self.scheduler.rollback()
             raise
+        stats = self.scheduler.stats
+        stats.model_seconds += time.perf_counter() - executing
         groups = self.scheduler.update(batch, sampled)
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
             self._check_stop_strings(seq)
-        self.scheduler.stats.step_seconds += time.perf_counter() - started
+        stats.step_seconds += time.perf_counter() - started
         return groups
 
     def _report(self, group: SequenceGroup) -> None:
@@ -123,15 +126,19 @@ class LLM:
         text, ids = self._encode(prompt)
         vocab_size = self.model_config.vocab_size
         check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
-        check("the number of prompt tokens (max_model_len leaves room for one more)", len(ids),
-              low=1, high=self.max_model_len - 1)
-        check("n, until parallel sampling is there,", params.n, high=1)
+        if not 1 <= len(ids) < self.max_model_len:
+            raise ValueError(f"prompt must have at least 1 token and fewer than max_model_len="
+                             f"{self.max_model_len}, got {len(ids)}: shorten it or raise that")
+        if params.n != 1:
+            raise ValueError(f"n must be 1 until parallel sampling is built, got {params.n}")
         check("logprobs", params.logprobs or 0, high=vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
         stop_token_ids = {*(params.stop_token_ids or ()), *self.eos_token_ids}
         if params.ignore_eos:
             stop_token_ids = set(params.stop_token_ids or ())
+        if params.min_tokens and len(stop_token_ids) == vocab_size:
+            raise ValueError("stop_token_ids must leave a token for min_tokens, got all of them")
         detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
         return SequenceGroup(text, ids, params, stop_token_ids, self.max_model_len, detokenizer)
 
@@ -149,8 +156,10 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, dict):
-            if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
-                raise ValueError(f"prompt must be under prompt or prompt_token_ids, got {prompt!r}")
+            kinds = {"prompt": str, "prompt_token_ids": list}
+            if len(prompt) != 1 or not all(type(v) is kinds.get(k) for k, v in prompt.items()):
+                raise ValueError("prompt must be {'prompt': str} or {'prompt_token_ids': list}, "
+                                 f"got {prompt!r}")
             (prompt,) = prompt.values()
         if not isinstance(prompt, str):
             check_token_ids("prompt", prompt, self.model_config.vocab_size)
@@ -192,16 +201,19 @@ class LLM:
 
         Closing the iterator aborts what has not finished.
         """
-        return map(self._output, self._run(self._make_groups(prompts, sampling_params)))
+        groups = self._make_groups(prompts, sampling_params)
+        return (self._output(group) for group in self._run(groups))
 
     def chat(self, messages: list[Any], sampling_params: Params = None,
              use_tqdm: bool = True) -> list[RequestOutput]:
         """Answer a conversation, a list of {"role": .., "content": ..}, or each of several."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("chat needs a tokenizer with a chat template, which the model has not")
-        if not isinstance(messages, list) or not messages:
-            raise TypeError(f"messages must be a list of role and content, got {messages!r}")
-        several = messages if isinstance(messages[0], list) else [messages]
+        several = messages if isinstance(messages, list) and messages else [messages]
+        several = [several] if isinstance(several[0], dict) else several
+        for conversation in several:
+            if not isinstance(conversation, list) or {*map(type, conversation)} != {dict}:
+                raise TypeError(f"messages must be dicts with role and content, got {messages!r}")
         ids = self.tokenizer.apply_chat_template(several, add_generation_prompt=True,
                                                  return_dict=False)
         return self.generate(ids, sampling_params, use_tqdm)
@@ -239,7 +251,7 @@ class LLM:
 
     def _check_stop_strings(self, seq: Sequence) -> None:
         check_stops = len(seq.token_ids) > seq.group.min_len
-        if seq.detokenizer.update(seq.token_ids, check_stops):
+        if seq.detokenizer.update(seq.token_ids, check_stops, seq.finish_reason is not None):
             self.scheduler.finish(seq, "stop")
 
     # -- the rest ------------------------------------------------------------------------------

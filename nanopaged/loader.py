@@ -37,12 +37,19 @@ def resolve(config: EngineConfig) -> Path:
     return path
 
 
+def read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} must be a JSON file: {error}") from error
+
+
 def load_config(path: Path) -> Any:
     """transformers' config, with what the families differ in spelled out for `model.py`.
 
     Refuses by name what the decoder does not compute.
     """
-    raw = json.loads((path / "config.json").read_text())
+    raw = read_json(path / "config.json")
     family = raw.get("model_type")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     check("model_type in config.json", family, "str", choices=FAMILIES)
@@ -75,7 +82,7 @@ def load_eos_token_ids(path: Path, config: Any, tokenizer: Any) -> list[int]:
     """All of them: generation_config.json may name several where config.json has one or none."""
     eos = config.eos_token_id
     if (path / "generation_config.json").is_file():
-        eos = json.loads((path / "generation_config.json").read_text()).get("eos_token_id", eos)
+        eos = read_json(path / "generation_config.json").get("eos_token_id", eos)
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
     return eos if isinstance(eos, list) else [] if eos is None else [eos]
@@ -141,8 +148,7 @@ def copy_tensor(target: Tensor, tensor: Tensor, name: str) -> None:
 def find_weight_files(path: Path) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"].values()
-        files = sorted({path / name for name in names})
+        files = sorted({path / name for name in read_json(index)["weight_map"].values()})
     else:
         files = sorted(path.glob("*.safetensors")) or [path / "model.safetensors"]
     for file in files:

@@ -95,9 +95,9 @@ class ModelRunner:
                 room = int(free - (1 - self.config.gpu_memory_utilization) * total)
             num_blocks = min(room // block_bytes, self.config.max_num_seqs * per_seq)
         if num_blocks < 1 or (num_blocks < per_seq and self.config.max_model_len):
-            raise ValueError(f"num_blocks must be at least {per_seq} for a sequence of max_model_len"
-                             f"={self.max_model_len} tokens, got {num_blocks}: raise it or free "
-                             "memory, or lower max_model_len")
+            raise ValueError(f"num_blocks must be at least {per_seq} to hold max_model_len="
+                             f"{self.max_model_len} tokens, got {num_blocks}: raise it (or free "
+                             "memory), or lower max_model_len")
         self.max_model_len = min(self.max_model_len, num_blocks * self.config.block_size)
         return num_blocks
 

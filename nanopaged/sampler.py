@@ -26,7 +26,7 @@ class SamplerOutput:
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # of the rows that asked
 
 
-def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[Any]:
+def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
     """Numbers in [0, 1), one for every (seed, position): splitmix64 (Steele et al., OOPSLA 2014).
 
     They have 23 bits, so that a float32 product with a sum is always below that sum.
@@ -34,7 +34,8 @@ def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[
     x = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.float32(2.0**-23) * ((x ^ (x >> np.uint64(31))) >> np.uint64(41)).astype(np.float32)
+    bits: NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) >> np.uint64(41)
+    return bits.astype(np.float32) * np.float32(2.0**-23)
 
 
 def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -42,15 +43,17 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
 
     The k most likely of all, of these the fewest whose probabilities reach top_p (the one that
     crosses it included), of these the ones with at least min_p times the highest probability.
+    The cut is a value, so that tied tokens stay or go together, however many rows share the call.
     """
-    vocab_size = logits.shape[1]
-    top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
-    values, tokens = logits.topk(int(top_k.max()), dim=-1)  # sorted: [num_rows, the largest top_k]
+    top_k = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1])
+    values = logits.topk(int(top_k.max()), dim=-1).values  # sorted: [num_rows, the largest top_k]
+    weights = (values - values[:, :1]).exp()  # probabilities, in units of the highest
+    sums = weights.cumsum(-1)
+    goal = torch.where(top_p < 1, top_p * sums.gather(1, top_k - 1), torch.inf)
     rank = torch.arange(values.shape[1], device=logits.device)
-    probs = values.masked_fill(rank >= top_k, -torch.inf).softmax(-1)
-    dropped = (rank >= top_k) | (probs.cumsum(-1) - probs >= top_p) | (probs < min_p * probs[:, :1])
-    kept = values.masked_fill(dropped & (rank > 0), -torch.inf)  # rounding must not empty a row
-    return torch.full_like(logits, -torch.inf).scatter_(1, tokens, kept)
+    kept = (rank < top_k) & (sums - weights < goal) & (weights >= min_p)
+    lowest = values.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
+    return logits.masked_fill(logits < lowest, -torch.inf)
 
 
 class Sampler:
@@ -69,6 +72,7 @@ class Sampler:
                                 group.min_len, logprobs)
         self.stop_token_ids[seq.row] = sorted(group.stop_token_ids)
 
+    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: NDArray[np.int64],
                positions: NDArray[np.int64]) -> SamplerOutput:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""

@@ -1,9 +1,9 @@
 """Who runs this step, and with how many tokens.
 
 First come, first served, under one budget of tokens a step: running sequences first (one token
-each where they decode, a chunk where their prompt is not computed yet), then whoever waits. When the
-pool is full the youngest group goes back to the head of the queue and is computed again later: that
-is no more than `num_computed_tokens = 0`. The scheduler knows no tensors and no text.
+each where they decode, a chunk where their prompt is not computed yet), then whoever waits. When
+the pool is full the youngest group goes back to the head of the queue and is computed again later:
+that is no more than `num_computed_tokens = 0`. The scheduler knows no tensors and no text.
 
 Admission is now, later or never. Never was told when the request was made; later ends, because the
 oldest group always fits into the pool and is the last to be preempted.

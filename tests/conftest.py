@@ -34,9 +34,10 @@ torch.set_num_threads(1)
 
 COUNTERS = (
     "blocks_total", "blocks_used", "blocks_cached", "tokens_held", "kv_utilisation",
-    "prefix_hit_tokens", "prefix_query_tokens", "preemptions_recompute", "preemptions_swap",
-    "blocks_copied", "blocks_swapped", "steps", "prompt_tokens", "output_tokens",
+    "prefix_hit_tokens", "prefix_query_tokens", "preemptions_recompute",
+    "steps", "prompt_tokens", "output_tokens",
 )  # fmt: skip
+SHARING_COUNTERS = ("preemptions_swap", "blocks_copied", "blocks_swapped")  # where they exist
 EOS_IDS = [3, 17, 41, 77, 90, 101]  # many, so that a good part of the generations meets one
 LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
@@ -242,7 +243,8 @@ def draw_prompts(reference: Reference) -> Callable[..., list[list[int]]]:
 def counters(llm: Any) -> dict[str, Any]:
     """The fields of `llm.stats()` that time does not change."""
     stats = llm.stats()
-    return {name: getattr(stats, name) for name in COUNTERS}
+    names = [*COUNTERS, *(name for name in SHARING_COUNTERS if hasattr(stats, name))]
+    return {name: getattr(stats, name) for name in names}
 
 
 @pytest.fixture(scope="session", name="counters")

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
-from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.sequence import SequenceGroup
 
 A, B, C, D, E = ([digit] * 4 for digit in range(1, 6))  # a block's worth of tokens each
 SALTS = [None, "", "1", "tenant"]

@@ -119,7 +119,7 @@ def test_stats_count_what_happened(llama, work, engine):
     assert end.prompt_tokens == sum(lengths)
     assert end.output_tokens == 3 * MAX_TOKENS
     assert end.steps >= MAX_TOKENS
-    assert end.preemptions_recompute == end.preemptions_swap == 0
+    assert end.preemptions_recompute == 0
 
 
 # --- aborts ---
@@ -609,10 +609,9 @@ def test_a_stream_that_is_never_begun_leaves_nothing(llama, work, engine):
 def test_leaving_a_stream_by_an_exception_aborts_its_requests(llama, work, engine):
     prompts, _ = work
     llm = engine(llama)
-    stream = llm.stream(prompts, greedy())
     with pytest.raises(ZeroDivisionError):
-        for _ in stream:
-            stream.throw(ZeroDivisionError)
+        for _ in llm.stream(prompts, greedy()):
+            raise ZeroDivisionError
     assert not llm.has_unfinished_requests()
     assert llm.stats().blocks_used == 0
 

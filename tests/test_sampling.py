@@ -131,7 +131,7 @@ def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     """The distribution by definition: temperature, top-k, then top-p of what is left; or min-p."""
     probs = torch.softmax(logits.double() / temperature, -1)
     if top_k:
-        probs[probs < probs.topk(top_k).values[-1]] = 0
+        probs[probs < probs.topk(min(top_k, len(probs))).values[-1]] = 0
         probs /= probs.sum()
     if top_p < 1:
         ordered, order = probs.sort(descending=True)
@@ -148,7 +148,7 @@ def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
         {"temperature": 0.6},
         {"temperature": 1.7},
         {"top_k": 5},
-        {"top_k": 40},
+        {"top_k": 1000},  # more than there are
         {"top_k": -1},
         {"top_p": 0.5},
         {"top_p": 0.9, "temperature": 1.5},
@@ -208,6 +208,33 @@ def test_temperature_0_is_greedy_beside_requests_that_sample(
     drawn = sample(engine(llama), [clear[0], clear[0], clear[1], clear[1], clear[2]], params)
     assert drawn[::2] == [reference.generate(llama, prompt, 16) for prompt in clear]
     assert drawn[1] != drawn[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"temperature": 1e-40}, {"temperature": 1e-300}, {"top_p": 1e-40}, {"top_p": 1e-300}],
+    ids=str,
+)
+def test_what_float32_cannot_hold_is_greedy_or_refused(llama, settings, engine):
+    llm = engine(llama)
+    expected = sample(llm, [PROMPT], greedy())
+    try:
+        params = seeded(1, **settings)
+    except ValueError as error:
+        assert next(iter(settings)) in str(error)
+    else:
+        assert sample(llm, [PROMPT], params) == expected
+
+
+@pytest.mark.parametrize("temperature", [1e30, 1e300])
+def test_an_enormous_temperature_is_uniform_or_refused(llama, temperature, engine):
+    try:
+        params = [seeded(seed, temperature=temperature) for seed in range(40)]
+    except ValueError as error:
+        assert "temperature" in str(error)
+    else:
+        drawn = sample(engine(llama), [PROMPT] * 40, params)
+        assert len(set(itertools.chain.from_iterable(drawn))) > 130  # of 160, in 640 draws
 
 
 def test_a_very_low_temperature_is_greedy(llama, engine, reference, draw_prompts):

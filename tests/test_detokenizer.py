@@ -1,0 +1,289 @@
+"""Text from token ids as they come: append-only, whole characters, and never past a stop string.
+
+Stand-ins for a tokenizer: bytes and merges of bytes (any text, any split of it into tokens), and
+words of which the text loses its first space, as in Llama 2 and Mistral. The reference decodes all
+at once.
+"""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nanopaged.detokenizer import Detokenizer
+
+SPECIAL = 0
+HALF = "\ufffd"  # what a decoder puts for a part of a character
+
+
+class Bytes:
+    """Token t stands for `pieces[t]`, any bytes; token 0 is special and is not text."""
+
+    def __init__(self, pieces):
+        self.pieces = [b"", *pieces]
+
+    def decode(self, ids, skip_special_tokens=False):
+        assert skip_special_tokens
+        return b"".join(self.pieces[i] for i in ids).decode(errors="replace")
+
+
+class Words(Bytes):
+    """Like a sentencepiece model: the text loses the space that it begins with."""
+
+    def decode(self, ids, skip_special_tokens=False):
+        return super().decode(ids, skip_special_tokens).removeprefix(" ")
+
+
+def cut(tokens, sizes):
+    """Lengths at which `update` is called: not after every token, but at the end."""
+    ends, end = [], 0
+    while end < tokens:
+        end = min(tokens, end + sizes[len(ends) % len(sizes)])
+        ends.append(end)
+    return ends
+
+
+def stream(tokenizer, prompt, answer, stops=(), sizes=(1,)):
+    """Feed the answer; yields, after each update, the detokenizer and what the caller may see."""
+    detokenizer = Detokenizer(tokenizer, len(prompt), stops)
+    for end in cut(len(answer), sizes):
+        detokenizer.update(prompt + answer[:end])
+        yield detokenizer, detokenizer.text if detokenizer.stopped else detokenizer.visible()
+    detokenizer.update(prompt + answer, final=True)
+    yield detokenizer, detokenizer.text
+
+
+def texts(tokenizer, prompt, answer, stops=(), sizes=(1,)):
+    return [d.text for d, _ in stream(tokenizer, prompt, answer, stops, sizes)]
+
+
+def split(data):
+    """The bytes of a text, a token each."""
+    return list(range(1, 1 + len(data)))
+
+
+# --- characters ---
+
+
+def test_a_character_comes_when_its_last_byte_has_come():
+    data = "a\u00e9\u20ac\U0001f600z".encode()
+    tokenizer = Bytes([bytes([b]) for b in data])
+    assert texts(tokenizer, [], split(data)) == [
+        "a", "a", "a\u00e9", "a\u00e9", "a\u00e9", "a\u00e9\u20ac", "a\u00e9\u20ac",
+        "a\u00e9\u20ac", "a\u00e9\u20ac", "a\u00e9\u20ac\U0001f600",
+        "a\u00e9\u20ac\U0001f600z", "a\u00e9\u20ac\U0001f600z",
+    ]  # fmt: skip
+
+
+def test_a_token_may_end_one_character_and_begin_the_next():
+    tokenizer = Bytes([b"x\xc3", b"\xa9\xe2\x82", b"\xac"])
+    assert texts(tokenizer, [], [1, 2, 3]) == ["", "", "x\u00e9\u20ac", "x\u00e9\u20ac"]
+
+
+def test_what_precedes_half_a_character_is_told_in_the_end():
+    tokenizer = Bytes([b"abc\xe2\x82"])
+    assert texts(tokenizer, [], [1]) == ["", "abc"]
+
+
+def test_bytes_that_are_no_character_are_told_once_something_follows():
+    tokenizer = Bytes([b"a", b"\x80", b"b"])
+    assert texts(tokenizer, [], [1, 2, 3]) == ["a", "a", f"a{HALF}b", f"a{HALF}b"]
+
+
+def test_the_prompt_is_not_part_of_the_text():
+    tokenizer = Bytes([b"one ", b"two ", b"three"])
+    for prompt in ([1], [1, 2], [2] * 9):
+        assert texts(tokenizer, prompt, [3])[-1] == "three"
+
+
+def test_updates_without_a_new_token_change_nothing():
+    detokenizer = Detokenizer(Bytes([b"a", b"b"]), 1, ["z"])
+    for ids in ([1], [1], [1, 2], [1, 2], [1, 2]):
+        assert not detokenizer.update(ids)
+    assert detokenizer.text == "b"
+
+
+def test_the_first_word_keeps_its_space_after_a_prompt():
+    tokenizer = Words([b" one", b" two", b" three"])
+    assert texts(tokenizer, [1, 2], [3, 1])[-1] == " three one"
+    assert texts(tokenizer, [SPECIAL], [3, 1])[-1] == "three one"  # here it begins the text
+
+
+def test_a_special_token_within_the_text_takes_no_space_away():
+    tokenizer = Words([b" one", b" two"])
+    assert texts(tokenizer, [1], [2, SPECIAL, 2, SPECIAL, SPECIAL, 1])[-1] == " two two one"
+
+
+LETTERS = "ab  \u00e9\u20ac\U0001f600\u0301"
+characters = st.one_of(st.sampled_from(LETTERS), st.characters(codec="utf-8"))
+text_strategy = st.text(characters, max_size=12).filter(lambda text: HALF not in text)
+sizes_strategy = st.lists(st.integers(1, 4), min_size=1, max_size=4)
+
+
+@st.composite
+def tokenized(draw, data=None):
+    """Bytes cut into tokens anywhere, within a character too: (tokenizer, prompt, answer)."""
+    if data is None:
+        data = draw(st.one_of(text_strategy.map(str.encode), st.binary(max_size=12)))
+    pieces = []
+    while data:
+        size = draw(st.integers(1, 3))
+        pieces.append(data[:size])
+        data = data[size:]
+    prompt = draw(text_strategy).encode()
+    kind = draw(st.sampled_from([Bytes, Words]))
+    answer = split(pieces)
+    for _ in range(draw(st.integers(0, 2))):
+        answer.insert(draw(st.integers(0, len(answer))), SPECIAL)
+    words = [prompt[i : i + 2] for i in range(0, len(prompt), 2)]
+    tokenizer = kind([*pieces, *words])
+    return tokenizer, [len(pieces) + 1 + i for i in range(len(words))], answer
+
+
+def whole(tokenizer, prompt, answer):
+    """The one-shot decode, without the prompt and without half a character at its end."""
+    text = tokenizer.decode(prompt + answer, skip_special_tokens=True)
+    return text[len(tokenizer.decode(prompt, skip_special_tokens=True)) :].rstrip(HALF)
+
+
+@settings(max_examples=500, deadline=None)
+@given(tokenized(), sizes_strategy)
+def test_updates_append_whole_characters_up_to_the_one_shot_decode(case, sizes):
+    before = ""
+    for detokenizer, shown in stream(*case, sizes=sizes):
+        assert shown == detokenizer.text
+        assert detokenizer.text.startswith(before)
+        assert not detokenizer.text.endswith(HALF)
+        before = detokenizer.text
+    assert before == whole(*case)
+
+
+# --- stop strings ---
+
+
+def letters(text):
+    """A tokenizer of single letters, and the tokens of the text."""
+    alphabet = sorted(set(text))
+    return Bytes([c.encode() for c in alphabet]), [1 + alphabet.index(c) for c in text]
+
+
+def run(text, stops, sizes=(1,)):
+    tokenizer, answer = letters(text)
+    return list(texts(tokenizer, [], answer, stops, sizes))[-1]
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (1, 3), (99,)], ids=str)
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("hello world", ["o w"], "hell"),
+        ("hello world", ["x"], "hello world"),
+        ("hello world", ["hello"], ""),
+        ("hello world", ["world"], "hello "),
+        ("hello world", ["o", "l"], "he"),
+        ("aaab", ["aab"], "a"),
+        ("ababac", ["abac"], "ab"),
+    ],
+)
+def test_text_ends_before_the_first_stop_string(text, stops, expected, sizes):
+    assert run(text, stops, sizes) == expected
+
+
+def test_of_stop_strings_in_one_update_the_one_that_begins_first_counts():
+    assert run("xabcdy", ["c", "bcd"], (99,)) == "xa"
+    assert run("xabcdy", ["c", "bcd"], (1,)) == "xab"  # "c" is complete before "bcd" is
+
+
+def test_a_stopped_text_stays_as_it_is():
+    tokenizer, ids = letters("abcabc")
+    detokenizer = Detokenizer(tokenizer, 0, ["b"])
+    assert [detokenizer.update(ids[:n]) for n in range(1, 7)] == [False] + [True] * 5
+    assert detokenizer.update(ids, final=True)
+    assert detokenizer.text == "a"
+
+
+def test_a_stop_string_is_not_looked_for_in_the_prompt_or_across_its_end():
+    tokenizer, ids = letters("abab")
+    detokenizer = Detokenizer(tokenizer, 1, ["ab"])
+    assert [detokenizer.update(ids[:n]) for n in (2, 3, 4)] == [False, False, True]
+    assert detokenizer.text == "b"
+
+
+def test_the_start_of_a_stop_string_is_held_back_until_it_is_decided():
+    tokenizer, ids = letters("xabyabc")
+    detokenizer = Detokenizer(tokenizer, 0, ["abc"])
+    seen = []
+    for n in range(1, 8):
+        detokenizer.update(ids[:n])
+        seen.append(detokenizer.visible())
+    assert seen == ["x", "x", "x", "xaby", "xaby", "xaby", "xaby"]
+
+
+def test_without_stop_strings_nothing_is_held_back():
+    tokenizer, ids = letters("abc")
+    detokenizer = Detokenizer(tokenizer, 0)
+    detokenizer.update(ids)
+    assert detokenizer.visible() == detokenizer.text == "abc"
+
+
+@pytest.mark.parametrize("stops", [["ab"], ["ab", "zzzzzz"], ["b", "bx"]], ids=str)
+@pytest.mark.parametrize("sizes", [(1,), (2,)], ids=str)
+def test_a_stop_string_before_min_tokens_does_not_stop_later_either(stops, sizes):
+    tokenizer, ids = letters("ababxyzxyz")
+    detokenizer = Detokenizer(tokenizer, 0, stops)
+    for end in cut(len(ids), sizes):
+        assert not detokenizer.update(ids[:end], check_stops=end > 4)
+    assert detokenizer.text == "ababxyzxyz"
+
+
+def test_a_stop_string_after_min_tokens_stops():
+    tokenizer, ids = letters("ababxab")
+    detokenizer = Detokenizer(tokenizer, 0, ["ab"])
+    found = [detokenizer.update(ids[:n], check_stops=n > 4) for n in range(1, 8)]
+    assert found == [False] * 6 + [True]
+    assert detokenizer.text == "ababx"
+
+
+def first_stop(emitted, stops):
+    """What the text must be: cut at the first update after which it has a stop string in it."""
+    for text in emitted:
+        hits = [text.index(stop) for stop in stops if stop in text]
+        if hits:
+            return text[: min(hits)]
+    return emitted[-1]
+
+
+stops_strategy = st.lists(st.text("ab\u20ac", min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.data(), st.text("ab\u20ac", max_size=14), stops_strategy, sizes_strategy)
+def test_any_text_ends_at_its_first_stop_string_and_shows_nothing_of_it(data, text, stops, sizes):
+    case = data.draw(tokenized(text.encode()))
+    expected = first_stop(texts(*case, sizes=sizes), stops)
+    before = ""
+    for detokenizer, shown in stream(*case, stops, sizes):
+        assert shown.startswith(before), "what was shown is taken back"
+        assert detokenizer.text.startswith(shown)
+        assert expected.startswith(shown), "a part of a stop string is shown"
+        before = shown
+    assert detokenizer.text == expected
+    assert detokenizer.stopped == any(stop in whole(*case) for stop in stops)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("ab", max_size=14), stops_strategy, st.integers(0, 14))
+def test_a_stop_string_counts_from_min_tokens_on(text, stops, unchecked):
+    tokenizer, answer = letters(text)
+    assume(unchecked < len(answer))
+    detokenizer = Detokenizer(tokenizer, 0, stops)
+    for end in range(1, len(answer) + 1):
+        detokenizer.update(answer[:end], check_stops=end > unchecked)
+    after = text[:unchecked] + first_stop(
+        [text[unchecked:end] for end in range(unchecked, len(text) + 1)], stops
+    )
+    # One that begins before and ends after it may count, as in vLLM, or not.
+    across = [
+        text[:begin] for stop in stops for begin in range(unchecked)
+        if text.startswith(stop, begin) and begin + len(stop) > unchecked
+    ]  # fmt: skip
+    assert detokenizer.text in [after, *across]

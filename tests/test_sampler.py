@@ -1,0 +1,364 @@
+"""From logits to tokens: each piece against a slow one in plain Python, and each row by itself.
+
+What a row draws follows from its logits, seed and position: so a batch is compared with its rows
+one by one, frequencies with the softmax, and the random numbers with splitmix64 on Python's ints.
+"""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from nanopaged import SamplingParams
+from nanopaged.sampler import Sampler, restrict, uniform
+from nanopaged.sequence import SequenceGroup
+
+CPU = torch.device("cpu")
+MASK = 2**64 - 1
+INF = math.inf
+
+
+def make_sampler(*requests, prompt=(1, 2, 3), stop=()):
+    """A sampler whose row i holds request i, each a pair of seed and SamplingParams."""
+    sampler = Sampler(len(requests), CPU)
+    for row, (seed, params) in enumerate(requests):
+        stops = {*stop, *(params.stop_token_ids or ())}
+        group = SequenceGroup(None, list(prompt), params, stops, 10**6, None)
+        group.seed = seed
+        group.sequences[0].row = row
+        sampler.set_row(group.sequences[0])
+    return sampler
+
+
+def sample(sampler, logits, rows=None, positions=None):
+    """Token of every row; the logits are left alone."""
+    rows = np.arange(len(logits)) if rows is None else np.array(rows)
+    positions = np.full(len(rows), 3) if positions is None else np.array(positions)
+    return sampler.sample(logits.clone(), rows, positions).token_ids.tolist()
+
+
+# --- random numbers ---
+
+
+def splitmix64(seed, position):
+    """Output number `position` of splitmix64 from the state `seed` (counted from 0), in 23 bits."""
+    z = (seed + position * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((z ^ (z >> 31)) >> 41) / 2**23
+
+
+def draw(pairs):
+    seeds, positions = zip(*pairs, strict=True)
+    return uniform(np.array(seeds, np.uint64), np.array(positions, np.int64))
+
+
+def test_the_generator_is_splitmix64():
+    # The published test vector: the state 1234567, and its first outputs.
+    for position, output in ((1, 6457827717110365317), (2, 3203168211198807973)):
+        assert splitmix64(1234567, position) == (output >> 41) / 2**23
+        assert draw([(1234567, position)]).item() == (output >> 41) / 2**23
+
+
+@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**20)), min_size=1))
+def test_a_random_number_follows_from_seed_and_position(pairs):
+    numbers = draw(pairs)
+    assert numbers.dtype == np.float32
+    assert numbers.tolist() == [splitmix64(*pair) for pair in pairs]
+    assert numbers.tolist() == [draw([pair]).item() for pair in pairs]
+
+
+def test_random_numbers_have_23_bits_and_fill_the_interval():
+    numbers = draw(itertools.product(range(300), range(300)))
+    scaled = numbers.astype(np.float64) * 2**23
+    assert (scaled == scaled.astype(np.int64)).all()
+    assert 0 <= numbers.min() < 1e-4
+    assert 1 - 1e-4 < numbers.max() <= 1 - 2**-23
+    counts = np.histogram(numbers, 100, (0, 1))[0]
+    assert abs(counts - 900).max() < 6 * 30  # six standard deviations
+    # Neighbours in seed or position have nothing to do with each other.
+    grid = numbers.reshape(300, 300) - 0.5
+    for shifted in (grid[1:] * grid[:-1], grid[:, 1:] * grid[:, :-1]):
+        assert abs(shifted.mean()) < 6 / 12 / 300
+
+
+@given(st.floats(2**-20, 2**20, width=32))
+def test_the_largest_random_number_times_a_sum_is_below_the_sum(total):
+    assert np.float32(1 - 2**-23) * np.float32(total) < np.float32(total)
+
+
+# --- top-k, top-p, min-p ---
+
+
+def column(value, dtype=torch.float32):
+    return torch.tensor([[value]], dtype=dtype)
+
+
+def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
+    out = restrict(torch.tensor([logits], dtype=torch.float32), column(top_k, torch.int64),
+                   column(top_p), column(min_p))[0].tolist()  # fmt: skip
+    tokens = [token for token, value in enumerate(out) if value > -INF]
+    assert [out[token] for token in tokens] == [np.float32(logits[token]) for token in tokens]
+    return tokens
+
+
+LOGITS = [math.log(p) for p in (0.1, 0.4, 0.05, 0.25, 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("limits", "tokens"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": -1}, [0, 1, 2, 3, 4]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 3}, [1, 3, 4]),
+        ({"top_k": 5}, [0, 1, 2, 3, 4]),
+        ({"top_k": 99}, [0, 1, 2, 3, 4]),
+        ({"top_p": 1e-9}, [1]),
+        ({"top_p": 0.39}, [1]),
+        ({"top_p": 0.41}, [1, 3]),  # 0.4 does not reach it: the token that crosses it stays
+        ({"top_p": 0.64}, [1, 3]),
+        ({"top_p": 0.66}, [1, 3, 4]),
+        ({"top_p": 0.96}, [0, 1, 2, 3, 4]),
+        ({"min_p": 1.0}, [1]),
+        ({"min_p": 0.51}, [1, 3]),
+        ({"min_p": 0.49}, [1, 3, 4]),
+        ({"min_p": 0.24}, [0, 1, 3, 4]),
+        # Of the three most likely, 0.4 of 0.85 is 0.47: with top-p after top-k two are enough.
+        ({"top_k": 3, "top_p": 0.7}, [1, 3]),
+        ({"top_k": 3, "top_p": 0.77}, [1, 3, 4]),
+        ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, [1, 3, 4]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_likely_tokens_are_kept(limits, tokens):
+    assert kept(LOGITS, **limits) == tokens
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    logits=st.one_of(
+        st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=40),  # ties
+        st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
+    ),
+    top_k=st.integers(-1, 45),
+    top_p=st.one_of(st.just(1.0), st.floats(2**-6, 1, width=32)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1, width=32)),
+)
+def test_what_is_kept_is_what_the_definition_says(logits, top_k, top_p, min_p):
+    values = sorted(logits, reverse=True)[: top_k if top_k > 0 else None]
+    weights = [math.exp(value - values[0]) for value in values]
+    probs = [weight / math.fsum(weights) for weight in weights]
+    before = [math.fsum(probs[:i]) for i in range(len(probs))]
+    expected = [
+        value for value, prob, total in zip(values, probs, before, strict=True)
+        if total < top_p and prob >= min_p * probs[0]
+    ]  # fmt: skip
+    # Closer than float32 can tell, either answer is right.
+    assume(all(abs(total - top_p) > 1e-5 for total in before))
+    assume(min_p in (0, 1) or all(abs(prob - min_p * probs[0]) > 1e-6 for prob in probs))
+    found = sorted((logits[token] for token in kept(logits, top_k, top_p, min_p)), reverse=True)
+    assert found[: len(expected)] == expected
+    assert set(found[len(expected) :]) <= {expected[-1]}  # equally likely tokens may stay together
+
+
+def test_every_row_is_restricted_by_its_own_limits():
+    logits = torch.tensor([LOGITS] * 5)
+    top_k = torch.tensor([[0], [2], [5], [1], [3]])
+    top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])  # the last: 0.65 / 0.85 reaches it
+    min_p = torch.tensor([[0.0], [0.0], [0.3], [0.0], [0.0]])
+    out = restrict(logits, top_k, top_p, min_p)
+    tokens = [row.isfinite().nonzero()[:, 0].tolist() for row in out]
+    assert tokens == [[1, 3], [1, 3], [1, 3, 4], [1], [1, 3]]
+
+
+# --- drawing ---
+
+
+def chi_square(counts, probs):
+    total = sum(counts)
+    assert all(count == 0 for count, prob in zip(counts, probs, strict=True) if prob == 0)
+    return sum(
+        (count - total * prob) ** 2 / (total * prob)
+        for count, prob in zip(counts, probs, strict=True) if prob > 0
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("limits", "probs"),
+    [
+        ({}, [0.1, 0.4, 0.05, 0.25, 0.2]),
+        ({"temperature": 0.5}, [p * p / 0.275 for p in (0.1, 0.4, 0.05, 0.25, 0.2)]),
+        ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
+        ({"top_p": 0.8}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
+        ({"min_p": 0.2}, [0.1 / 0.95, 0.4 / 0.95, 0, 0.25 / 0.95, 0.2 / 0.95]),
+    ],
+    ids=str,
+)
+def test_frequencies_are_the_probabilities(limits, probs):
+    count = 20_000
+    logits = torch.tensor([LOGITS]).expand(count, -1)
+    sampler = make_sampler((5, SamplingParams(**limits)))
+    over_positions = sample(sampler, logits, np.zeros(count, np.int64), np.arange(count))
+    params = SamplingParams(**limits)
+    sampler = make_sampler(*((seed, params) for seed in range(count)))
+    over_seeds = sample(sampler, logits)
+    for tokens in (over_positions, over_seeds):
+        counts = np.bincount(tokens, minlength=5).tolist()
+        assert chi_square(counts, probs) < 30  # beyond 1e-5 for 4 degrees of freedom
+
+
+def test_the_token_is_the_first_whose_cumulative_probability_exceeds_the_number():
+    sampler = make_sampler((77, SamplingParams()))
+    logits, probs = torch.tensor([LOGITS]), [0.1, 0.4, 0.05, 0.25, 0.2]
+    for position in range(300):
+        total, u = np.cumsum(probs), splitmix64(77, position)
+        assert min(abs(total - u)) > 1e-6, "too close for float32"
+        assert sample(sampler, logits, [0], [position]) == [int((total > u).argmax())]
+
+
+@pytest.mark.parametrize("number", [0.0, 2**-23, 0.5, 1 - 2**-23])
+def test_a_token_of_no_probability_is_never_drawn(number, monkeypatch):
+    numbers = np.full(1, number, np.float32)
+    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seeds, positions: numbers)
+    sampler = make_sampler((1, SamplingParams()))
+    for places in ([0], [3], [6], [2, 4]):
+        logits = torch.full((1, 7), -INF)
+        logits[:, places] = 0.0
+        assert sample(sampler, logits) == [places[0] if number < 0.5 else places[-1]]
+
+
+def test_temperature_0_takes_the_most_likely():
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
+    for temperature in (0, 1e-6):
+        sampler = make_sampler(*[(s, SamplingParams(temperature=temperature)) for s in range(50)])
+        assert sample(sampler, logits) == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
+def test_the_tightest_limits_leave_the_most_likely(limits):
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
+    sampler = make_sampler(*[(s, SamplingParams(**limits)) for s in range(50)])
+    assert sample(sampler, logits) == logits.argmax(-1).tolist()
+
+
+def test_extreme_logits_and_temperatures_draw_tokens_that_exist():
+    for scale, temperature in itertools.product((1e-30, 1.0, 1e4, 1e30), (1e-5, 1e-3, 1.0, 1e6)):
+        logits = scale * torch.randn(20, 30, generator=torch.Generator().manual_seed(2))
+        params = [SamplingParams(temperature=temperature, **limits)
+                  for limits in ({}, {"top_p": 0.5}, {"top_k": 7}, {"min_p": 0.1})]  # fmt: skip
+        sampler = make_sampler(*[(s, params[s % 4]) for s in range(20)])
+        assert all(0 <= token < 30 for token in sample(sampler, logits))
+
+
+# --- rows by themselves ---
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0, 1e-6, 0.3, 1.0, 1.0, 2.5]),
+    top_k=st.sampled_from([0, -1, 1, 2, 3, 7, 20, 500]),
+    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.1]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
+    logprobs=st.sampled_from([None, None, 0, 3]),
+    min_tokens=st.sampled_from([0, 0, 2]),
+)
+
+
+# How many different logits there are: few make many ties, as bfloat16 does.
+@pytest.mark.parametrize("levels", [3, 20, 10**6])
+@settings(max_examples=100, deadline=None)
+@given(
+    requests=st.lists(
+        st.tuples(st.integers(0, 2**63 - 1), params_strategy), min_size=2, max_size=8
+    ),
+    vocab_size=st.sampled_from([20, 160, 1000]),
+    seed=st.integers(0, 10**6),
+)
+def test_a_row_draws_the_same_whoever_else_is_in_the_batch(levels, requests, vocab_size, seed):
+    rng = np.random.default_rng(seed)
+    values = rng.integers(0, levels, (len(requests), vocab_size)) * (12 / levels)
+    logits = torch.from_numpy(values.astype(np.float32))
+    sampler = make_sampler(*requests, stop=(0, 5))
+    rows, positions = rng.permutation(len(requests)), rng.integers(3, 8, len(requests))
+    together = sampler.sample(logits.clone(), rows, positions)
+    for i in range(len(requests)):
+        alone = sampler.sample(logits[i : i + 1].clone(), rows[i : i + 1], positions[i : i + 1])
+        assert alone.token_ids[0] == together.token_ids[i]
+        assert alone.logprobs.get(0) == together.logprobs.get(i)
+
+
+def test_a_row_that_is_given_to_another_request_forgets_the_first():
+    strict = SamplingParams(top_k=1, top_p=0.1, min_p=0.9, logprobs=2, min_tokens=5,
+                            stop_token_ids=[1])  # fmt: skip
+    used, fresh = make_sampler((9, strict)), make_sampler((4, SamplingParams()))
+    group = SequenceGroup(None, [1, 2, 3], SamplingParams(), set(), 10**6, None)
+    group.seed = 4
+    group.sequences[0].row = 0
+    used.set_row(group.sequences[0])
+    logits = torch.zeros(200, 50)
+    rows, positions = np.zeros(200, np.int64), np.arange(200)
+    assert sample(used, logits, rows, positions) == sample(fresh, logits, rows, positions)
+    assert used.sample(logits, rows, positions).logprobs == {}
+
+
+# --- min_tokens ---
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_no_stop_token_comes_before_min_tokens(temperature):
+    params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=[2])
+    sampler = make_sampler((1, params), (1, SamplingParams(temperature=temperature)), stop=(1,))
+    logits = torch.tensor([[0.0, 30.0, 20.0, 10.0]]).repeat(2, 1)
+    for position in range(3, 12):  # after a prompt of 3: the first new token is at position 3
+        first, second = sample(sampler, logits, [0, 1], [position] * 2)
+        assert first == (3 if position < 3 + 4 else 1)
+        assert second == 1  # the row beside it may stop at once
+
+
+def test_what_comes_out_of_an_inference_pass_can_be_sampled():
+    """Tensors made in inference mode must not be written outside of it."""
+    with torch.inference_mode():
+        logits = torch.tensor([[0.0, 30.0, 20.0, 10.0]]).repeat(3, 1)
+    strict = SamplingParams(min_tokens=2, top_k=2, logprobs=1)
+    sampler = make_sampler((0, SamplingParams()), (1, strict),
+                           (2, SamplingParams(temperature=0, min_tokens=2)), stop=(1,))  # fmt: skip
+    out = sampler.sample(logits, np.arange(3), np.full(3, 3))
+    assert out.token_ids.tolist() == [1, 2, 2]
+
+
+# --- log-probabilities ---
+
+
+def test_logprobs_are_of_the_raw_logits_and_name_the_sampled_token():
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
+    expected = logits.log_softmax(-1)
+    sampler = make_sampler(
+        (0, SamplingParams(logprobs=3, temperature=0.2, top_k=2)),
+        (1, SamplingParams()),
+        (2, SamplingParams(logprobs=0, temperature=3.0)),
+        (3, SamplingParams(logprobs=9, temperature=0, min_tokens=1)),
+        stop=(int(logits[3].argmax()),),
+    )
+    for position in range(3, 40):
+        out = sampler.sample(logits.clone(), np.arange(4), np.full(4, position))
+        assert list(out.logprobs) == [0, 2, 3]
+        for row, count in ((0, 3), (2, 0), (3, 9)):
+            token = int(out.token_ids[row])
+            named = {*expected[row].topk(count).indices.tolist(), token}
+            assert out.logprobs[row].keys() == named
+            for other, logprob in out.logprobs[row].items():
+                assert logprob == pytest.approx(expected[row, other].item(), abs=1e-6)
+
+
+def test_logits_in_half_precision_give_logprobs_in_full():
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(4)).bfloat16()
+    sampler = make_sampler((0, SamplingParams(logprobs=2)))
+    out = sampler.sample(logits.clone(), np.arange(1), np.array([3]))
+    expected = logits.float().log_softmax(-1)[0]
+    for token, logprob in out.logprobs[0].items():
+        assert logprob == pytest.approx(expected[token].item(), abs=1e-6)
