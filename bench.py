@@ -242,8 +242,8 @@ class Transformers:
         """
         from transformers import ContinuousBatchingConfig
 
-        # On a CPU a step's attention is one product of all its queries with all its keys, masked:
-        # a budget of 256 tokens is up to 1.5 times as fast as one of 2048. On a GPU: its defaults.
+        # On a CPU a step is one masked product of all its queries with all its keys per layer, and
+        # the default pool is 60% of the memory: so a small budget and pool. On a GPU: its defaults.
         options = {}
         if self.model.device.type == "cpu":
             blocks = sum(-(-(len(prompt) + length) // 32) for prompt, length in requests) + 8

@@ -10,7 +10,8 @@ Shapes, here and everywhere:
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim]
-    kv_cache       [2, num_blocks, num_kv_heads, block_size, head_dim], one for every layer
+    kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one for every layer: a block
+                   is one piece of memory, first all its K, then all its V, head by head
     block_tables   [num_seqs, max_blocks]: physical block of a logical block; any, past the end
 """
 
@@ -32,8 +33,8 @@ TILE_BYTES = 4 << 20  # K and V that tiles done together may gather: what the CP
 class Tiles:
     """Some tiles of equally many queries, computed together over the longest context among them."""
 
-    tokens: Tensor  # [num_tiles * num_queries]: their rows in the flat batch
-    cache_rows: Tensor  # [num_tiles * num_kv_heads * num_keys / block_size]: (block, head) pairs
+    queries: slice  # their rows among the ordered queries
+    cache_rows: Tensor  # [2 * num_tiles * num_kv_heads * num_keys / block_size]: all K, then all V
     hidden: Tensor  # [num_tiles, 1, 1, num_queries, num_keys]: True where a query must not look
 
 
@@ -41,7 +42,9 @@ class Tiles:
 class AttentionMetadata:
     """Where this step's tokens are stored and what they attend to; the same for every layer."""
 
-    store_rows: Tensor  # [num_tokens * num_kv_heads]: (block, head, offset in the block) triples
+    store_rows: Tensor  # [num_tokens * 2 * num_kv_heads]: where a token's K go, and where its V
+    order: Tensor  # [num_tokens]: rows of the flat batch as the tiles have them, one by one
+    inverse: Tensor  # [num_tokens]: and back
     tiles: list[Tiles]
 
 
@@ -61,68 +64,65 @@ class TorchAttention:
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
+        tables = block_tables * 2 * self.num_kv_heads  # in units of (block, K or V, head)
+        heads = np.arange(2 * self.num_kv_heads)
         seqs, positions = flatten(starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
-        heads = np.arange(self.num_kv_heads)
-        rows = block_tables[seqs, blocks][:, None] * self.num_kv_heads + heads
-        store_rows = self._tensor((rows * self.block_size + offsets[:, None]).ravel())
+        store_rows = (tables[seqs, blocks, None] + heads) * self.block_size + offsets[:, None]
         # Cut every sequence's queries into tiles, and order those by size, then by context.
         seqs, index = flatten(np.zeros_like(counts), -(-counts // QUERY_TILE))
         sizes = np.minimum(QUERY_TILE, counts[seqs] - index * QUERY_TILE)
-        firsts = (np.cumsum(counts) - counts)[seqs] + index * QUERY_TILE  # rows in the flat batch
-        starts = starts[seqs] + index * QUERY_TILE
-        num_blocks = -(-(starts + sizes) // self.block_size)
-        groups: list[list[int]] = []
-        for tile in np.lexsort((num_blocks, sizes)).tolist():
-            size = len(groups[-1]) + 1 if groups and sizes[groups[-1][0]] == sizes[tile] else 1
-            if size == 1 or size * num_blocks[tile] * self.block_bytes > TILE_BYTES:
-                groups.append([])
-            groups[-1].append(tile)
-        tables = (block_tables[seqs[g], : num_blocks[g].max()] for g in groups)
-        return AttentionMetadata(store_rows, [self._plan(table, firsts[g], starts[g], sizes[g[0]])
-                                              for table, g in zip(tables, groups, strict=True)])
-
-    def _plan(self, tables: Ints, firsts: Ints, starts: Ints, num_queries: int) -> Tiles:
-        """tables: [num_tiles, num_blocks]; firsts, starts: row and position of the first query."""
-        queries, keys = np.arange(num_queries), np.arange(tables.shape[1] * self.block_size)
-        heads = np.arange(self.num_kv_heads)[:, None]
-        positions = (starts[:, None] + queries)[:, None, None, :, None]
-        return Tiles(tokens=self._tensor((firsts[:, None] + queries).ravel()),
-                     cache_rows=self._tensor((tables[:, None] * self.num_kv_heads + heads).ravel()),
-                     hidden=self._tensor(keys > positions))
+        firsts = starts[seqs] + index * QUERY_TILE  # position of a tile's first query
+        used = -(-(firsts + sizes) // self.block_size)  # blocks up to its last one
+        by_size = np.lexsort((used, sizes))
+        seqs, firsts, sizes, used = (x[by_size] for x in (seqs, firsts, sizes, used))
+        _, order = flatten((np.cumsum(counts) - counts - starts)[seqs] + firsts, sizes)
+        tiles, begin, row = [], 0, 0
+        while begin < len(seqs):
+            end = begin + 1
+            while (end < len(seqs) and sizes[end] == sizes[begin]
+                   and (end + 1 - begin) * used[end] * self.block_bytes <= TILE_BYTES):
+                end += 1
+            table = tables[seqs[begin:end], None, : used[end - 1]]  # [num_tiles, 1, blocks]
+            cache_rows = table + heads.reshape(2, 1, -1, 1)  # [2, num_tiles, num_kv_heads, blocks]
+            keys = np.arange(table.shape[2] * self.block_size)
+            positions = firsts[begin:end, None] + np.arange(sizes[begin])
+            hidden = keys > positions[:, None, None, :, None]
+            queries = slice(row, row + positions.size)
+            tiles.append(Tiles(queries, self._tensor(cache_rows.ravel()), self._tensor(hidden)))
+            begin, row = end, queries.stop
+        return AttentionMetadata(self._tensor(store_rows.ravel()), self._tensor(order),
+                                 self._tensor(np.argsort(order)), tiles)
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
-        for cache, new in zip(kv_cache, (k, v), strict=True):
-            rows = cache.view(-1, self.head_dim)  # one for every (block, head, offset)
-            rows.index_copy_(0, metadata.store_rows, new.reshape(-1, self.head_dim))
+        rows = kv_cache.view(-1, self.head_dim)  # one for every (block, K or V, head, offset)
+        rows.index_copy_(0, metadata.store_rows, torch.cat((k, v), 1).view(-1, self.head_dim))
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
+        heads, dim = self.num_kv_heads, self.head_dim
+        q = q.index_select(0, metadata.order) * dim**-0.5
         out = torch.empty_like(q)
-        q = q * self.head_dim**-0.5
+        cache = kv_cache.view(-1, self.block_size * dim)  # one row for every (block, K or V, head)
         for tiles in metadata.tiles:
             n, _, _, num_queries, num_keys = tiles.hidden.shape
-            k, v = self._gather(kv_cache, tiles)  # [n * num_kv_heads, num_keys, head_dim]
+            gathered = self._reserve(len(tiles.cache_rows), cache.shape[1])
+            torch.index_select(cache, 0, tiles.cache_rows, out=gathered)
+            k, v = gathered.view(2, n * heads, num_keys, dim)
             # The query heads of one KV head become rows of one matrix: K and V are read once.
-            rows = q.index_select(0, tiles.tokens).view(n, num_queries, self.num_kv_heads, -1,
-                                                        self.head_dim).permute(0, 2, 3, 1, 4)
-            scores = torch.bmm(rows.reshape(len(k), -1, self.head_dim), k.transpose(1, 2))
-            scores = scores.view(n, self.num_kv_heads, -1, num_queries, num_keys)
+            shape = n, num_queries, heads, self.num_heads // heads, dim
+            rows = q[tiles.queries].view(shape).permute(0, 2, 3, 1, 4)
+            scores = torch.bmm(rows.reshape(n * heads, -1, dim), k.transpose(1, 2))
+            scores = scores.view(n, heads, -1, num_queries, num_keys)
             probs = scores.masked_fill_(tiles.hidden, -torch.inf).softmax(-1)
-            result = torch.bmm(probs.view(len(k), -1, num_keys), v).view(rows.shape)
-            result = result.permute(0, 3, 1, 2, 4).reshape(-1, self.num_heads, self.head_dim)
-            out.index_copy_(0, tiles.tokens, result)
-        return out.flatten(1)
+            result = torch.bmm(probs.view(n * heads, -1, num_keys), v).view(rows.shape)
+            out[tiles.queries].view(shape).copy_(result.permute(0, 3, 1, 2, 4))
+        return out.index_select(0, metadata.inverse).flatten(1)
 
-    def _gather(self, kv_cache: Tensor, tiles: Tiles) -> list[Tensor]:
-        shape = 2, len(tiles.cache_rows), self.block_size * self.head_dim
-        if self.buffer.numel() < shape[0] * shape[1] * shape[2]:
-            self.buffer = self.buffer.new_empty(shape).view(-1)
-        out = self.buffer[: shape[0] * shape[1] * shape[2]].view(shape)
-        for cache, buffer in zip(kv_cache, out, strict=True):
-            torch.index_select(cache.view(-1, shape[2]), 0, tiles.cache_rows, out=buffer)
-        num_keys = tiles.hidden.shape[-1]
-        return [buffer.view(-1, num_keys, self.head_dim) for buffer in out]
+    def _reserve(self, num_rows: int, size: int) -> Tensor:
+        if self.buffer.numel() < num_rows * size:
+            self.buffer = self.buffer.new_empty(num_rows * size)
+        return self.buffer[: num_rows * size].view(num_rows, size)
 
     def _tensor(self, values: NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(values).to(self.buffer.device)

@@ -28,7 +28,7 @@ class Detokenizer:
 
         `final` says that nothing follows: characters before an incomplete one come out now.
         """
-        if self.stopped or self.known == len(token_ids):
+        if self.stopped or self.known == len(token_ids) or self.tokenizer is None:
             return self.stopped
         known = self._decode(token_ids[self.context : self.known])
         new = self._decode(token_ids[self.context :])[len(known) :]

@@ -134,9 +134,8 @@ class LLM:
         check("logprobs", params.logprobs or 0, high=vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
-        stop_token_ids = {*(params.stop_token_ids or ()), *self.eos_token_ids}
-        if params.ignore_eos:
-            stop_token_ids = set(params.stop_token_ids or ())
+        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
+        stop_token_ids = {*(params.stop_token_ids or ()), *eos_token_ids}
         if params.min_tokens and len(stop_token_ids) == vocab_size:
             raise ValueError("stop_token_ids must leave a token for min_tokens, got all of them")
         detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
@@ -243,11 +242,9 @@ class LLM:
             not group.live, group.num_cached_tokens, group.metrics)
 
     def _text(self, seq: Sequence) -> str:
-        if self.tokenizer is None:
-            return ""
-        finished = seq.finish_reason is not None
-        seq.detokenizer.update(seq.token_ids, final=finished)
-        return seq.detokenizer.text if finished else seq.detokenizer.visible()
+        final = seq.finish_reason is not None
+        seq.detokenizer.update(seq.token_ids, final=final)
+        return seq.detokenizer.text if final else seq.detokenizer.visible()
 
     def _check_stop_strings(self, seq: Sequence) -> None:
         check_stops = len(seq.token_ids) > seq.group.min_len

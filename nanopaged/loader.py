@@ -95,30 +95,30 @@ def load_weights(model: CausalLM, path: Path) -> None:
     file; FileNotFoundError naming the file that the index promises.
     """
     targets = find_targets(model)
-    missing = set(targets)
     for file in find_weight_files(path):
         try:
             with safe_open(file, framework="pt") as tensors:
                 for name in sorted(tensors.keys()):
-                    if name not in targets and not name.endswith(IMPLIED):
-                        raise ValueError(f"tensor {name!r} in {file} has no place in this model")
-                    if name in targets:
-                        copy_tensor(targets[name], tensors.get_tensor(name), name)
-                        missing.discard(name)
+                    target, tensor = targets.pop(name, None), tensors.get_tensor(name)
+                    if target is None:
+                        if not name.endswith(IMPLIED):
+                            raise ValueError(f"tensor {name!r} in {file} is not part of the model")
+                    elif target.shape != tensor.shape:
+                        raise ValueError(f"tensor {name!r} must have shape {list(target.shape)} as "
+                                         f"in config.json, got {list(tensor.shape)}")
+                    else:
+                        target.copy_(tensor)
         except SafetensorError as error:
             raise ValueError(f"{file} is not a readable safetensors file: {error}") from error
-    if missing:
-        raise ValueError(f"{path} lacks the tensors {', '.join(sorted(missing))}")
+    if targets:
+        raise ValueError(f"{path} lacks the tensors {', '.join(targets)}")
 
 
 def load_dummy_weights(model: CausalLM, seed: int) -> None:
-    """Random weights, for benchmarks: norms of one, everything else normal with std 0.02."""
+    """Random weights, for benchmarks: normal with std 0.02, around one for norms."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
-    for name, target in find_targets(model).items():
-        if name.endswith("norm.weight"):
-            target.fill_(1)
-        else:
-            target.normal_(std=0.02, generator=generator)
+    for name, parameter in model.named_parameters():
+        parameter.normal_(float(name.endswith("norm.weight")), 0.02, generator=generator)
 
 
 def find_targets(model: CausalLM) -> dict[str, Tensor]:
@@ -136,13 +136,6 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
     if model.lm_head.weight is model.model.embed_tokens.weight:
         del targets["lm_head.weight"]
     return targets
-
-
-def copy_tensor(target: Tensor, tensor: Tensor, name: str) -> None:
-    if target.shape != tensor.shape:
-        raise ValueError(f"tensor {name!r} must have shape {list(target.shape)} as in config.json, "
-                         f"got {list(tensor.shape)}")
-    target.copy_(tensor)
 
 
 def find_weight_files(path: Path) -> list[Path]:

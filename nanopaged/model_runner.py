@@ -33,7 +33,6 @@ class ModelRunner:
         most = model_config.max_position_embeddings
         check("max_model_len", config.max_model_len or most, high=most)
         self.max_model_len = config.max_model_len or most
-        # The layers' K and V: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
         heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
         layers = model_config.num_hidden_layers
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
@@ -41,7 +40,7 @@ class ModelRunner:
                                       config.block_size, self.dtype, self.device)
         self.model = self._load_model(model_config)
         self.num_blocks = self._size_pool()
-        self.kv_caches = self._zeros(layers, 2, self.num_blocks, heads, config.block_size, head_dim)
+        self.kv_caches = self._zeros(layers, self.num_blocks, 2, heads, config.block_size, head_dim)
         self.sampler = Sampler(config.max_num_seqs, self.device)
         # Entries past a sequence's end are read and masked, so they must name a block: zeros.
         max_blocks = -(-self.max_model_len // config.block_size)

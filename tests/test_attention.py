@@ -37,7 +37,7 @@ class Case:
             self.tables[row, count:] = order[-1] if row % 2 else self.tables[0, 0]
         self.q = self.draw(sum(new for _, new in seqs), num_heads)
         self.dense = [self.draw(2, past + new, num_kv_heads) for past, new in seqs]
-        shape = (2, self.num_blocks, num_kv_heads, block_size, head_dim)
+        shape = (self.num_blocks, 2, num_kv_heads, block_size, head_dim)
         self.cache = torch.full(shape, GARBAGE, dtype=dtype)
         for row, (past, _) in enumerate(seqs):
             self.write(self.cache, row, 0, past)
@@ -49,7 +49,7 @@ class Case:
     def write(self, cache, row, begin, end):
         for position in range(begin, end):
             block, offset = divmod(position, self.block_size)
-            cache[:, self.tables[row, block], :, offset] = self.dense[row][:, position]
+            cache[self.tables[row, block], :, :, offset] = self.dense[row][:, position]
 
     def new(self):
         """This step's K and V, flat: [num_tokens, num_kv_heads, head_dim] each."""

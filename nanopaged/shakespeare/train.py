@@ -2,12 +2,12 @@
 
     python nanopaged/shakespeare/train.py --text tinyshakespeare.txt --out nanopaged/shakespeare
 
-The text is split as in nanoGPT: the first nine tenths train (tokenizer included), the last tenth is
-held out. The module names below are those of transformers' `Qwen3ForCausalLM`, so its `state_dict` is
-the checkpoint. A million characters is little for five million parameters; three things keep the model
-from learning the text by heart: dropout, BPE dropout (Provilkov et al., arXiv 1910.13267: every pass
-over the text sees it cut into other tokens), and averaging the weights (EMA). Matrices are trained by
-Muon (Jordan et al., 2024), the rest by AdamW.
+The text is split as in nanoGPT: the first nine tenths train (tokenizer included), the last tenth
+is held out. The module names below are those of transformers' `Qwen3ForCausalLM`, so that its
+`state_dict` is the checkpoint. A million characters is little for five million parameters; three
+things keep the model from learning the text by heart: dropout, BPE dropout (Provilkov et al., arXiv
+1910.13267: every pass over the text sees it cut into other tokens), and averaged weights (EMA).
+Matrices are trained by Muon (Jordan et al., 2024), the rest by AdamW.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
@@ -126,7 +126,8 @@ class Model(nn.Module):
         for layer in self.model.layers:
             x = layer(x, cos, sin)
         logits = F.linear(self.model.norm(x), self.model.embed_tokens.weight).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(ids)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.view_as(ids)
 
 
 def train_tokenizer(text: str, vocab_size: int) -> Tokenizer:
@@ -161,10 +162,12 @@ def nats_per_char(model: nn.Module, ids: Tensor, chars: int, window: int, stride
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--steps", type=int, default=1800, help="the last fifth on long windows")
+    parser.add_argument("--init", type=Path, help="a checkpoint to go on from")
+    parser.add_argument("--steps", type=int, default=1800)
+    parser.add_argument("--long", type=float, default=0.2, help="share of steps on long windows")
     parser.add_argument("--batch", type=int, default=32, help="short windows a step")
     parser.add_argument("--window", type=int, default=256, help="tokens in a short window")
     parser.add_argument("--dropout", type=float, default=0.15)
@@ -185,6 +188,8 @@ def main() -> None:
     print(f"{len(train_ids):,} training tokens, {split / len(train_ids):.2f} characters each")
 
     model = Model(CONFIG, args.dropout)
+    if args.init:
+        model.load_state_dict(load_file(args.init / "model.safetensors"))
     ema = copy.deepcopy(model)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim < 2 or "embed" in n]
@@ -201,9 +206,9 @@ def main() -> None:
         if step % 40 == 0:  # about a pass over the text: cut it anew
             ids = encode(tokenizer, train_text, args.bpe_dropout)
         scale = min(1.0, (step + 1) / 50, (args.steps - step) / (0.7 * args.steps))
-        for optimizer, peak in zip(optimizers, peaks):
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
             optimizer.param_groups[0]["lr"] = peak * scale
-        short = step < 0.8 * args.steps
+        short = step < (1 - args.long) * args.steps
         window = args.window if short else long
         count = args.batch if short else args.batch * args.window // long
         starts = torch.randint(len(ids) - window - 1, (count,)).tolist()
@@ -217,7 +222,7 @@ def main() -> None:
             optimizer.zero_grad()
         with torch.no_grad():
             decay = min(args.ema, (step + 1) / (step + 20))
-            for average, p in zip(ema.parameters(), model.parameters()):
+            for average, p in zip(ema.parameters(), model.parameters(), strict=True):
                 average.lerp_(p, 1 - decay)
         if (step + 1) % args.eval_every == 0:
             sample = held_out_ids[:16384]
@@ -243,8 +248,8 @@ def save(model: Model, tokenizer: Tokenizer, out: Path) -> None:
     write("generation_config.json", {"eos_token_id": 0, "pad_token_id": 0})
     write("tokenizer_config.json", {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": EOS,
-        "clean_up_tokenization_spaces": False, "model_max_length": CONFIG["max_position_embeddings"],
-        "chat_template": CHAT_TEMPLATE})  # fmt: skip
+        "clean_up_tokenization_spaces": False, "chat_template": CHAT_TEMPLATE,
+        "model_max_length": CONFIG["max_position_embeddings"]})  # fmt: skip
 
 
 if __name__ == "__main__":
