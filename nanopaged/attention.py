@@ -78,15 +78,16 @@ class TorchAttention:
         seqs, firsts, sizes, used = (x[by_size] for x in (seqs, firsts, sizes, used))
         _, order = flatten((np.cumsum(counts) - counts - starts)[seqs] + firsts, sizes)
         tiles, begin, row = [], 0, 0
+        size_of, used_by = sizes.tolist(), used.tolist()
         while begin < len(seqs):
             end = begin + 1
-            while (end < len(seqs) and sizes[end] == sizes[begin]
-                   and (end + 1 - begin) * used[end] * self.block_bytes <= TILE_BYTES):
+            while (end < len(seqs) and size_of[end] == size_of[begin]
+                   and (end + 1 - begin) * used_by[end] * self.block_bytes <= TILE_BYTES):
                 end += 1
-            table = tables[seqs[begin:end], None, : used[end - 1]]  # [num_tiles, 1, blocks]
+            table = tables[seqs[begin:end], None, : used_by[end - 1]]  # [num_tiles, 1, blocks]
             cache_rows = table + heads.reshape(2, 1, -1, 1)  # [2, num_tiles, num_kv_heads, blocks]
             keys = np.arange(table.shape[2] * self.block_size)
-            positions = firsts[begin:end, None] + np.arange(sizes[begin])
+            positions = firsts[begin:end, None] + np.arange(size_of[begin])
             hidden = keys > positions[:, None, None, :, None]
             queries = slice(row, row + positions.size)
             tiles.append(Tiles(queries, self._tensor(cache_rows.ravel()), self._tensor(hidden)))

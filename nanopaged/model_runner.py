@@ -58,7 +58,8 @@ class ModelRunner:
         _, positions = flatten(ends - counts, counts)
         token_ids = [token for seq, count, end in zip(batch.sequences, batch.counts, ends.tolist(),
                      strict=True) for token in seq.token_ids[end - count : end]]
-        metadata = self.backend.prepare(self.block_tables[rows], ends - counts, counts)
+        tables = self.block_tables[rows, : -(-ends.max() // self.config.block_size)]
+        metadata = self.backend.prepare(tables, ends - counts, counts)
         inputs = (np.array(token_ids), positions, np.cumsum(counts)[samples] - 1)
         tensors = (torch.from_numpy(array).to(self.device) for array in inputs)
         logits = self.model(*tensors, self.kv_caches, metadata)
@@ -109,8 +110,9 @@ class ModelRunner:
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype, or float32 on a CPU that would have to emulate it."""
+    """The checkpoint's dtype; on a CPU, for half precision, the one it has instructions for."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    emulated = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-    return torch.float32 if emulated or model_dtype is None else model_dtype
+    if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
+        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return model_dtype or torch.float32

@@ -691,3 +691,22 @@ def test_generate_leaves_torch_as_it_was(llama, work, engine):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.is_grad_enabled() == grad
     assert torch.get_default_dtype() == dtype
+
+
+@pytest.mark.parametrize("num_blocks", [64, 10])
+def test_a_constant_hash_costs_hits_and_never_a_token(llama, engine, reference, draw_prompts,
+                                                      num_blocks):  # fmt: skip
+    (stem,) = draw_prompts(llama, [12], MAX_TOKENS, seed=5)
+    prompts = draw_prompts(llama, [9, 13, 9], MAX_TOKENS, seed=6)
+    prompts += [stem, stem, stem[:8] + prompts[1][:5]]
+    expected = [reference.generate(llama, prompt, MAX_TOKENS) for prompt in prompts]
+    hits = []
+    for constant in (False, True):
+        llm = engine(llama, block_size=4, num_blocks=num_blocks, max_model_len=40)
+        if constant:
+            llm.blocks.hash_function = lambda data: 7
+        for _ in range(2):
+            outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+            assert [tokens_of(output) for output in outputs] == expected
+        hits.append(llm.stats().prefix_hit_tokens)
+    assert 0 < hits[1] < hits[0]
