@@ -28,7 +28,8 @@ def resolve(config: EngineConfig) -> Path:
         patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
         patterns += ["*.safetensors"] if config.load_format == "auto" else []
         try:
-            path = Path(snapshot_download(str(config.model), allow_patterns=patterns))
+            path = Path(snapshot_download(str(config.model), allow_patterns=patterns,
+                                          ignore_patterns=["consolidated*", "original/*"]))
         except Exception as error:  # the hub client raises its own errors, httpx's and OSError
             raise ValueError("model must be a directory or the id of a repository on the hub, "
                              f"got {config.model!r}: {error}") from error
@@ -61,7 +62,8 @@ def load_config(path: Path) -> Any:
     check("partial_rotary_factor in config.json", partial, "float", 1, 1)
     if "quantization_config" in raw:
         raise ValueError("quantization_config in config.json must be absent: no kernels for it")
-    config.head_dim = raw.get("head_dim") or config.hidden_size // config.num_attention_heads
+    default = config.hidden_size // config.num_attention_heads
+    config.head_dim = getattr(config, "head_dim", None) or default
     config.o_bias = raw.get("attention_bias", False)
     config.qkv_bias = config.o_bias or family == "qwen2"
     config.mlp_bias = raw.get("mlp_bias", False)
@@ -143,7 +145,8 @@ def find_weight_files(path: Path) -> list[Path]:
     if index.is_file():
         files = sorted({path / name for name in read_json(index)["weight_map"].values()})
     else:
-        files = sorted(path.glob("*.safetensors")) or [path / "model.safetensors"]
+        single = path / "model.safetensors"  # where there is one, other files repeat it
+        files = [single] if single.is_file() else sorted(path.glob("*.safetensors")) or [single]
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"the weights file {file.name} is missing in {path}")

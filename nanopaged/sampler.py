@@ -81,11 +81,14 @@ class Sampler:
         logprobs = logits[asked].float().log_softmax(-1) if asked.size else logits[:0]
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, self.stop_token_ids[rows[i]]] = -torch.inf
-        output = SamplerOutput(logits.argmax(-1))
         drawn = params["temperature"] >= GREEDY
-        if drawn.any():
-            token_ids = self._draw(logits.float(), params, positions)
-            output.token_ids = torch.where(self._tensor(drawn), token_ids, output.token_ids)
+        if not drawn.any():
+            output = SamplerOutput(logits.argmax(-1))
+        else:
+            output = SamplerOutput(self._draw(logits, params, positions))
+            if not drawn.all():
+                greedy = logits.argmax(-1)
+                output.token_ids = torch.where(self._tensor(drawn), output.token_ids, greedy)
         for i, row in zip(asked.tolist(), logprobs, strict=True):
             top = row.topk(int(params["logprobs"][i])).indices
             chosen = torch.cat((top, output.token_ids[i : i + 1]))
@@ -93,12 +96,13 @@ class Sampler:
         return output
 
     def _draw(self, logits: Tensor, params: Any, positions: NDArray[np.int64]) -> Tensor:
-        logits = logits / self._tensor(np.maximum(params["temperature"], GREEDY))[:, None]
+        temperature = self._tensor(np.maximum(params["temperature"], GREEDY))[:, None]
+        logits = logits / temperature  # [num_rows, vocab_size], float32 from here on
         some = np.flatnonzero(params["restricted"])
         if some.size:
             limits = (params[name][some, None] for name in ("top_k", "top_p", "min_p"))
             logits[some] = restrict(logits[some], *map(self._tensor, limits))
-        cumulative = logits.softmax(-1).cumsum(-1)  # [num_rows, vocab_size]
+        cumulative = logits.softmax(-1).cumsum_(-1)  # in place: fresh pages cost more than sums
         target = self._tensor(uniform(params["seed"], positions))[:, None] * cumulative[:, -1:]
         return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
