@@ -77,7 +77,8 @@ class ModelRunner:
             load_dummy_weights(model, self.config.seed)
         else:
             load_weights(model, resolve(self.config))
-        if self.device.type == "cpu" and self.dtype == torch.bfloat16:
+        has_bf16 = self.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
+        if has_bf16 and self.dtype == torch.bfloat16:
             for module in model.modules():
                 if isinstance(module, Linear):
                     module.pack()

@@ -54,13 +54,13 @@ class Scheduler:
         batch = Batch()
         budget = self.max_num_batched_tokens
         running = self.running = [group for group in self.running if group.live]
-        candidates, preempted = 0, False
-        while candidates < len(running):
-            group = running[candidates]
+        served, preempted = 0, False
+        while served < len(running):
+            group = running[served]
             if self._make_room(group, batch):
                 for seq in group.live:
                     budget -= self._schedule_tokens(seq, batch, budget)
-                candidates += 1
+                served += 1
             else:
                 self._preempt(running.pop())  # the youngest, which may be this very group
                 preempted = True
