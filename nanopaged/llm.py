@@ -42,7 +42,7 @@ class LLM:
         self.model_config = load_config(path)
         self.tokenizer = load_tokenizer(path)
         self.eos_token_ids = load_eos_token_ids(path, self.model_config, self.tokenizer)
-        self.runner = runner = ModelRunner(config, self.model_config)
+        self.runner = runner = ModelRunner(config, self.model_config, path)
         self.max_model_len = runner.max_model_len
         self.blocks = BlockManager(runner.num_blocks, config.block_size,
                                    config.enable_prefix_caching)

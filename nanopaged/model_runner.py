@@ -6,6 +6,7 @@ forward pass over one flat batch of tokens.
 """
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import Tensor
 from nanopaged.attention import TorchAttention, flatten
 from nanopaged.config import EngineConfig, check
 from nanopaged.layers import Linear
-from nanopaged.loader import load_dummy_weights, load_weights, resolve
+from nanopaged.loader import load_dummy_weights, load_weights
 from nanopaged.model import CausalLM
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import Batch
@@ -24,7 +25,7 @@ CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unu
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, model_config: Any) -> None:
+    def __init__(self, config: EngineConfig, model_config: Any, path: Path) -> None:
         self.config = config
         devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
         self.device = torch.device(devices[0] if config.device == "auto" else config.device)
@@ -38,7 +39,7 @@ class ModelRunner:
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
         self.backend = TorchAttention(model_config.num_attention_heads, heads, head_dim,
                                       config.block_size, self.dtype, self.device)
-        self.model = self._load_model(model_config)
+        self.model = self._load_model(model_config, path)
         self.num_blocks = self._size_pool()
         self.kv_caches = self._zeros(layers, self.num_blocks, 2, heads, config.block_size, head_dim)
         self.sampler = Sampler(config.max_num_seqs, self.device)
@@ -65,7 +66,7 @@ class ModelRunner:
         logits = self.model(*tensors, self.kv_caches, metadata)
         return self.sampler.sample(logits, rows[samples], ends[samples])
 
-    def _load_model(self, model_config: Any) -> CausalLM:
+    def _load_model(self, model_config: Any, path: Path) -> CausalLM:
         default = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -76,7 +77,7 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            load_weights(model, resolve(self.config))
+            load_weights(model, path)
         has_bf16 = self.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
         if has_bf16 and self.dtype == torch.bfloat16:
             for module in model.modules():
