@@ -78,7 +78,9 @@ def make_engine(args: argparse.Namespace, **changes: Any) -> LLM:
         "max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens,
         "seed": args.seed,
     }  # fmt: skip
-    return LLM(**{**options, **changes})
+    llm = LLM(**{**options, **changes})
+    llm.runner.kv_caches.zero_()  # fault its pages in, as on a server that has run for a while
+    return llm
 
 
 def random_prompt(length: int, vocab_size: int) -> list[int]:

@@ -26,7 +26,7 @@ from torch import Tensor
 Ints: TypeAlias = NDArray[np.int64]
 
 QUERY_TILE = 128  # queries in a tile: keys behind its last query are never read
-TILE_BYTES = 4 << 20  # K and V that tiles done together may gather: what the CPU's caches hold
+TILE_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CPU's caches hold
 
 
 @dataclass

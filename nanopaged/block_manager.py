@@ -6,17 +6,22 @@ knows block ids and token ids, not tensors; nobody else changes a ref count.
 
 With block_size=4, a prompt of 6 tokens and free blocks 0, 1, 2: `allocate` gives the block table
 [0, 1]; once computed, block 0 is published, block 1 (half full) is not. A second prompt with the
-same first 4 tokens gets [0, 2]: block 0 has two references, and 4 tokens need not be computed.
+same first 4 tokens gets [0, 2]: block 0 has two references, and 4 tokens are not computed. If the
+first one forks, both have [0, 1]; who writes token 7 first takes a copy, [0, 3] (copy-on-write).
 """
 
 from array import array
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import xxhash
 
 from nanopaged.sequence import Sequence
+
+FreeList: TypeAlias = OrderedDict[int, None]  # in eviction order; takes from the middle in O(1)
+Moves: TypeAlias = list[tuple[int, int]]  # (from, to): physical blocks whose contents are copied
 
 
 @dataclass(slots=True)
@@ -31,14 +36,17 @@ class Block:
 
 
 class BlockManager:
+    """Blocks 0 to num_blocks - 1 are the device's, those behind them the CPU's, for swapping."""
+
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
-        self.block_size = block_size
+                 hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest,
+                 num_swap_blocks: int = 0) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function
-        self.blocks = [Block() for _ in range(num_blocks)]
-        # In eviction order. An OrderedDict takes a block out of the middle in O(1), as a hit must.
-        self.free_blocks = OrderedDict.fromkeys(range(num_blocks))
+        self.blocks = [Block() for _ in range(num_blocks + num_swap_blocks)]
+        self.free_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks))
+        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks, len(self.blocks)))
         self.published: dict[int, int] = {}  # chained hash -> physical block
         self.last_prefix_id = 0
 
@@ -50,7 +58,7 @@ class BlockManager:
         """
         found: list[int] = []
         parent: int | str | None = seq.group.params.cache_salt
-        last = (len(seq.token_ids) - 1) // self.block_size if self.enable_prefix_caching else 0
+        last = (seq.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
         for index in range(last):
             block_id = self.published.get(self._chained_hash(seq, index), -1)
             if block_id < 0 or not self._holds(block_id, parent, seq, index):
@@ -59,31 +67,77 @@ class BlockManager:
             parent = self.blocks[block_id].prefix_id
         return found
 
-    def allocate(self, seq: Sequence, prefix: list[int], spare: int = 0) -> bool:
+    def room(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
+        """The most blocks that sequences of these lengths hold which share their first tokens."""
+        shared = num_shared_tokens // self.block_size
+        return shared + sum(-(-length // self.block_size) - shared for length in lengths)
+
+    def allocate(self, seq: Sequence, prefix: list[int], room: int, spare: int = 0) -> bool:
         """Fill the empty block table of `seq`: the matched `prefix`, then blocks for the rest.
 
-        All or nothing: False, and nothing has changed, if that would leave fewer than `spare` free.
+        False, and nothing has changed, if the `room` that its group is going to need, matched
+        blocks included, would leave fewer than `spare` blocks free.
         """
-        revived = [block_id for block_id in prefix if self.blocks[block_id].ref_count == 0]
-        fresh = -(-len(seq.token_ids) // self.block_size) - len(prefix)
-        if fresh + len(revived) > len(self.free_blocks) - spare:
+        revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
+        if room - len(prefix) + revived > len(self.free_blocks) - spare:
             return False
-        for block_id in revived:
-            del self.free_blocks[block_id]
-        for block_id in prefix:
-            self.blocks[block_id].ref_count += 1
-            seq.prefix_id = self.blocks[block_id].prefix_id
+        self._hold(seq, prefix)
         seq.num_published = len(prefix)
-        seq.block_table = prefix + [self._take() for _ in range(fresh)]
+        seq.prefix_id = self.blocks[prefix[-1]].prefix_id if prefix else 0
+        seq.num_computed_tokens = len(prefix) * self.block_size
+        self.grow(seq)
         return True
 
-    def grow(self, seq: Sequence) -> bool:
-        """Make room for all tokens of `seq`; False, and nothing has changed, if there is none."""
-        missing = -(-len(seq.token_ids) // self.block_size) - len(seq.block_table)
-        if missing > len(self.free_blocks):
-            return False
-        seq.block_table.extend(self._take() for _ in range(missing))
-        return True
+    def missing(self, seqs: list[Sequence]) -> int:
+        """How many free blocks `grow` is going to take for these sequences of one group."""
+        size = self.block_size
+        new = sum(-(-seq.num_tokens // size) - len(seq.block_table) for seq in seqs)
+        written = Counter(seq.block_table[index] for seq in seqs
+                          if (index := seq.num_computed_tokens // size) < len(seq.block_table))
+        # Each writer of a shared block copies it, but for the last one to hold it.
+        return new + sum(min(self.blocks[block_id].ref_count - 1, writers)
+                         for block_id, writers in written.items())
+
+    def grow(self, seq: Sequence) -> Moves:
+        """Room for all tokens of `seq`: new blocks behind, and one of its own to write to next.
+
+        The caller knows that there are enough; what it gets is to be copied before the next write.
+        """
+        table, index, moves = seq.block_table, seq.num_computed_tokens // self.block_size, []
+        if index < len(table) and self.blocks[table[index]].ref_count > 1:  # copy-on-write
+            moves.append((table[index], self._take(self.free_blocks)))
+            self.blocks[table[index]].ref_count -= 1
+            table[index] = moves[0][1]
+            seq.num_sent_blocks = min(seq.num_sent_blocks, index)
+        while len(table) * self.block_size < seq.num_tokens:
+            table.append(self._take(self.free_blocks))
+        return moves
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` have what `parent` has computed, in the same blocks: the last one too."""
+        self.free(child)
+        computed, size = parent.num_computed_tokens, self.block_size
+        child.num_published, child.prefix_id = parent.num_published, parent.prefix_id
+        child.num_computed_tokens = computed
+        child.block_hashes = parent.block_hashes[: computed // size]
+        self._hold(child, parent.block_table[: -(-computed // size)])
+
+    def swap(self, seqs: list[Sequence], free: FreeList, spare: int = 0) -> Moves:
+        """Move the blocks of these sequences, shared ones once, to the pool with this free list.
+
+        No moves, and nothing has changed, if that would leave fewer than `spare` blocks free.
+        """
+        held = dict.fromkeys(block_id for seq in seqs for block_id in seq.block_table)
+        if len(held) > len(free) - spare:
+            return []
+        moved = {block_id: self._take(free) for block_id in held}
+        for seq in seqs:
+            table = [moved[block_id] for block_id in seq.block_table]
+            self.free(seq)
+            self._hold(seq, table)
+        for block_id in moved.values():
+            self.blocks[block_id].ref_count -= 1  # the one of `_take`
+        return list(moved.items())
 
     def free(self, seq: Sequence) -> None:
         """Drop the references of `seq`, tail first: a prefix outlives what follows it."""
@@ -91,11 +145,13 @@ class BlockManager:
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
-                self.free_blocks[block_id] = None
+                on_device = block_id < self.num_blocks
+                free = self.free_blocks if on_device else self.free_swap_blocks
+                free[block_id] = None
                 if block.hash is None:  # nothing to remember: the first to be taken again
-                    self.free_blocks.move_to_end(block_id, last=False)
+                    free.move_to_end(block_id, last=False)
         seq.block_table = []
-        seq.num_published = seq.prefix_id = 0
+        seq.num_published = seq.prefix_id = seq.num_sent_blocks = 0
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the full blocks of `seq` that are computed, or will be by this step.
@@ -123,13 +179,20 @@ class BlockManager:
             self.blocks[block_id].hash = None
         self.published.clear()
 
-    def _take(self) -> int:
-        block_id, _ = self.free_blocks.popitem(last=False)
+    def _take(self, free: FreeList) -> int:
+        block_id, _ = free.popitem(last=False)
         block = self.blocks[block_id]
         if block.hash is not None:
             del self.published[block.hash]
         block.hash, block.ref_count = None, 1
         return block_id
+
+    def _hold(self, seq: Sequence, block_table: list[int]) -> None:
+        for block_id in block_table:
+            if self.blocks[block_id].ref_count == 0:
+                del self.free_blocks[block_id]
+            self.blocks[block_id].ref_count += 1
+        seq.block_table = list(block_table)
 
     def _tokens(self, seq: Sequence, index: int) -> list[int]:
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]

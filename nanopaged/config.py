@@ -7,7 +7,7 @@ again. A wrong value is a `TypeError` or `ValueError` that names field, value an
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any
 
@@ -51,7 +51,8 @@ class Checked:
 class SamplingParams(Checked):
     """How the tokens of one request are chosen; names and defaults are vLLM's.
 
-    `temperature=0` is greedy. `top_k=0` (or -1), `top_p=1` and `min_p=0` keep every token.
+    `n` continuations of one prompt share its K and V. `temperature=0` is greedy. `top_k=0` (or
+    -1), `top_p=1` and `min_p=0` keep every token.
     `max_tokens=None` runs to `max_model_len`. `stop` strings end a sequence and are left out of its
     text; `stop_token_ids` end it and stay in. `logprobs=k` returns the log-probabilities of the k
     most likely tokens and of the sampled one, at every position. `cache_salt` keeps cached blocks
@@ -90,12 +91,29 @@ class SamplingParams(Checked):
 
 
 @dataclass(frozen=True)
+class BeamSearchParams(Checked):
+    """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
+
+    Complete beams are ranked by their summed log-probability / length**length_penalty.
+    `early_stopping` ends when there are `beam_width` of them, and else it goes on while the best
+    running one, as it is, would be better than the last of them.
+    """
+
+    beam_width: int = option(MISSING, low=1)
+    max_tokens: int = option(MISSING, low=1)
+    length_penalty: float = option(1.0, low=-10, high=10)
+    early_stopping: bool = option(False)
+    ignore_eos: bool = option(False)
+
+
+@dataclass(frozen=True)
 class EngineConfig(Checked):
     """The keyword arguments of `LLM`, counted in tokens, blocks or sequences.
 
     `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
-    So that scripts for vLLM run, what this version has one way of doing is accepted as well:
-    `swap_space`, `preemption_mode`, `enforce_eager` and `tensor_parallel_size` change nothing.
+    `swap_space` is in GiB of CPU memory; `preemption_mode="auto"` swaps groups of several sequences
+    and computes single ones again. So that scripts for vLLM run, what this version has one way of
+    doing is accepted as well: `enforce_eager` and `tensor_parallel_size` change nothing.
     """
 
     model: str | None = option(None)
@@ -109,7 +127,7 @@ class EngineConfig(Checked):
     gpu_memory_utilization: float = option(0.9, low=0.01, high=1)
     swap_space: float = option(4, low=0)
     enable_prefix_caching: bool = option(True)
-    preemption_mode: str = option("auto", choices=("auto", "recompute"))
+    preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
     attention_backend: str = option("auto", choices=("auto", "torch"))
     enforce_eager: bool = option(False)
     tensor_parallel_size: int = option(1, low=1, high=1)

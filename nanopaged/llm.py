@@ -14,8 +14,9 @@ from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
+from nanopaged.beam_search import num_candidates
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, SamplingParams, check, check_token_ids
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, check, check_token_ids
 from nanopaged.detokenizer import Detokenizer
 from nanopaged.loader import load_config, load_eos_token_ids, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
@@ -24,7 +25,8 @@ from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
-Params: TypeAlias = SamplingParams | Seq[SamplingParams] | None
+AnyParams: TypeAlias = SamplingParams | BeamSearchParams
+Params: TypeAlias = AnyParams | Seq[AnyParams] | None
 
 logger = logging.getLogger("nanopaged")
 
@@ -45,7 +47,8 @@ class LLM:
         self.runner = runner = ModelRunner(config, self.model_config, path)
         self.max_model_len = runner.max_model_len
         self.blocks = BlockManager(runner.num_blocks, config.block_size,
-                                   config.enable_prefix_caching)
+                                   config.enable_prefix_caching,
+                                   num_swap_blocks=runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.blocks)
         self._groups: dict[str, SequenceGroup] = {}  # unfinished requests
         self._news: dict[object, dict[str, SequenceGroup]] = {}  # by owner: not told yet
@@ -98,7 +101,7 @@ class LLM:
 
     # -- prompts in ----------------------------------------------------------------------------
 
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> str:
+    def add_request(self, prompt: Prompt, sampling_params: AnyParams | None = None) -> str:
         """Queue a request for `step` and return its id. A bad one raises and changes nothing."""
         return self._add(self._make_group(prompt, sampling_params or SamplingParams()))
 
@@ -117,10 +120,16 @@ class LLM:
         """Whether `step` has anything left to do or to return."""
         return self.scheduler.has_unfinished or None in self._news
 
-    def _make_group(self, prompt: Prompt, params: SamplingParams) -> SequenceGroup:
+    def _make_group(self, prompt: Prompt, params: AnyParams) -> SequenceGroup:
         """A request that the engine can serve; ValueError or TypeError if it never will."""
         if self._closed:
             raise RuntimeError("this engine has been shut down: make a new LLM")
+        beams = params if isinstance(params, BeamSearchParams) else None
+        if beams:
+            eos = [] if beams.ignore_eos else self.eos_token_ids
+            params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
+                                    ignore_eos=beams.ignore_eos,
+                                    logprobs=num_candidates(beams.beam_width, len({*eos})))
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
         text, ids = self._encode(prompt)
@@ -129,8 +138,6 @@ class LLM:
         if not 1 <= len(ids) < self.max_model_len:
             raise ValueError(f"prompt must have at least 1 token and fewer than max_model_len="
                              f"{self.max_model_len}, got {len(ids)}: shorten it or raise that")
-        if params.n != 1:
-            raise ValueError(f"n must be 1 until parallel sampling is built, got {params.n}")
         check("logprobs", params.logprobs or 0, high=vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
@@ -139,7 +146,17 @@ class LLM:
         if params.min_tokens and len(stop_token_ids) == vocab_size:
             raise ValueError("stop_token_ids must leave a token for min_tokens, got all of them")
         detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
-        return SequenceGroup(text, ids, params, stop_token_ids, self.max_model_len, detokenizer)
+        group = SequenceGroup(text, ids, params, stop_token_ids, self.max_model_len, detokenizer,
+                              beams)
+        # Never: a group runs as a whole, so all its sequences must fit at their longest.
+        room = self.blocks.room(len(ids), [group.max_len] * params.n)
+        name = "beam_width" if beams else "n"
+        check(f"{name}, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
+        if room > self.blocks.num_blocks:
+            raise ValueError(f"{name} must be less: {params.n} sequences of up to {group.max_len} "
+                             f"tokens need {room} blocks and num_blocks is "
+                             f"{self.blocks.num_blocks}, got {params.n}; or lower max_tokens")
+        return group
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
         if isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int)):
@@ -217,6 +234,16 @@ class LLM:
                                                  return_dict=False)
         return self.generate(ids, sampling_params, use_tqdm)
 
+    def beam_search(self, prompts: Prompt | Seq[Prompt],
+                    params: BeamSearchParams) -> list[RequestOutput]:
+        """The `beam_width` best continuations of every prompt, best first.
+
+        Their `cumulative_logprob` is the plain sum; `logprobs` has the tokens' own.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise TypeError(f"params must be BeamSearchParams, got {params!r}")
+        return self.generate(prompts, params, use_tqdm=False)
+
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
         """Step until all have finished; yields a group whenever it got a token."""
         owner = object()
@@ -235,10 +262,10 @@ class LLM:
         asked = group.params.logprobs is not None
         return RequestOutput(
             group.request_id, group.prompt, group.prompt_token_ids,
-            [CompletionOutput(seq.index, self._text(seq), seq.token_ids[group.num_prompt_tokens :],
+            [CompletionOutput(index, self._text(seq), seq.token_ids[group.num_prompt_tokens :],
                               seq.cumulative_logprob if asked else None,
                               list(seq.logprobs) if asked else None, seq.finish_reason)
-             for seq in group.sequences],
+             for index, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, group.metrics)
 
     def _text(self, seq: Sequence) -> str:
@@ -262,7 +289,7 @@ class LLM:
             self.abort_request(request_id)
         if not self._closed:
             self._closed = True
-            del self.runner.model, self.runner.kv_caches
+            del self.runner.model, self.runner.kv_caches, self.runner.swap_space
 
     def __enter__(self) -> "LLM":
         return self

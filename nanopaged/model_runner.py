@@ -5,7 +5,9 @@ sequences, one row each, so that a step only has to say what changed, and turns 
 forward pass over one flat batch of tokens.
 """
 
+import ctypes
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import TorchAttention, flatten
+from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check
 from nanopaged.layers import Linear
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -30,6 +33,8 @@ class ModelRunner:
         devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
         self.device = torch.device(devices[0] if config.device == "auto" else config.device)
         check("device, where torch sees these,", self.device.type, "str", choices=devices)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         most = model_config.max_position_embeddings
         check("max_model_len", config.max_model_len or most, high=most)
@@ -41,7 +46,10 @@ class ModelRunner:
                                       config.block_size, self.dtype, self.device)
         self.model = self._load_model(model_config, path)
         self.num_blocks = self._size_pool()
-        self.kv_caches = self._zeros(layers, self.num_blocks, 2, heads, config.block_size, head_dim)
+        shape = 2, heads, config.block_size, head_dim  # of a block
+        self.kv_caches = zeros(self.dtype, self.device, layers, self.num_blocks, *shape)
+        self.swap_space = zeros(self.dtype, torch.device("cpu"), layers, self.num_swap_blocks,
+                                *shape)
         self.sampler = Sampler(config.max_num_seqs, self.device)
         # Entries past a sequence's end are read and masked, so they must name a block: zeros.
         max_blocks = -(-self.max_model_len // config.block_size)
@@ -49,11 +57,14 @@ class ModelRunner:
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """One forward pass; the result's tensors are still on the device."""
+        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
+        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
+        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
         for row, first, block_ids in batch.table_updates:
             self.block_tables[row, first : first + len(block_ids)] = block_ids
         for seq in batch.admitted:
             self.sampler.set_row(seq)
-        counts, samples = np.array(batch.counts), np.array(batch.samples)
+        counts = np.array(batch.counts)
         rows = np.array([seq.row for seq in batch.sequences])
         ends = np.array([seq.num_computed_tokens for seq in batch.sequences])
         _, positions = flatten(ends - counts, counts)
@@ -61,10 +72,20 @@ class ModelRunner:
                      strict=True) for token in seq.token_ids[end - count : end]]
         tables = self.block_tables[rows, : -(-ends.max() // self.config.block_size)]
         metadata = self.backend.prepare(tables, ends - counts, counts)
+        samples = np.array([index for index, _ in batch.samples], np.int64)
         inputs = (np.array(token_ids), positions, np.cumsum(counts)[samples] - 1)
         tensors = (torch.from_numpy(array).to(self.device) for array in inputs)
         logits = self.model(*tensors, self.kv_caches, metadata)
-        return self.sampler.sample(logits, rows[samples], ends[samples])
+        sampling_rows = np.array([seq.row for _, seq in batch.samples], np.int64)
+        return self.sampler.sample(logits, sampling_rows, ends[samples])
+
+    def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
+        """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""
+        if moves:
+            pools = (self.num_blocks if pool is self.swap_space else 0 for pool in (source, target))
+            ids = torch.tensor(moves) - torch.tensor(list(pools))  # [num_moves, 2]
+            blocks = source.index_select(1, ids[:, 0].to(source.device))
+            target.index_copy_(1, ids[:, 1].to(target.device), blocks.to(target.device))
 
     def _load_model(self, model_config: Any, path: Path) -> CausalLM:
         default = torch.get_default_dtype()
@@ -96,6 +117,8 @@ class ModelRunner:
                 free, total = torch.cuda.mem_get_info(self.device)
                 room = int(free - (1 - self.config.gpu_memory_utilization) * total)
             num_blocks = min(room // block_bytes, self.config.max_num_seqs * per_seq)
+        swap_blocks = int(self.config.swap_space * 2**30) // block_bytes
+        self.num_swap_blocks = min(swap_blocks, self.config.max_num_seqs * per_seq)
         if num_blocks < 1 or (num_blocks < per_seq and self.config.max_model_len):
             raise ValueError(f"num_blocks must be at least {per_seq} to hold max_model_len="
                              f"{self.max_model_len} tokens, got {num_blocks}: raise it (or free "
@@ -103,12 +126,25 @@ class ModelRunner:
         self.max_model_len = min(self.max_model_len, num_blocks * self.config.block_size)
         return num_blocks
 
-    def _zeros(self, *shape: int) -> Tensor:
-        if self.device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=self.device)
-        # NumPy's zeros are calloc's: the system hands out a page when it is first written.
-        pool = np.zeros(math.prod(shape) * self.dtype.itemsize, np.uint8)
-        return torch.from_numpy(pool).view(self.dtype).view(shape)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc's malloc keep what is freed: a step's temporaries are the next one's.
+
+    By default large pieces go back to the system, and every step faults their pages in again: a
+    tenth of the time of a step. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3) in mallopt(3).
+    """
+    if sys.platform == "linux":
+        for parameter in (-1, -3):
+            ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+
+
+def zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
+    if device.type == "cuda":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros are calloc's: the system hands out a page when it is first written.
+    pool = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+    return torch.from_numpy(pool).view(dtype).view(shape)
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

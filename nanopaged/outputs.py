@@ -55,5 +55,8 @@ class EngineStats:
     prefix_query_tokens: int = 0  # looked up at admissions
     prefix_hit_tokens: int = 0  # of these, found
     preemptions_recompute: int = 0
+    preemptions_swap: int = 0
+    blocks_copied: int = 0  # before a sequence wrote into one that it shared
+    blocks_swapped: int = 0  # out and in
     step_seconds: float = 0.0
     model_seconds: float = 0.0  # of these, in the forward pass and the sampling

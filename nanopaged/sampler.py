@@ -68,7 +68,8 @@ class Sampler:
         group, p = seq.group, seq.group.params
         restricted = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         logprobs = -1 if p.logprobs is None else p.logprobs
-        self.params[seq.row] = (group.seed, p.temperature, p.top_k, p.top_p, p.min_p, restricted,
+        seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64  # n=1 draws what index 0 does
+        self.params[seq.row] = (seed, p.temperature, p.top_k, p.top_p, p.min_p, restricted,
                                 group.min_len, logprobs)
         self.stop_token_ids[seq.row] = sorted(group.stop_token_ids)
 

@@ -1,20 +1,23 @@
 """Who runs this step, and with how many tokens.
 
 First come, first served, under one budget of tokens a step: running sequences first (one token
-each where they decode, a chunk where their prompt is not computed yet), then whoever waits. When
-the pool is full the youngest group goes back to the head of the queue and is computed again later:
-that is no more than `num_computed_tokens = 0`. The scheduler knows no tensors and no text.
+each where they decode, a chunk where their prompt is not computed yet), then whoever waits. The
+scheduler knows no tensors and no text.
 
-Admission is now, later or never. Never was told when the request was made; later ends, because the
+A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool is full the
+youngest goes back to the head of the queue. Its blocks move to CPU memory (swap), or its tokens are
+computed again (recompute), which is no more than `num_computed_tokens = 0`.
+
+Admission is now, later or never. Never is told when the request is made; later ends, because the
 oldest group always fits into the pool and is the last to be preempted.
 """
 
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
-from itertools import compress
 
-from nanopaged.block_manager import BlockManager
+from nanopaged.beam_search import advance
+from nanopaged.block_manager import BlockManager, Moves
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats
 from nanopaged.sampler import SamplerOutput
@@ -27,7 +30,11 @@ class Batch:
 
     sequences: list[Sequence] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)  # whether that reaches its last token
+    samples: list[tuple[int, Sequence]] = field(default_factory=list)
+    """(i, who gets the token that is drawn after the last one that sequence i computes)"""
+    swaps_out: Moves = field(default_factory=list)  # first these blocks move,
+    swaps_in: Moves = field(default_factory=list)  # then these,
+    copies: Moves = field(default_factory=list)  # then these are copied, and then the model runs
     admitted: list[Sequence] = field(default_factory=list)  # those that have just got their row
     table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(row, first logical block, physical blocks): what changed in the block tables"""
@@ -37,13 +44,14 @@ class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
         self.blocks = blocks
         self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.preemption_mode = config.preemption_mode
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # oldest first, all older than those who wait
         self.free_rows = list(range(config.max_num_seqs))[::-1]
         # Blocks that admission leaves free while others run: else the next block they need would
         # preempt the newcomer at once.
-        self.watermark = len(blocks.blocks) // 100
-        self.stats = EngineStats(len(blocks.blocks))
+        self.watermark = blocks.num_blocks // 100
+        self.stats = EngineStats(blocks.num_blocks)
 
     @property
     def has_unfinished(self) -> bool:
@@ -51,62 +59,72 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Decide the next step. What it will have computed counts as computed from here on."""
-        batch = Batch()
-        budget = self.max_num_batched_tokens
+        batch, budget = Batch(), self.max_num_batched_tokens
         running = self.running = [group for group in self.running if group.live]
         served, preempted = 0, False
         while served < len(running):
             group = running[served]
             if self._make_room(group, batch):
-                for seq in group.live:
-                    budget -= self._schedule_tokens(seq, batch, budget)
+                budget -= self._schedule_tokens(group, batch, budget)
                 served += 1
             else:
-                self._preempt(running.pop())  # the youngest, which may be this very group
+                self._preempt(running.pop(), batch)  # the youngest: maybe this very group
                 preempted = True
         while self.waiting and budget and not preempted and self._admit(self.waiting[0], batch):
             running.append(self.waiting.popleft())
-            budget -= self._schedule_tokens(running[-1].live[0], batch, budget)
+            budget -= self._schedule_tokens(running[-1], batch, budget)
         self.stats.steps += 1
+        self.stats.blocks_copied += len(batch.copies)
+        self.stats.blocks_swapped += len(batch.swaps_out) + len(batch.swaps_in)
         return batch
 
     def update(self, batch: Batch, sampled: SamplerOutput) -> list[SequenceGroup]:
         """Append what was sampled, finish what is complete; returns the groups that got a token."""
         tokens = sampled.token_ids.tolist()  # the one place that waits for the device
-        seqs = list(compress(batch.sequences, batch.samples))
-        for seq, token in zip(seqs, tokens, strict=True):
+        groups = list(dict.fromkeys(seq.group for _, seq in batch.samples))
+        for i, ((_, seq), token) in enumerate(zip(batch.samples, tokens, strict=True)):
             group, length = seq.group, len(seq.token_ids) + 1
-            seq.token_ids.append(token)
             if length == group.num_prompt_tokens + 1:
                 group.metrics.first_token_time = time.perf_counter()
+            if group.beams:
+                seq.candidates = sampled.logprobs[i]
+                continue
+            seq.token_ids.append(token)
+            if i in sampled.logprobs:
+                seq.logprobs.append(sampled.logprobs[i])
+                seq.cumulative_logprob += sampled.logprobs[i][token]
             if token in group.stop_token_ids:
                 self.finish(seq, "stop")
             elif length >= group.max_len:
                 self.finish(seq, "length")
-        for i, logprobs in sampled.logprobs.items():
-            seqs[i].logprobs.append(logprobs)
-            seqs[i].cumulative_logprob += logprobs[tokens[i]]
-        self.stats.output_tokens += len(seqs)
-        return [seq.group for seq in seqs]
+        for group in groups:
+            if group.beams:
+                self._branch(group)
+        self.stats.output_tokens += len(tokens)
+        return groups
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Take a sequence out, wherever it is, and give back its blocks and its row."""
         group, seq.finish_reason = seq.group, reason
         if seq in group.live:
             group.live.remove(seq)
+            if not group.live and seq.row < 0:
+                self.waiting.remove(group)
             self._release(seq)
             group.metrics.finished_time = time.perf_counter()
 
     def abort(self, group: SequenceGroup) -> None:
-        if group in self.waiting:
-            self.waiting.remove(group)
         for seq in list(group.live):
             self.finish(seq, "abort")
 
     def rollback(self) -> None:
-        """A step failed half-way: compute again whatever was running, and trust no cached block."""
-        while self.running:
-            self._preempt(self.running.pop())
+        """A step failed half-way: trust no block, and compute again whatever had one."""
+        self.waiting.extendleft(group for group in self.running[::-1] if group.live)
+        self.running = []
+        for group in self.waiting:
+            group.swapped = False
+            for seq in group.live:
+                self._release(seq)
         self.blocks.forget()
 
     def measure(self) -> EngineStats:
@@ -114,66 +132,107 @@ class Scheduler:
         filled: dict[int, int] = {}  # physical block -> tokens whose K and V are in it
         for seq in (seq for group in self.running for seq in group.live):
             for index, block_id in enumerate(seq.block_table):
-                tokens = max(0, min(size, seq.num_computed_tokens - index * size))
+                tokens = min(size, seq.num_computed_tokens - index * size)
                 filled[block_id] = max(tokens, filled.get(block_id, 0))
         held = sum(filled.values())
         return replace(
             self.stats, tokens_held=held, kv_utilisation=held / max(1, len(filled) * size),
-            blocks_used=len(self.blocks.blocks) - len(self.blocks.free_blocks),
+            blocks_used=self.blocks.num_blocks - len(self.blocks.free_blocks),
             blocks_cached=len(self.blocks.published), requests_waiting=len(self.waiting),
             requests_running=sum(bool(group.live) for group in self.running))
 
     def _make_room(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Give a running group the blocks for its newest tokens."""
-        for seq in group.live:
-            held = len(seq.block_table)
-            if len(seq.token_ids) > held * self.blocks.block_size:
-                if not self.blocks.grow(seq):
-                    return False
-                batch.table_updates.append((seq.row, held, seq.block_table[held:]))
+        """Give a running group the blocks for what it computes next; False, if there are none."""
+        seqs = group.scheduled
+        if len(seqs) > 1 or seqs[0].num_tokens > len(seqs[0].block_table) * self.blocks.block_size:
+            if self.blocks.missing(seqs) > len(self.blocks.free_blocks):
+                return False
+            for seq in seqs:
+                batch.copies += self.blocks.grow(seq)
         return True
 
-    def _schedule_tokens(self, seq: Sequence, batch: Batch, budget: int) -> int:
-        count = min(len(seq.token_ids) - seq.num_computed_tokens, budget)
-        if count:
+    def _schedule_tokens(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
+        """Returns how many tokens the group computes. All its sequences sample, or none."""
+        seqs, left = group.scheduled, budget
+        waits = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs) > budget
+        for seq in seqs:
+            count = min(seq.num_tokens - waits - seq.num_computed_tokens, left)
+            if count <= 0:
+                continue
+            left -= count
             seq.num_computed_tokens += count
             batch.sequences.append(seq)
             batch.counts.append(count)
-            batch.samples.append(seq.num_computed_tokens == len(seq.token_ids))
+            if seq.num_sent_blocks < len(seq.block_table):
+                first, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_table)
+                batch.table_updates.append((seq.row, first, seq.block_table[first:]))
             if seq.num_computed_tokens // self.blocks.block_size > seq.num_published:
                 self.blocks.publish(seq)
-        return count
+            index = len(batch.sequences) - 1
+            if seq.num_computed_tokens == len(seq.token_ids):
+                batch.samples.append((index, seq))
+            if not group.forked and seq.num_computed_tokens == group.num_prompt_tokens:
+                for other in group.live[1:]:
+                    self.blocks.fork(seq, other)
+                    if len(other.token_ids) == group.num_prompt_tokens:  # else it was preempted
+                        batch.samples.append((index, other))
+        return budget - left
+
+    def _branch(self, group: SequenceGroup) -> None:
+        """Go on with the best continuations of a group's beams, or finish it."""
+        forks = advance(group)
+        for parent, seq in forks or ():
+            self.blocks.fork(parent, seq)
+        if forks is None:
+            for seq in list(group.live):
+                self.finish(seq, "length")
+            group.sequences = group.finished
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Give a waiting group its row, and blocks for all its tokens: cached ones where found."""
-        (seq,) = group.live
-        prefix = self.blocks.match_prefix(seq)
+        """Give a waiting group rows and blocks: its own from the CPU, or cached and new ones."""
+        leader, blocks = group.live[0], self.blocks
         spare = self.watermark if self.running else 0
-        if not self.free_rows or not self.blocks.allocate(seq, prefix, spare):
+        if len(self.free_rows) < len(group.live):
             return False
-        seq.row = self.free_rows.pop()
-        seq.num_computed_tokens = len(prefix) * self.blocks.block_size
-        batch.admitted.append(seq)
-        batch.table_updates.append((seq.row, 0, seq.block_table))
-        self.stats.prefix_query_tokens += len(seq.token_ids)
-        self.stats.prefix_hit_tokens += seq.num_computed_tokens
+        if group.swapped:
+            spare += blocks.missing(group.scheduled)
+            moves = blocks.swap(group.live, blocks.free_blocks, spare)
+            if not moves:
+                return False
+            batch.swaps_in += moves
+            group.swapped = False
+        else:
+            room = blocks.room(group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
+            if not blocks.allocate(leader, blocks.match_prefix(leader), room, spare):
+                return False
+            self.stats.prefix_query_tokens += leader.num_tokens
+            self.stats.prefix_hit_tokens += leader.num_computed_tokens
+        for seq in group.live:
+            seq.row = self.free_rows.pop()
+            batch.admitted.append(seq)
         if not group.metrics.first_scheduled_time:
             group.metrics.first_scheduled_time = time.perf_counter()
-            group.num_cached_tokens = seq.num_computed_tokens
+            group.num_cached_tokens = leader.num_computed_tokens
             self.stats.prompt_tokens += group.num_prompt_tokens
-        return True
+        return self._make_room(group, batch)
 
-    def _preempt(self, group: SequenceGroup) -> None:
+    def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Back to the head of the queue. The tokens stay, so what was sampled is not lost."""
-        if group.live:
-            for seq in group.live:
-                self._release(seq)
-            self.waiting.appendleft(group)
-            self.stats.preemptions_recompute += 1
+        self.waiting.appendleft(group)
+        several = len(group.live) > 1
+        if self.preemption_mode == "swap" or (self.preemption_mode == "auto" and several):
+            moves = self.blocks.swap(group.live, self.blocks.free_swap_blocks)
+            batch.swaps_out += moves
+            group.swapped = bool(moves)  # if the CPU's pool is full as well, recompute
+        self.stats.preemptions_swap += group.swapped
+        self.stats.preemptions_recompute += not group.swapped
+        for seq in group.live:
+            self._release(seq, keep_blocks=group.swapped)
 
-    def _release(self, seq: Sequence) -> None:
-        self.blocks.free(seq)
-        seq.num_computed_tokens = 0
+    def _release(self, seq: Sequence, keep_blocks: bool = False) -> None:
         if seq.row >= 0:
             self.free_rows.append(seq.row)
             seq.row = -1
+        if not keep_blocks:
+            self.blocks.free(seq)
+            seq.num_computed_tokens = 0

@@ -3,13 +3,19 @@
 A `Sequence` has some tokens, of which the first `num_computed_tokens` have their K and V in the
 cache (or will have, once the scheduled step has run). A step gives it some more; decoding is the
 case of one more. It knows its block table and not what a block is.
+
+The sequences of a group begin with the same prompt. Until that is computed only the first of them,
+the leader, is worked on; then the group forks: the others share the leader's blocks and go on from
+there, each its own way.
 """
 
 from __future__ import annotations
 
+import math
 import time
+from copy import copy
 
-from nanopaged.config import SamplingParams
+from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.detokenizer import Detokenizer
 from nanopaged.outputs import RequestMetrics
 
@@ -22,21 +28,42 @@ class Sequence:
     cache yet; the next step computes them, in block 3, and samples t1.
     """
 
-    def __init__(self, group: SequenceGroup, index: int, token_ids: list[int],
-                 detokenizer: Detokenizer) -> None:
+    def __init__(self, group: SequenceGroup, index: int, detokenizer: Detokenizer) -> None:
         self.group = group
         self.index = index
-        self.token_ids = token_ids
+        self.token_ids = list(group.prompt_token_ids)
         self.num_computed_tokens = 0
         self.row = -1  # its row in the runner's table of block tables, while it is running
         self.block_table: list[int] = []  # physical block of every logical block
         self.block_hashes: list[int] = []  # chained hash of every full block, as far as needed yet
         self.num_published = 0  # leading blocks that the prefix cache knows
+        self.num_sent_blocks = 0  # leading blocks that the runner's table knows
         self.prefix_id = 0  # names the content of these blocks: see BlockManager.publish
-        self.detokenizer = detokenizer
+        self.detokenizer = copy(detokenizer)
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0
+        self.candidates: dict[int, float] = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many of its tokens are to be computed: before the fork, those that all share."""
+        group = self.group
+        return len(self.token_ids) if group.forked else group.num_prompt_tokens
+
+    @property
+    def score(self) -> float:
+        """By which complete beams are ranked; `length_penalty=0` ranks by probability alone."""
+        assert self.group.beams, "only the group of a beam search has beams"
+        length = len(self.token_ids) - self.group.num_prompt_tokens
+        return self.cumulative_logprob / math.pow(length, self.group.beams.length_penalty)
+
+    def extend(self, parent: Sequence, token: int, logprob: float) -> None:
+        """Become what `parent` says, and `token`."""
+        self.token_ids = [*parent.token_ids, token]
+        self.logprobs = [*parent.logprobs, {token: logprob}]
+        self.cumulative_logprob = parent.cumulative_logprob + logprob
+        self.detokenizer = copy(parent.detokenizer)
 
 
 class SequenceGroup:
@@ -48,15 +75,31 @@ class SequenceGroup:
     num_cached_tokens = 0  # prompt tokens found in the prefix cache, at its first admission
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-                 stop_token_ids: set[int], max_model_len: int, detokenizer: Detokenizer) -> None:
+                 stop_token_ids: set[int], max_model_len: int, detokenizer: Detokenizer,
+                 beams: BeamSearchParams | None = None) -> None:
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.params = params
+        self.beams = beams
         self.stop_token_ids = stop_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        self.sequences = [Sequence(self, 0, list(prompt_token_ids), detokenizer)]
+        self.sequences = [Sequence(self, index, detokenizer) for index in range(params.n)]
+        if beams:  # all begin alike: the first one's continuations are to be the first beams
+            for seq in self.sequences[1:]:
+                seq.cumulative_logprob = -math.inf
         self.live = list(self.sequences)  # those that have not finished
+        self.finished: list[Sequence] = []  # of a beam search: the best complete beams, best first
+        self.swapped = False  # then its blocks are in CPU memory
         self.metrics = RequestMetrics(time.perf_counter())
+
+    @property
+    def forked(self) -> bool:
+        return len(self.live) == 1 or bool(self.live[-1].block_table)
+
+    @property
+    def scheduled(self) -> list[Sequence]:
+        """Whose tokens are computed next: everybody's, or the leader's before the fork."""
+        return self.live if self.forked else self.live[:1]

@@ -106,8 +106,19 @@ OPTIONS = [
     ("seed", "lucky"),
 ]
 
-# These come with sharing, the GPU path and ranks; until then they may be unknown keywords.
-LATER = {"swap_space", "preemption_mode", "enforce_eager", "tensor_parallel_size"}
+# BeamSearchParams: field, value
+BEAMS = [
+    ("beam_width", 0),
+    ("beam_width", 2.0),
+    ("beam_width", True),
+    ("max_tokens", 0),
+    ("max_tokens", None),
+    ("length_penalty", NAN),
+    ("length_penalty", 1e9),  # a length to that power is no number
+    ("length_penalty", "long"),
+    ("early_stopping", "never"),
+    ("ignore_eos", 1),
+]
 
 # prompts for a vocabulary of 160 and max_model_len 96: name, prompt, words of the message
 PROMPTS = [
@@ -297,7 +308,7 @@ def busy(llama, engine, good, counters, drain):
 
 def test_there_are_forty_kinds_of_bad_input():
     assert len(PARAMS) + len(OPTIONS) + len(PROMPTS) + len(DIRECTORIES) >= 40
-    for table in (PARAMS, OPTIONS):
+    for table in (PARAMS, OPTIONS, BEAMS):
         assert len({name_case(case) for case in table}) == len(table)
     assert len({name for name, *_ in PROMPTS}) == len(PROMPTS)
 
@@ -319,6 +330,37 @@ def test_an_unknown_sampling_param_is_a_type_error():
     assert_refused(lambda: SamplingParams(temprature=0.5), ["temprature"], TypeError)
 
 
+@pytest.mark.parametrize("case", BEAMS, ids=name_case)
+def test_bad_beam_search_params_are_refused(case):
+    from nanopaged import BeamSearchParams
+
+    field, bad = case
+    params = {"beam_width": 2, "max_tokens": 4, field: bad}
+    assert_refused(lambda: BeamSearchParams(**params), [field, shown(bad)])
+
+
+def test_a_group_that_can_never_run_is_refused(busy, good):
+    from nanopaged import BeamSearchParams
+
+    prompt = good[0][0]
+    assert busy.config.max_num_seqs == 8
+    assert_refused(lambda: busy.add_request(prompt, greedy(n=9)), ["n", "8", "9"])
+    assert_refused(lambda: busy.beam_search(prompt, BeamSearchParams(9, 4)), ["beam_width", "9"])
+    assert_refused(lambda: busy.beam_search(prompt, greedy(n=2)), ["BeamSearchParams"], TypeError)
+    assert_refused(lambda: busy.beam_search(prompt, None), ["BeamSearchParams"], TypeError)
+
+
+def test_a_group_larger_than_the_pool_is_refused(llama, engine, good):
+    llm = engine(llama, num_blocks=16, block_size=8, max_model_len=128)
+    prompt = good[0][0]  # 6 tokens
+    assert llm.add_request(prompt, greedy(n=4, max_tokens=26))  # 4 blocks each
+    words = ["n must be less", "17 blocks", "num_blocks", "16", "max_tokens"]
+    assert_refused(lambda: llm.add_request(prompt[:1], greedy(n=17, max_tokens=7)), words)
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert llm.stats().blocks_used == 0
+
+
 # --- engine options ---
 
 
@@ -328,8 +370,7 @@ def test_bad_engine_options_are_refused(case, llama):
 
     option, bad = case
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 64, option: bad}
-    words = [option] if option in LATER else [option, shown(bad)]
-    assert_refused(lambda: LLM(str(llama), **options), words)
+    assert_refused(lambda: LLM(str(llama), **options), [option, shown(bad)])
 
 
 def test_an_unknown_engine_option_is_a_type_error(llama):
