@@ -127,9 +127,9 @@ class LLM:
         beams = params if isinstance(params, BeamSearchParams) else None
         if beams:
             eos = [] if beams.ignore_eos else self.eos_token_ids
+            most = min(num_candidates(beams.beam_width, len({*eos})), self.model_config.vocab_size)
             params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
-                                    ignore_eos=beams.ignore_eos,
-                                    logprobs=num_candidates(beams.beam_width, len({*eos})))
+                                    ignore_eos=beams.ignore_eos, logprobs=most)
         if not isinstance(params, SamplingParams):
             raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
         text, ids = self._encode(prompt)

@@ -6,7 +6,6 @@ forward pass over one flat batch of tokens.
 """
 
 import ctypes
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -143,8 +142,7 @@ def zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
     if device.type == "cuda":
         return torch.zeros(shape, dtype=dtype, device=device)
     # NumPy's zeros are calloc's: the system hands out a page when it is first written.
-    pool = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    return torch.from_numpy(pool).view(dtype).view(shape)
+    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

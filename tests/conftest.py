@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -292,6 +293,93 @@ def drain(llm: Any) -> dict[Any, list[Any]]:
 @pytest.fixture(scope="session", name="drain")
 def drain_fixture() -> Callable[[Any], dict[Any, list[Any]]]:
     return drain
+
+
+def check_invariants(llm: Any) -> None:
+    """Blocks are held by exactly the tables that name them, in the pool where they belong.
+
+    Holds between any two steps: groups in order of arrival, each of them as a whole either on the
+    device, or in the swap pool, or nowhere.
+    """
+    manager, scheduler = llm.blocks, llm.scheduler
+    running, waiting = list(scheduler.running), list(scheduler.waiting)
+    device, size = manager.num_blocks, manager.block_size
+    references: Counter[int] = Counter()
+    rows = []
+    for group in [*running, *waiting]:
+        tables = [seq.block_table for seq in group.live]
+        for seq in group.live:
+            assert len(set(seq.block_table)) == len(seq.block_table), "a block twice in a table"
+            assert seq.num_computed_tokens <= len(seq.block_table) * size, "K and V nowhere"
+            references.update(seq.block_table)
+            rows += [seq.row] if seq.row >= 0 else []
+        held = [block_id for table in tables for block_id in table]
+        holders = sum(map(bool, tables))
+        assert holders in (0, 1, len(tables)), "a group that holds blocks in parts"
+        if group.live and group in running:
+            assert holders and not group.swapped
+            assert all(block_id < device for block_id in held), "it runs on a swap block"
+        elif group.live and group.swapped:
+            assert holders and all(block_id >= device for block_id in held)
+        elif group.live:
+            assert not held and not any(seq.num_computed_tokens for seq in group.live)
+        if group in waiting:
+            assert all(seq.row == -1 for seq in group.live), "a row for one who waits"
+        over = [seq for seq in group.sequences if all(seq is not other for other in group.live)]
+        assert not any(seq.block_table for seq in over), "who has finished holds blocks"
+    assert [block.ref_count for block in manager.blocks] == [
+        references[block_id] for block_id in range(len(manager.blocks))
+    ]
+    unheld = set(range(len(manager.blocks))) - references.keys()
+    assert set(manager.free_blocks) == {block_id for block_id in unheld if block_id < device}
+    assert set(manager.free_swap_blocks) == {block_id for block_id in unheld if block_id >= device}
+    assert all(block_id < device for block_id in manager.published.values())
+    assert len(set(rows)) == len(rows) <= llm.config.max_num_seqs
+    assert not set(rows) & set(scheduler.free_rows)
+    arrivals = [int(group.request_id) for group in [*running, *waiting] if group.live]
+    assert arrivals == sorted(arrivals), "not first come, first served"
+
+
+@pytest.fixture(scope="session", name="check_invariants")
+def check_invariants_fixture() -> Callable[[Any], None]:
+    return check_invariants
+
+
+@pytest.fixture(scope="session")
+def drain_checked() -> Callable[..., dict[Any, Any]]:
+    """`drain_checked(llm)`: step to the end, invariants checked; the last output of each request.
+
+    A step that brings nothing is allowed (a chunk of a prompt), thousands of steps are a deadlock.
+    """
+
+    def drain(llm: Any, limit: int = 5000) -> dict[Any, Any]:
+        last = {}
+        for _ in range(limit):
+            more = llm.has_unfinished_requests()
+            last.update({output.request_id: output for output in llm.step()})
+            check_invariants(llm)
+            if not more:
+                break
+        assert not llm.has_unfinished_requests(), "no end in sight"
+        assert len(llm.blocks.free_blocks) == llm.blocks.num_blocks
+        assert len(llm.blocks.free_swap_blocks) == len(llm.blocks.blocks) - llm.blocks.num_blocks
+        return last
+
+    return drain
+
+
+@pytest.fixture(scope="session")
+def swap_space() -> Callable[[Path, int, int], float]:
+    """`swap_space(path, num_blocks, block_size)`: GiB that hold so many blocks in float32."""
+
+    def gibibytes(path: Path, num_blocks: int, block_size: int) -> float:
+        fields = json.loads((path / "config.json").read_text())
+        heads, head_dim = fields["num_key_value_heads"], fields.get("head_dim")
+        head_dim = head_dim or fields["hidden_size"] // fields["num_attention_heads"]
+        token_bytes = 2 * fields["num_hidden_layers"] * heads * head_dim * 4
+        return num_blocks * block_size * token_bytes / 2**30
+
+    return gibibytes
 
 
 @pytest.fixture(scope="session")

@@ -112,6 +112,21 @@ def test_its_file_table_is_the_reading_order(text):
     assert sorted(name[1] for name in names) == sorted(files)
 
 
+def test_its_map_of_the_paper_names_what_exists(text):
+    rows = re.findall(r"^\| 4\.\d .*\|(.*)\|$|^\| 6 .*\|(.*)\|$", text, re.MULTILINE)
+    names = re.findall(r"`([\w.]+)`", " ".join(a + b for a, b in rows))
+    files = [name for name in names if name.endswith(".py")]
+    assert len(files) >= 8 and len(names) > len(files)
+    source = ""
+    for name in names:
+        if name.endswith(".py"):
+            path = ROOT / name if (ROOT / name).exists() else PACKAGE / name
+            source = path.read_text()
+        else:
+            for part in name.split("."):
+                assert re.search(rf"^\s*(def|class) {part}\b", source, re.MULTILINE), name
+
+
 def test_its_links_lead_somewhere(text):
     relative = [link for link in links(text) if not re.match(r"[a-z]+:", link)]
     assert any(link.endswith((".svg", ".png")) for link in relative), "no picture"

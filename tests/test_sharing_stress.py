@@ -1,0 +1,214 @@
+"""Everything at once for a long time: two thousand requests on 64 blocks and 32 swap blocks.
+
+Plain requests, several continuations, beam searches, shared beginnings and random aborts. After
+every step every block must be held by exactly the tables that name it; in the end every request
+must have brought what it brings on an engine with room for everybody, an aborted one a part of it.
+Protects against leaks, deadlocks and mixed-up K and V that only show after many other things.
+"""
+
+import random
+from collections import Counter, deque
+
+import pytest
+
+from nanopaged import BeamSearchParams, SamplingParams
+
+BLOCKS, SWAP_BLOCKS, BLOCK_SIZE = 64, 32, 4
+LONGEST = 40  # tokens, prompt and answer
+UNDER_WAY = 14  # requests that the engine knows at a time, at most
+FEATURES = {"preemptions_swap", "preemptions_recompute", "blocks_copied", "prefix_hit_tokens"}
+
+
+def draw_params(rng, seed):
+    count, ignore_eos = rng.randint(1, 16), rng.random() < 0.6
+    kind = rng.choice(["greedy", "sampled", "several", "several", "beams"])
+    if kind == "beams":
+        return BeamSearchParams(
+            beam_width=rng.randint(2, 5),
+            max_tokens=count,
+            length_penalty=rng.choice([0.0, 0.5, 1.0, 2.0]),
+            early_stopping=rng.random() < 0.5,
+            ignore_eos=ignore_eos,
+        )
+    return SamplingParams(
+        n=rng.randint(2, 8) if kind == "several" else 1,
+        temperature=0 if kind == "greedy" else 1.0,
+        top_k=4,  # few cuts between tokens that the order of a sum could move past a draw
+        max_tokens=count,
+        ignore_eos=ignore_eos,
+        seed=seed,
+        cache_salt=rng.choice([None, None, None, "a"]),
+    )
+
+
+def draw_requests(rng, count):
+    """Prompts and parameters; two in three prompts begin like others."""
+    stems = [[rng.randrange(160) for _ in range(rng.randint(6, 20))] for _ in range(8)]
+    requests = []
+    for seed in range(count):
+        stem = rng.choice([*stems, *stems, *[[]] * 8])
+        body = [rng.randrange(160) for _ in range(rng.randint(0 if stem else 1, 24 - len(stem)))]
+        requests.append((stem[: rng.choice([4, 7, 20])] + body, draw_params(rng, seed)))
+    return requests
+
+
+def width(params):
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
+def answer(output):
+    return [list(completion.token_ids) for completion in output.outputs]
+
+
+@pytest.fixture
+def roomy(llama, engine, swap_space):
+    """`roomy(requests)`: their outputs from an engine on which nobody stands in another's way."""
+
+    def run(requests):
+        llm = engine(llama, block_size=16, num_blocks=2000, max_model_len=LONGEST, max_num_seqs=128,
+                     max_num_batched_tokens=512, swap_space=swap_space(llama, 1, 16))  # fmt: skip
+        ids, outputs = [llm.add_request(*request) for request in requests], {}
+        while llm.has_unfinished_requests():
+            outputs.update({output.request_id: output for output in llm.step()})
+        stats = llm.stats()
+        assert stats.preemptions_recompute == stats.preemptions_swap == 0
+        return [outputs[request] for request in ids]
+
+    return run
+
+
+class Stress:
+    """Feeds requests to a small engine and takes some back, and checks it after every step."""
+
+    def __init__(self, llm, requests, rng, check_invariants):
+        self.llm, self.requests, self.rng, self.check = llm, requests, rng, check_invariants
+        self.queue = deque(range(len(requests)))
+        self.ids = {}  # of the unfinished requests: id -> number
+        self.outputs = {}  # number -> its last output
+        self.aborted = set()
+        self.seen = Counter()
+
+    def add(self):
+        while self.queue and len(self.ids) < UNDER_WAY and self.rng.random() < 0.6:
+            number = self.queue.popleft()
+            self.ids[self.llm.add_request(*self.requests[number])] = number
+
+    def abort(self):
+        """One in ten requests is taken back, whatever it is doing; oftener while it is swapped."""
+        if self.ids and self.rng.random() < 0.08:
+            groups = [*self.llm.scheduler.running, *self.llm.scheduler.waiting]
+            groups = [group for group in groups if group.live]
+            swapped = [group for group in groups if group.swapped]
+            group = self.rng.choice(self.rng.choice([swapped, groups]) or groups)
+            request = group.request_id
+            place = "swapped" if group.swapped else "queue"
+            place = place if group in self.llm.scheduler.waiting else "running"
+            self.seen["aborted", place] += 1
+            self.aborted.add(self.ids[request])
+            assert self.llm.abort_request(request)
+            self.check(self.llm)
+
+    def step(self):
+        for output in self.llm.step():
+            number = self.ids[output.request_id]
+            self.outputs[number] = output
+            if output.finished:
+                del self.ids[output.request_id]
+        self.check(self.llm)
+        running = [group for group in self.llm.scheduler.running if group.live]
+        kinds = {"beams" if group.beams else "several" if group.params.n > 1 else "plain"
+                 for group in running}  # fmt: skip
+        self.seen["all kinds in one step"] += len(kinds) == 3
+
+    def run(self):
+        limit = 60 * len(self.requests)
+        while self.queue or self.llm.has_unfinished_requests():
+            self.add()
+            self.abort()
+            self.step()
+            limit -= 1
+            assert limit, "no end in sight"
+        assert not self.ids
+
+
+def check_answers(stress, expected):
+    assert len(stress.outputs) == len(stress.requests)
+    for number, (_, params) in enumerate(stress.requests):
+        output, whole = stress.outputs[number], answer(expected[number])
+        assert output.finished
+        if number not in stress.aborted:
+            assert answer(output) == whole, (number, params)
+            for one, other in zip(output.outputs, expected[number].outputs, strict=True):
+                assert one.finish_reason == other.finish_reason
+                if isinstance(params, BeamSearchParams):
+                    assert one.cumulative_logprob == pytest.approx(
+                        other.cumulative_logprob, abs=1e-4
+                    )
+        elif isinstance(params, SamplingParams):
+            assert len(output.outputs) == width(params)
+            for tokens, full in zip(answer(output), whole, strict=True):
+                assert tokens == full[: len(tokens)], (number, params)
+
+
+def stress_engine(engine, llama, swap_space, **options):
+    return engine(
+        llama, block_size=BLOCK_SIZE, num_blocks=BLOCKS, max_model_len=LONGEST, max_num_seqs=48,
+        swap_space=swap_space, **({"max_num_batched_tokens": 56} | options),
+    )  # fmt: skip
+
+
+def run_stress(count, seed, roomy, llm, check_invariants):
+    requests = draw_requests(random.Random(seed), count)
+    expected = roomy(requests)
+    assert len({str(answer(output)) for output in expected}) > 0.9 * count
+    free = len(llm.blocks.free_blocks), len(llm.blocks.free_swap_blocks)
+    stress = Stress(llm, requests, random.Random(seed + 1), check_invariants)
+    stress.run()
+    assert (len(llm.blocks.free_blocks), len(llm.blocks.free_swap_blocks)) == free
+    check_answers(stress, expected)
+    stats = llm.stats()
+    stress.seen.update({name: getattr(stats, name) for name in FEATURES})
+    return stress.seen
+
+
+# name: (engine options, swap blocks, what cannot happen)
+SETTINGS = {
+    "default": ({}, SWAP_BLOCKS, set()),
+    "recompute": ({"preemption_mode": "recompute"}, SWAP_BLOCKS, {"preemptions_swap"}),
+    "uncached": ({"enable_prefix_caching": False}, SWAP_BLOCKS, {"prefix_hit_tokens"}),
+    "both-pools-full": ({"max_num_batched_tokens": 48, "preemption_mode": "swap"}, 10, set()),
+}
+
+
+def run_setting(name, count, seed, llama, engine, swap_space, check_invariants, roomy):
+    """Nothing is proven by a pool that is tight in name only, so what must happen is counted."""
+    options, swap_blocks, absent = SETTINGS[name]
+    llm = stress_engine(engine, llama, swap_space(llama, swap_blocks, BLOCK_SIZE), **options)
+    assert list(map(len, (llm.blocks.free_blocks, llm.blocks.free_swap_blocks))) == [
+        BLOCKS, swap_blocks,
+    ]  # fmt: skip
+    seen = run_stress(count, seed, roomy, llm, check_invariants)
+    assert not any(seen[event] for event in absent)
+    least = count // 30
+    assert all(seen[event] > least for event in FEATURES - absent), seen
+    assert seen["all kinds in one step"] > least
+    return seen
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_mixed_requests_on_a_small_pool_all_bring_what_they_would_alone(
+    name, llama, engine, swap_space, check_invariants, roomy
+):
+    run_setting(name, 150, 5, llama, engine, swap_space, check_invariants, roomy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SETTINGS)
+def test_two_thousand_mixed_requests_on_64_blocks_and_32_swap_blocks(
+    name, llama, engine, swap_space, check_invariants, roomy
+):
+    seed = 7 + list(SETTINGS).index(name)
+    seen = run_setting(name, 2000, seed, llama, engine, swap_space, check_invariants, roomy)
+    places = ["running", "queue", "swapped"][: 2 if name == "recompute" else 3]
+    assert all(seen["aborted", place] > 10 for place in places), seen
+    assert sum(seen["aborted", place] for place in places) > 100
