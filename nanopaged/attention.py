@@ -33,7 +33,7 @@ TILE_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CP
 class Tiles:
     """Some tiles of equally many queries, computed together over the longest context among them."""
 
-    queries: slice  # their rows among the ordered queries
+    queries: Tensor  # [num_tiles * num_queries]: their rows in the flat batch
     cache_rows: Tensor  # [2 * num_tiles * num_kv_heads * num_keys / block_size]: all K, then all V
     hidden: Tensor  # [num_tiles, 1, 1, num_queries, num_keys]: True where a query must not look
 
@@ -43,8 +43,6 @@ class AttentionMetadata:
     """Where this step's tokens are stored and what they attend to; the same for every layer."""
 
     store_rows: Tensor  # [num_tokens * 2 * num_kv_heads]: where a token's K go, and where its V
-    order: Tensor  # [num_tokens]: rows of the flat batch as the tiles have them, one by one
-    inverse: Tensor  # [num_tokens]: and back
     tiles: list[Tiles]
 
 
@@ -57,10 +55,9 @@ class TorchAttention:
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                  dtype: torch.dtype, device: torch.device) -> None:
-        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
-        self.block_size = block_size
+        self.num_kv_heads, self.group_size = num_kv_heads, num_heads // num_kv_heads
+        self.head_dim, self.block_size, self.device = head_dim, block_size, device
         self.block_bytes = 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
-        self.buffer = torch.empty(0, dtype=dtype, device=device)  # for gathered K and V, reused
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
@@ -69,31 +66,24 @@ class TorchAttention:
         seqs, positions = flatten(starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
         store_rows = (tables[seqs, blocks, None] + heads) * self.block_size + offsets[:, None]
-        # Cut every sequence's queries into tiles, and order those by size, then by context.
-        seqs, index = flatten(np.zeros_like(counts), -(-counts // QUERY_TILE))
-        sizes = np.minimum(QUERY_TILE, counts[seqs] - index * QUERY_TILE)
-        firsts = starts[seqs] + index * QUERY_TILE  # position of a tile's first query
-        used = -(-(firsts + sizes) // self.block_size)  # blocks up to its last one
-        by_size = np.lexsort((used, sizes))
-        seqs, firsts, sizes, used = (x[by_size] for x in (seqs, firsts, sizes, used))
-        _, order = flatten((np.cumsum(counts) - counts - starts)[seqs] + firsts, sizes)
-        tiles, begin, row = [], 0, 0
-        size_of, used_by = sizes.tolist(), used.tolist()
-        while begin < len(seqs):
-            end = begin + 1
-            while (end < len(seqs) and size_of[end] == size_of[begin]
-                   and (end + 1 - begin) * used_by[end] * self.block_bytes <= TILE_BYTES):
-                end += 1
-            table = tables[seqs[begin:end], None, : used_by[end - 1]]  # [num_tiles, 1, blocks]
+        # Cut every sequence's queries into tiles: some rows of the flat batch each.
+        firsts = np.flatnonzero((positions - starts[seqs]) % QUERY_TILE == 0)
+        sizes = np.diff(firsts, append=len(seqs))
+        num_blocks = blocks[firsts + sizes - 1] + 1  # up to the one of a tile's last query
+        # Take as many of one size as may be gathered together, those of the longest context first.
+        tiles, left = [], np.lexsort((-num_blocks, sizes))
+        while left.size:
+            group = left[: max(1, TILE_BYTES // (num_blocks[left[0]] * self.block_bytes))]
+            group = group[sizes[group] == sizes[group[0]]]
+            left = left[len(group) :]
+            queries = firsts[group, None] + np.arange(sizes[group[0]])  # [num_tiles, num_queries]
+            table = tables[seqs[firsts[group]], None, : num_blocks[group[0]]]
             cache_rows = table + heads.reshape(2, 1, -1, 1)  # [2, num_tiles, num_kv_heads, blocks]
             keys = np.arange(table.shape[2] * self.block_size)
-            positions = firsts[begin:end, None] + np.arange(size_of[begin])
-            hidden = keys > positions[:, None, None, :, None]
-            queries = slice(row, row + positions.size)
-            tiles.append(Tiles(queries, self._tensor(cache_rows.ravel()), self._tensor(hidden)))
-            begin, row = end, queries.stop
-        return AttentionMetadata(self._tensor(store_rows.ravel()), self._tensor(order),
-                                 self._tensor(np.argsort(order)), tiles)
+            hidden = keys > positions[queries][:, None, None, :, None]
+            arrays = queries.ravel(), cache_rows.ravel(), hidden
+            tiles.append(Tiles(*(to_device(array, self.device) for array in arrays)))
+        return AttentionMetadata(to_device(store_rows.ravel(), self.device), tiles)
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         rows = kv_cache.view(-1, self.head_dim)  # one for every (block, K or V, head, offset)
@@ -101,35 +91,35 @@ class TorchAttention:
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
-        heads, dim = self.num_kv_heads, self.head_dim
-        q = q.index_select(0, metadata.order) * dim**-0.5
-        out = torch.empty_like(q)
-        cache = kv_cache.view(-1, self.block_size * dim)  # one row for every (block, K or V, head)
+        q, out = q * self.head_dim**-0.5, torch.empty_like(q)
+        cache = kv_cache.view(-1, self.block_size * self.head_dim)  # rows: (block, K or V, head)
         for tiles in metadata.tiles:
-            n, _, _, num_queries, num_keys = tiles.hidden.shape
-            gathered = self._reserve(len(tiles.cache_rows), cache.shape[1])
-            torch.index_select(cache, 0, tiles.cache_rows, out=gathered)
-            k, v = gathered.view(2, n * heads, num_keys, dim)
-            # The query heads of one KV head become rows of one matrix: K and V are read once.
-            shape = n, num_queries, heads, self.num_heads // heads, dim
-            rows = q[tiles.queries].view(shape).permute(0, 2, 3, 1, 4)
-            scores = torch.bmm(rows.reshape(n * heads, -1, dim), k.transpose(1, 2))
-            scores = scores.view(n, heads, -1, num_queries, num_keys)
-            probs = scores.masked_fill_(tiles.hidden, -torch.inf).softmax(-1)
-            result = torch.bmm(probs.view(n * heads, -1, num_keys), v).view(rows.shape)
-            out[tiles.queries].view(shape).copy_(result.permute(0, 3, 1, 2, 4))
-        return out.index_select(0, metadata.inverse).flatten(1)
+            result = self._attend(q.index_select(0, tiles.queries), cache, tiles)
+            out.index_copy_(0, tiles.queries, result)
+        return out.flatten(1)
 
-    def _reserve(self, num_rows: int, size: int) -> Tensor:
-        if self.buffer.numel() < num_rows * size:
-            self.buffer = self.buffer.new_empty(num_rows * size)
-        return self.buffer[: num_rows * size].view(num_rows, size)
+    def _attend(self, q: Tensor, cache: Tensor, tiles: Tiles) -> Tensor:
+        """q and the result: [num_tiles * num_queries, num_heads, head_dim]
 
-    def _tensor(self, values: NDArray[np.generic]) -> Tensor:
-        return torch.from_numpy(values).to(self.buffer.device)
+        A function of its own, so that the next tiles get the memory of these, warm in the caches.
+        """
+        n, _, _, num_queries, num_keys = tiles.hidden.shape
+        heads, dim = self.num_kv_heads, self.head_dim
+        k, v = cache.index_select(0, tiles.cache_rows).view(2, n * heads, num_keys, dim)
+        # The query heads of one KV head become rows of one matrix: K and V are read once.
+        rows = q.view(n, num_queries, heads, self.group_size, dim).permute(0, 2, 3, 1, 4)
+        scores = torch.bmm(rows.reshape(n * heads, -1, dim), k.transpose(1, 2))
+        scores = scores.view(n, heads, -1, num_queries, num_keys)
+        probs = scores.masked_fill_(tiles.hidden, -torch.inf).softmax(-1)
+        result = torch.bmm(probs.view(n * heads, -1, num_keys), v).view(rows.shape)
+        return result.permute(0, 3, 1, 2, 4).reshape(q.shape)
 
 
 def flatten(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
     """starts=[5, 0], counts=[2, 3] -> which=[0, 0, 1, 1, 1], values=[5, 6, 0, 1, 2]"""
     which = np.repeat(np.arange(len(counts)), counts)
     return which, np.arange(len(which)) + (starts - np.cumsum(counts) + counts)[which]
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

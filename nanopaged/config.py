@@ -11,18 +11,18 @@ from dataclasses import MISSING, dataclass, field, fields
 from math import inf
 from typing import Any
 
-KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,),
-                                      "str": (str,), "None": (type(None),)}
+KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,),
+         "None": (type(None),)}
 
 
 def check(name: str, value: Any, kind: str = "int", low: float = -inf, high: float = inf,
-          choices: Sequence[str] = ()) -> None:
+          choices: Sequence[Any] = ()) -> None:
     """Raise unless `value` is of a `kind` such as "int | None", within bounds, and a choice."""
     # The exact type: a bool is an int to isinstance, and never what was meant.
     if type(value) not in [t for part in kind.split(" | ") for t in KINDS[part]]:
         raise TypeError(f"{name} must be {kind}, got {value!r}")
     if choices and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
     if isinstance(value, (int, float)) and not (low <= value <= high and abs(value) < inf):
         raise ValueError(f"{name} must be finite, from {low} to {high}, got {value}")
 
@@ -35,7 +35,7 @@ def check_token_ids(name: str, ids: Iterable[Any], vocab_size: float = inf) -> N
             check(f"every token id in {name}", token, "int", 0, vocab_size - 1)
 
 
-def option(default: Any, low: float = -inf, high: float = inf, choices: Sequence[str] = ()) -> Any:
+def option(default: Any, low: float = -inf, high: float = inf, choices: Sequence[Any] = ()) -> Any:
     """A dataclass field that `Checked` checks against its annotation and these bounds."""
     return field(default=default, metadata={"low": low, "high": high, "choices": choices})
 
@@ -75,14 +75,10 @@ class SamplingParams(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_tokens is not None:
-            check("min_tokens", self.min_tokens, high=self.max_tokens)
-        if not isinstance(self.stop, (str, list, tuple, type(None))):
-            raise TypeError(f"stop must be a string or a list of strings, got {self.stop!r}")
-        for stop in self.stop_strings:
-            check("every stop string", stop, "str")
-            if not stop:
-                raise ValueError(f"stop must not contain an empty string, got {self.stop!r}")
+        check("min_tokens", self.min_tokens, high=self.max_tokens or inf)
+        if (not isinstance(self.stop, (str, list, tuple, type(None)))
+                or not all(type(stop) is str and stop for stop in self.stop_strings)):
+            raise ValueError(f"stop must be strings, and none of them empty, got {self.stop!r}")
         check_token_ids("stop_token_ids", self.stop_token_ids or ())
 
     @property
@@ -119,7 +115,7 @@ class EngineConfig(Checked):
     model: str | None = option(None)
     dtype: str = option("auto", choices=("auto", "float32", "float16", "bfloat16"))
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
-    block_size: int = option(16, low=1, high=1024)
+    block_size: int = option(16, choices=[2**i for i in range(11)])  # kernels need powers of two
     num_blocks: int | None = option(None, low=1)
     max_model_len: int | None = option(None, low=2)
     max_num_seqs: int = option(256, low=1)
@@ -136,8 +132,6 @@ class EngineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
-        if self.max_num_batched_tokens < self.max_num_seqs:  # or some could not decode in a step
-            raise ValueError(f"max_num_batched_tokens must be at least max_num_seqs="
-                             f"{self.max_num_seqs}, got {self.max_num_batched_tokens}")
+        # With fewer some sequences could not decode in a step.
+        check("max_num_batched_tokens, at least max_num_seqs,", self.max_num_batched_tokens,
+              low=self.max_num_seqs)

@@ -1,6 +1,6 @@
-"""The parts of a decoder that are not attention: norm, embedding, linear, rotary embedding."""
+"""The parts of a decoder that are not attention: embedding, linear, rotary embedding."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,17 +11,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 def empty(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = empty(size)
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [.., size]"""
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Embedding(nn.Module):
@@ -38,6 +27,8 @@ class Linear(nn.Module):
 
     One product for q, k and v reads x once and fills the machine better than three small ones.
     """
+
+    __call__: Callable[..., Tensor]  # where nn.Module only says Any
 
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.attention import AttentionMetadata, TorchAttention
-from nanopaged.layers import Embedding, Linear, RMSNorm, RotaryEmbedding, rotate
+from nanopaged.layers import Embedding, Linear, RotaryEmbedding, rotate
 
 
 class Attention(nn.Module):
@@ -20,22 +20,21 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.head_dim, eps = config.head_dim, config.rms_norm_eps
-        q_size, kv_size = (heads * config.head_dim
-                           for heads in (config.num_attention_heads, config.num_key_value_heads))
-        self.sizes = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, self.sizes, config.qkv_bias)
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
-        self.q_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
-        qkv = self.qkv_proj(x).split(list(self.sizes.values()), dim=-1)
-        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in qkv)  # [num_tokens, heads, ..]
+        qkv = torch.split(self.qkv_proj(x), list(self.qkv_proj.parts.values()), dim=-1)
+        q, k, v = (y.view(len(x), -1, self.head_dim) for y in qkv)  # [num_tokens, heads, head_dim]
         q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
         self.backend.store(k, v, kv_cache, metadata)
-        out: Tensor = self.o_proj(self.backend.attend(q, kv_cache, metadata))
-        return out
+        return self.o_proj(self.backend.attend(q, kv_cache, metadata))
 
 
 class MLP(nn.Module):
@@ -48,8 +47,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        out: Tensor = self.down_proj(F.silu(gate) * up)
-        return out
+        return self.down_proj(F.silu(gate) * up)
 
 
 class DecoderLayer(nn.Module):
@@ -57,8 +55,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, backend)
         self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
@@ -73,7 +71,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         layers = (DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.rotary_emb = RotaryEmbedding(config, max_model_len)
 
 
@@ -86,6 +84,7 @@ class CausalLM(nn.Module):
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+        self.requires_grad_(False)
 
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, positions: Tensor, sampling_rows: Tensor,
@@ -99,5 +98,4 @@ class CausalLM(nn.Module):
         rotation = self.model.rotary_emb(positions, x.dtype)
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
             x = layer(x, rotation, kv_cache, metadata)
-        logits: Tensor = self.lm_head(self.model.norm(x[sampling_rows]))
-        return logits
+        return self.lm_head(self.model.norm(x[sampling_rows]))

@@ -13,11 +13,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanopaged.attention import Ints, to_device
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # temperatures below are greedy: dividing by them would overflow
 ROW = [("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4"),
-       ("restricted", "?"), ("min_len", "i8"), ("logprobs", "i8")]
+       ("restricted", "?"), ("min_len", "i8"), ("stops", "O"), ("logprobs", "i8")]
 
 
 @dataclass
@@ -26,7 +27,7 @@ class SamplerOutput:
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # of the rows that asked
 
 
-def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float32]:
+def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
     """Numbers in [0, 1), one for every (seed, position): splitmix64 (Steele et al., OOPSLA 2014).
 
     They have 23 bits, so that a float32 product with a sum is always below that sum.
@@ -56,56 +57,52 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return logits.masked_fill(logits < lowest, -torch.inf)
 
 
+def most_likely(logits: Tensor) -> Tensor:
+    return logits.max(-1).indices  # the first of equals, as of argmax, in a third of its time
+
+
 class Sampler:
     """Holds the parameters of the sequence in every row, so that a step only has to index them."""
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self.device = device
         self.params = np.zeros(max_num_seqs, ROW)
-        self.stop_token_ids: list[list[int]] = [[]] * max_num_seqs
 
     def set_row(self, seq: Sequence) -> None:
         group, p = seq.group, seq.group.params
+        seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64  # n=1 draws what index 0 does
         restricted = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         logprobs = -1 if p.logprobs is None else p.logprobs
-        seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64  # n=1 draws what index 0 does
         self.params[seq.row] = (seed, p.temperature, p.top_k, p.top_p, p.min_p, restricted,
-                                group.min_len, logprobs)
-        self.stop_token_ids[seq.row] = sorted(group.stop_token_ids)
+                                group.min_len, sorted(group.stop_token_ids), logprobs)
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, rows: NDArray[np.int64],
-               positions: NDArray[np.int64]) -> SamplerOutput:
+    def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> SamplerOutput:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]
         asked = np.flatnonzero(params["logprobs"] >= 0)
         logprobs = logits[asked].float().log_softmax(-1) if asked.size else logits[:0]
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
-            logits[i, self.stop_token_ids[rows[i]]] = -torch.inf
+            logits[i, params["stops"][i]] = -torch.inf
         drawn = params["temperature"] >= GREEDY
-        if not drawn.any():
-            output = SamplerOutput(logits.argmax(-1))
-        else:
-            output = SamplerOutput(self._draw(logits, params, positions))
-            if not drawn.all():
-                greedy = logits.argmax(-1)
-                output.token_ids = torch.where(self._tensor(drawn), output.token_ids, greedy)
+        token_ids = self._draw(logits, params, positions) if drawn.any() else most_likely(logits)
+        if drawn.any() and not drawn.all():
+            token_ids = torch.where(to_device(drawn, self.device), token_ids, most_likely(logits))
+        output = SamplerOutput(token_ids)
         for i, row in zip(asked.tolist(), logprobs, strict=True):
             top = row.topk(int(params["logprobs"][i])).indices
-            chosen = torch.cat((top, output.token_ids[i : i + 1]))
+            chosen = torch.cat((top, token_ids[i : i + 1]))
             output.logprobs[i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
         return output
 
-    def _draw(self, logits: Tensor, params: Any, positions: NDArray[np.int64]) -> Tensor:
-        temperature = self._tensor(np.maximum(params["temperature"], GREEDY))[:, None]
-        logits = logits / temperature  # [num_rows, vocab_size], float32 from here on
+    def _draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
+        temperature = to_device(np.maximum(params["temperature"], GREEDY), self.device)
+        logits = logits / temperature[:, None]  # [num_rows, vocab_size], float32 from here on
         some = np.flatnonzero(params["restricted"])
         if some.size:
-            limits = (params[name][some, None] for name in ("top_k", "top_p", "min_p"))
-            logits[some] = restrict(logits[some], *map(self._tensor, limits))
+            limits = (to_device(params[name][some, None], self.device)
+                      for name in ("top_k", "top_p", "min_p"))
+            logits[some] = restrict(logits[some], *limits)
         cumulative = logits.softmax(-1).cumsum_(-1)  # in place: fresh pages cost more than sums
-        target = self._tensor(uniform(params["seed"], positions))[:, None] * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, target, right=True)[:, 0]
-
-    def _tensor(self, values: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device, non_blocking=True)
+        numbers = to_device(uniform(params["seed"], positions), self.device)[:, None]
+        return torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)[:, 0]
