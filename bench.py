@@ -8,6 +8,7 @@
     python bench.py decode --vs transformers  # tokens/s by batch size, and of prefill
     python bench.py host                      # what a step costs outside the model
     python bench.py prefix                    # a second request with a prefix that was seen before
+    python bench.py memory --plots DIR        # the paper's memory results, its numbers beside ours
     python bench.py decode --shape tiny --repeats 1 --json out.json  # in seconds; all to a file
 
 Random weights cost what trained ones cost. Every measurement follows a warm-up; figures are medians
@@ -29,17 +30,28 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
+from heapq import heappop, heappush
+from itertools import cycle
 from logging import CRITICAL, getLogger
+from math import inf
 from pathlib import Path
-from statistics import mean, median
+from statistics import NormalDist, mean, median
+from textwrap import fill
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import LLM, RequestOutput, SamplingParams
+import nanopaged
+from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.config import EngineConfig
+from nanopaged.detokenizer import Detokenizer
 from nanopaged.layers import Linear
+from nanopaged.sampler import SamplerOutput
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import SequenceGroup
 
 Figures: TypeAlias = "dict[str, Any]"
 Requests: TypeAlias = "list[tuple[list[int], int]]"  # token ids of the prompt, tokens to generate
@@ -600,10 +612,452 @@ def bench_prefix(args: argparse.Namespace) -> Figures:
     return {"first": medians[0], "second": medians[1], "runs": runs}
 
 
+# -- the paper's memory results ------------------------------------------------------------------
+
+# The paper's figures 2 (percent), 13 (requests) and 15 (percent; of ShareGPT it tells the ends).
+PAPER_TOKENS = {"Orca (max)": 20.4, "Orca (pow2)": 26.8, "Orca (oracle)": 38.2, "nanopaged": 96.3}
+PAPER_RUNNING = {"Orca (max)": 7.0, "Orca (pow2)": 9.8, "Orca (oracle)": 13.6, "nanopaged": 30.4}
+PAPER_SAVED = {
+    ("Alpaca", "samples"): {"2": 6.1, "4": 8.5, "6": 9.8},
+    ("Alpaca", "beams"): {"2": 37.6, "4": 53.1, "6": 55.2},
+    ("ShareGPT", "samples"): {"2": 16.2, "6": 30.5}, ("ShareGPT", "beams"): {"2": 44.3, "6": 66.3},
+}  # fmt: skip
+# Mean tokens in and out (the paper's Fig 11), each with the sigma of its log-normal (ours). For
+# ShareGPT's output that follows from Fig 2: in Orca (max), 20.4% of the slots are in 7 requests:
+# 458 tokens each, 161 of them the prompt's. So 297 have been generated, on average over time; a
+# mean of 338 makes that many with a sigma of 0.8 and the cut. Prompts vary more, Alpaca's less.
+LENGTHS = {"ShareGPT": ((161.31, 1.25), (337.99, 0.8)), "Alpaca": ((19.31, 0.5), (58.45, 0.8))}
+SLOTS = 12 * 2**30 // 819_200  # tokens whose K and V fit beside OPT-13B into an A100 with 40 GB
+LONGEST = 2048  # tokens in and out: OPT's context
+REAL_SLOTS, SWAPPED = 768, 256  # tokens in the bundled model's pool; tokens of one preempted
+Lengths: TypeAlias = "list[tuple[int, int]]"  # tokens in, tokens out
+
+# What Orca sets aside for a request; only (oracle) knows how long the output will be.
+RESERVE: dict[str, Callable[[int, int], int]] = {
+    "Orca (max)": lambda prompt, output: LONGEST,
+    "Orca (pow2)": lambda prompt, output: min(LONGEST, prompt + power_of_two(output)),
+    "Orca (oracle)": lambda prompt, output: prompt + output,
+}
+CAPTIONS = {
+    "allocation": f"KV memory at full load: {SLOTS:,} slots, ShareGPT's mean lengths, log-normal "
+    "with sigma {} in and {} out (the latter from the paper's figure for Orca (max)). The paper's "
+    "numbers: its Fig 2 and 13. Ours: Orca's policies with a buddy allocator, simulated, and "
+    "nanopaged's scheduler and block manager with a stand-in for the model.".format(
+        *(sigma for _, sigma in LENGTHS["ShareGPT"])
+    ),
+    "sharing": "Blocks saved by sharing, with 2, 4 and 6 sequences a request. The paper's numbers: "
+    "its Fig 15. Ours: nanopaged's scheduler and block manager at full load; \"beams\" branch by "
+    "probabilities that the bundled model gave, \"real beams\" are its own beam search, in its "
+    "context of 1,024 tokens. Samples share only their prompt: of the same requests 6 save 5/3 of "
+    "what 2 save. ShareGPT's 30.5% and 16.2% are 1.9 apart: no one set of requests gives both.",
+    "block size": "By block size, as in the paper's Fig 18; the figures are ours. Slots without a "
+    "token and requests in a batch: nanopaged's scheduler and block manager at full load. Tokens/s:"
+    f" the bundled model, Alpaca's lengths, {REAL_SLOTS} slots.",
+    "preemption": "Recompute and swap by block size, as in the paper's Fig 19; the figures are "
+    f"ours, the bundled model's: the time to compute {SWAPPED} tokens again, or to swap them out "
+    f"and in; then tokens/s of requests with Alpaca's lengths in {REAL_SLOTS} slots.",
+}
+
+
+def power_of_two(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def draw_lengths(name: str, count: int, seed: int, longest: int = LONGEST) -> Lengths:
+    """Log-normal, cut off where in and out together pass `longest`; the means are the paper's.
+
+    The draws are evenly spaced quantiles in a random order, short and long prompts with short and
+    long outputs alike (a golden ratio lattice), so that a few requests are like many.
+    """
+    (mean_in, sigma_in), (mean_out, sigma_out) = LENGTHS[name]
+    normal = np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)])
+    by_in = np.random.default_rng(seed).permutation(count)
+    by_out = np.argsort(np.argsort(by_in * 0.6180339887 % 1))
+    scale_in, scale_out = mean_in, mean_out
+    for _ in range(50):  # until the means are right in spite of the cut
+        prompts = np.clip(np.rint(scale_in * np.exp(sigma_in * normal[by_in])), 1, longest - 1)
+        outputs = np.rint(scale_out * np.exp(sigma_out * normal[by_out]))
+        outputs = np.clip(outputs, 1, longest - prompts)
+        scale_in *= mean_in / prompts.mean()
+        scale_out *= mean_out / outputs.mean()
+    return [(int(prompt), int(output)) for prompt, output in zip(prompts, outputs, strict=True)]
+
+
+class BuddyAllocator:
+    """Contiguous pieces of 2^k slots: halved to serve less, joined with their buddy when free."""
+
+    def __init__(self, slots: int) -> None:
+        self.free: dict[int, set[int]] = {1 << k: set() for k in range(slots.bit_length())}
+        offset = 0
+        for size in reversed(self.free):
+            if slots & size:
+                self.free[size].add(offset)
+                offset += size
+
+    def take(self, size: int) -> int | None:
+        found = next((s for s in self.free if s >= size and self.free[s]), None)  # the smallest
+        if found is None:
+            return None
+        offset = self.free[found].pop()
+        while found > size:
+            found //= 2
+            self.free[found].add(offset + found)
+        return offset
+
+    def give(self, offset: int, size: int) -> None:
+        while offset ^ size in self.free[size]:
+            self.free[size].remove(offset ^ size)
+            offset, size = offset & ~size, size * 2
+        self.free[size].add(offset)
+
+
+def serve_contiguous(lengths: Lengths, reserve: Callable[[int, int], int]) -> Figures:
+    """Orca: first come, first served, each in one piece of memory that it keeps to its end.
+
+    There is always a request that waits. A step gives every running one a token, and nothing else
+    changes until the next one ends: so time goes from end to end. What counts is what happens after
+    twice as many as run have ended: those who began together are gone.
+    """
+    pool, queue = BuddyAllocator(SLOTS), cycle(lengths)
+    running: list[tuple[int, ...]] = []  # a heap: (end, prompt, output, reserved, piece, offset)
+    sums, steps, now, finished, warm = np.zeros(5), 0, 0, 0, 0
+    prompt, output = next(queue)
+    while not warm or finished < warm + len(lengths):
+        reserved = reserve(prompt, output)
+        piece = power_of_two(reserved)
+        offset = pool.take(piece)
+        if offset is not None:
+            heappush(running, (now + output, prompt, output, reserved, piece, offset))
+            prompt, output = next(queue)
+            continue
+        then = running[0][0]
+        warm = warm or (finished if finished > 2 * len(running) else 0)
+        if warm:
+            ends, prompts, outputs, reserves, pieces, _ = np.array(running).T
+            final = (prompts + outputs).sum()
+            tokens = final - (ends - now).sum() + len(running) * (then - now - 1) / 2
+            state = np.array([tokens, final, reserves.sum(), pieces.sum(), len(running)])
+            sums, steps = sums + state * (then - now), steps + then - now
+        now = then
+        while running and running[0][0] == now:
+            *_, piece, offset = heappop(running)
+            pool.give(offset, piece)
+            finished += 1
+    *parts, count = sums / steps
+    tokens, final, reserved, pieces = (100 * slots / SLOTS for slots in parts)
+    return {"tokens": tokens, "reserved": final - tokens, "internal": reserved - final,
+            "rounding": pieces - reserved, "free": 100 - pieces, "running": count}  # fmt: skip
+
+
+def serve_paged(lengths: Lengths, block_size: int, width: int = 1,
+                likely: list[dict[int, float]] | None = None) -> Figures:  # fmt: skip
+    """Ours: the engine's scheduler and block manager at full load, and a stand-in for the model.
+
+    A request has `width` samples; or as many beams, if there are `likely` tokens (a model's at some
+    positions, and their log-probabilities): every beam gets those of a random position.
+    """
+    count, finished, warm, states = SLOTS // block_size, 0, 0, []
+    blocks = BlockManager(count, block_size, enable_prefix_caching=False, num_swap_blocks=count)
+    config = EngineConfig(block_size=block_size, max_num_seqs=4096)  # memory is to be the limit
+    scheduler, queue, draw = Scheduler(config, blocks), cycle(lengths), random.Random(0)
+    zeros = torch.zeros(config.max_num_seqs, dtype=torch.int64)
+    choices = [dict(list(tokens.items())[: 2 * width]) for tokens in likely or ()]
+    while not warm or finished < warm + len(lengths):
+        while len(scheduler.waiting) < 64:
+            prompt, output = next(queue)
+            beams = BeamSearchParams(width, output, ignore_eos=True) if choices else None
+            params = SamplingParams(n=width, max_tokens=output, ignore_eos=True,
+                                    logprobs=2 * width if choices else None)  # fmt: skip
+            scheduler.waiting.append(SequenceGroup(
+                None, [0] * prompt, params, set(), LONGEST, Detokenizer(None, prompt), beams
+            ))  # fmt: skip
+        batch = scheduler.schedule()
+        warm = warm or (finished if finished > 2 * len(scheduler.running) else 0)
+        if warm and scheduler.stats.steps % 4 == 0:
+            states.append(paged_state(scheduler))
+        rows = draw.choices(choices, k=len(batch.samples)) if choices else ()
+        sampled = SamplerOutput(zeros[: len(batch.samples)], dict(enumerate(rows)))
+        finished += sum(not group.live for group in scheduler.update(batch, sampled))
+    tokens, reserved, internal, used, listed, running = np.mean(states, axis=0).tolist()
+    figures = {"tokens": tokens, "reserved": reserved, "internal": internal,
+               "free": SLOTS - used * block_size}  # fmt: skip
+    return {**{key: 100 * slots / SLOTS for key, slots in figures.items()},
+            "saved": 100 * (1 - used / listed), "running": running}  # fmt: skip
+
+
+def paged_state(scheduler: Scheduler) -> tuple[int, ...]:
+    """Slots with a token, to get one, never to get one (if nothing is shared); blocks in use, and
+    in how many places the block tables name them; running requests."""
+    blocks, tokens, final, room, listed = scheduler.blocks, 0, 0, 0, 0
+    for seq in (seq for group in scheduler.running for seq in group.live):
+        slots = len(seq.block_table) * blocks.block_size
+        tokens, listed = tokens + seq.num_computed_tokens, listed + len(seq.block_table)
+        final, room = final + min(slots, seq.group.max_len), room + slots
+    used = blocks.num_blocks - len(blocks.free_blocks)
+    return tokens, final - tokens, room - final, used, listed, len(scheduler.running)
+
+
+def bench_memory(args: argparse.Namespace) -> Figures:
+    """The paper's figures 2, 13, 15, 18 and 19: its numbers, and ours beside them."""
+    for name, ((mean_in, sigma_in), (mean_out, sigma_out)) in LENGTHS.items():
+        print(f"{name}'s lengths: log-normal, mean {mean_in} in (sigma {sigma_in}), {mean_out} out "
+              f"(sigma {sigma_out}), at most {LONGEST:,} together")  # fmt: skip
+    figures = {"allocation": memory_allocation(args), "sharing": memory_sharing(args),
+               "block_size": memory_by_block_size(args)}  # fmt: skip
+    if args.plots:
+        draw_plots(figures, args.plots)
+    return {"lengths": LENGTHS, "slots": SLOTS, **figures}
+
+
+def memory_allocation(args: argparse.Namespace) -> Figures:
+    lengths = draw_lengths("ShareGPT", args.requests, args.seed)
+    figures = {name: serve_contiguous(lengths, reserve) for name, reserve in RESERVE.items()}
+    figures["nanopaged"] = serve_paged(lengths, args.block_size)
+    keys = ("reserved", "internal", "rounding", "free")
+    table(fill(CAPTIONS["allocation"], 100), [
+        ("", "token states", "the paper's", "reserved", "internal", "rounding", "free", "requests",
+         "the paper's"),
+        *((name, f"{run['tokens']:.1f}%", f"{PAPER_TOKENS[name]}%",
+           *(f"{run.get(key, 0):.1f}%" for key in keys),
+           f"{run['running']:.1f}", f"{PAPER_RUNNING[name]}") for name, run in figures.items()),
+    ])  # fmt: skip
+    return figures
+
+
+def memory_sharing(args: argparse.Namespace) -> Figures:
+    figures = {f"{name}, {kind}": saved for name in ("Alpaca", "ShareGPT")
+               for kind, saved in saved_by_sharing(args, name).items()}  # fmt: skip
+    widths = [str(n) for n in args.widths]
+    rows: list[tuple[str, ...]] = [("sequences a request", *widths, "", *widths)]
+    for key, saved in figures.items():
+        name, kind = key.split(", ")
+        paper = PAPER_SAVED[name, kind.removeprefix("real ")]
+        rows.append((key, *(f"{saved[n]:.1f}%" for n in widths), "the paper's:",
+                     *(f"{paper[n]}%" if n in paper else "" for n in widths)))  # fmt: skip
+    table(fill(CAPTIONS["sharing"], 100), rows)
+    return figures
+
+
+def saved_by_sharing(args: argparse.Namespace, name: str) -> Figures:
+    few = args.requests // (50 if name == "Alpaca" else 700) + 4
+    llm = make_engine(args, num_blocks=2**15 // args.block_size, enable_prefix_caching=False)
+    own = draw_lengths(name, few, args.seed, llm.max_model_len)
+    texts = [sampling(0.8, length) for length, _ in own]  # by the model itself: it is to go on
+    outputs = llm.generate([[0]] * few, texts, use_tqdm=False)
+    prompts = [output.outputs[0].token_ids for output in outputs]
+    real = {str(n): real_beams(llm, prompts, [length for _, length in own], n)
+            for n in args.widths}  # fmt: skip
+    asked = SamplingParams(temperature=0.8, max_tokens=64, logprobs=2 * max(args.widths))
+    outputs = llm.generate(prompts, asked, use_tqdm=False)
+    likely = [row for output in outputs for row in output.outputs[0].logprobs or ()]
+    llm.shutdown()
+    many, fewer = (draw_lengths(name, args.requests // i + 8, args.seed) for i in (4, 20))
+    size = args.block_size
+    return {
+        "samples": {str(n): serve_paged(many, size, n)["saved"] for n in args.widths},
+        "beams": {str(n): serve_paged(fewer, size, n, likely)["saved"] for n in args.widths},
+        "real beams": real,
+    }
+
+
+def real_beams(llm: LLM, prompts: list[list[int]], lengths: list[int], width: int) -> float:
+    """Percent of blocks saved, over all steps of the real engine's beam search."""
+    execute, used, listed = llm.runner.execute, 0, 0
+
+    def note(batch: Any) -> Any:
+        nonlocal used, listed
+        state = paged_state(llm.scheduler)
+        used, listed = used + state[3], listed + state[4]
+        return execute(batch)
+
+    llm.runner.execute = note  # type: ignore[method-assign]
+    params: Any = [BeamSearchParams(width, length, ignore_eos=True) for length in lengths]
+    llm.generate(prompts, params, use_tqdm=False)
+    llm.runner.execute = execute  # type: ignore[method-assign]
+    return 100 * (1 - used / listed)
+
+
+def memory_by_block_size(args: argparse.Namespace) -> Figures:
+    figures: Figures = preemption_by_block_size(args)
+    lengths = {name: draw_lengths(name, args.requests // 8 + 8, args.seed) for name in LENGTHS}
+    waste: list[tuple[str, ...]] = [("", "ShareGPT: waste", "requests", "Alpaca: waste", "requests",
+                                     "tokens/s")]  # fmt: skip
+    ways: list[tuple[str, ...]] = [("", "recompute", "swap", "recompute", "swap", "preemptions")]
+    for size, run in figures.items():
+        run.update({name: serve_paged(lengths[name], int(size)) for name in LENGTHS})
+        again, swap = run["recompute"], run["swap"]
+        cells = (cell for name in LENGTHS
+                 for cell in (f"{100 - run[name]['tokens']:.1f}%", f"{run[name]['running']:.1f}"))
+        rates = (f"{again['median']:,.0f}", f"{swap['median']:,.0f}")
+        costs = (f"{again['back_s'] * 1e3:.2f} ms", f"{swap['back_s'] * 1e3:.2f} ms")
+        waste.append((f"blocks of {size}", *cells, rates[0]))
+        ways.append((f"blocks of {size}", *costs, *rates, f"{swap['preemptions']:.0f}"))
+    table(fill(CAPTIONS["block size"], 100), waste)
+    table(fill(CAPTIONS["preemption"], 100), ways)
+    return figures
+
+
+def preemption_by_block_size(args: argparse.Namespace) -> Figures:
+    """Tokens/s of the real engine in a pool too small for all, and the cost of one preemption.
+
+    All configurations take turns, so that whatever else this machine does slows them all.
+    """
+    figures: Figures = {}
+    engines: list[tuple[LLM, Figures]] = []
+    for size in args.kv_block_sizes:
+        for mode in ("recompute", "swap"):
+            llm = make_engine(args, block_size=size, num_blocks=REAL_SLOTS // size, swap_space=0.02,
+                              preemption_mode=mode, enable_prefix_caching=False)  # fmt: skip
+            llm.runner.swap_space.zero_()  # fault its pages in
+            engines.append((llm, {"runs": [], "back_s": inf}))
+            figures.setdefault(str(size), {})[mode] = engines[-1][1]
+    vocab_size = llm.model_config.vocab_size
+    random.seed(args.seed)
+    requests = [(random_prompt(prompt, vocab_size), output) for prompt, output
+                in draw_lengths("Alpaca", args.requests // 100 + 6, args.seed, REAL_SLOTS)]
+    prompt = random_prompt(SWAPPED, vocab_size)
+    for i in range(args.repeats + 1):  # the first is the warm-up
+        for llm, run in engines:
+            began = time.perf_counter()
+            generate(llm, requests if i else requests[:4], 0.0)
+            rate = sum(length for _, length in requests) / (time.perf_counter() - began)
+            run["runs"] = [*run["runs"], rate] if i else []
+            run["back_s"] = min(run["back_s"], bring_back(llm, prompt))
+    for llm, run in engines:
+        stats, run["median"] = llm.stats(), median(run["runs"])
+        preemptions = stats.preemptions_recompute + stats.preemptions_swap
+        run["preemptions"] = preemptions / args.repeats
+        llm.shutdown()
+    return figures
+
+
+def bring_back(llm: LLM, prompt: list[int]) -> float:
+    """Seconds until a preempted sequence is where it was: one prefill, or out and in again."""
+    if llm.config.preemption_mode == "recompute":
+        return fastest(lambda: generate(llm, [(prompt, 1)], 0.0), llm.runner.device)
+    runner = llm.runner
+    out = [(i, runner.num_blocks + i) for i in range(-(-len(prompt) // llm.config.block_size))]
+
+    def swap() -> None:
+        runner._move_blocks(runner.kv_caches, runner.swap_space, out)
+        runner._move_blocks(runner.swap_space, runner.kv_caches, [move[::-1] for move in out])
+
+    return fastest(swap, runner.device)
+
+
+# -- its plots -----------------------------------------------------------------------------------
+
+INK, INK_AT_NIGHT, ON_BARS = "#1f2328", "#e6edf3", "#101010"
+STYLE: Any = {
+    "svg.fonttype": "none", "svg.hashsalt": "nanopaged", "font.size": 9, "axes.titlesize": 10,
+    "legend.fontsize": 8, "legend.frameon": False, "figure.constrained_layout.use": True,
+    "axes.spines.top": False, "axes.spines.right": False, "font.family": "sans-serif",
+    "text.color": INK, "axes.edgecolor": INK, "axes.labelcolor": INK, "axes.titlecolor": INK,
+    "xtick.color": INK, "ytick.color": INK,
+}  # fmt: skip
+SLOT_COLORS = {
+    "tokens": ("token states", "#2da44e"), "reserved": ("reserved for later tokens", "#54aeff"),
+    "internal": ("internal: never used", "#d4a72c"),
+    "rounding": ("external: rounding to 2^k", "#e16f24"), "free": ("external: free", "#8c959f"),
+}  # fmt: skip
+COLORS = ("#2da44e", "#54aeff", "#d4a72c")
+DIAMOND: Any = {"marker": "D", "linestyle": "", "color": "#ffffff", "markeredgecolor": ON_BARS,
+           "markersize": 5}  # fmt: skip
+
+
+def draw_plots(figures: Figures, folder: Path) -> None:
+    """The figures as SVG files, readable on light and on dark pages."""
+    try:
+        import matplotlib
+    except ImportError:
+        print('\nNo plots without matplotlib: pip install -e ".[bench]"')
+        return
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    def save(figure: Any, name: str, *captions: str) -> None:
+        text = "\n".join(fill(CAPTIONS[caption], int(16.5 * figure.get_figwidth()))
+                         for caption in captions)  # fmt: skip
+        figure.supxlabel(text, x=0.01, ha="left", fontsize=7.5)
+        figure.savefig(folder / name, transparent=True, metadata={"Date": None, "Title": text})
+        rules = "".join(f' [style*="{key}: {INK}"] {{ {key}: {INK_AT_NIGHT} !important }}'
+                        for key in ("fill", "stroke"))  # fmt: skip
+        dark = f"@media (prefers-color-scheme: dark) {{{rules} }}</style>"
+        svg = (folder / name).read_text()
+        (folder / name).write_text(svg.replace("</style>", dark, 1))
+        pyplot.close(figure)
+
+    def bars(axis: Any, ours: dict[str, list[float]], paper: list[list[Any]], keys: list[str],
+             style: str) -> None:  # fmt: skip
+        """A group of bars for every name, and the paper's numbers as diamonds."""
+        for i, (key, color) in enumerate(zip(keys, COLORS, strict=False)):
+            at = [group + (i - (len(keys) - 1) / 2) * 0.28 for group in range(len(ours))]
+            heights = [values[i] for values in ours.values()]
+            axis.bar(at, heights, 0.26, color=color, label=key)
+            for x, height in zip(at, heights, strict=True):
+                axis.text(x, 0, style % height, color=ON_BARS, ha="center", va="bottom", size=7)
+            label = "the paper's" if key == keys[-1] else ""
+            axis.plot(at, [numbers[i] for numbers in paper], label=label, **DIAMOND)
+        axis.set_xticks(range(len(ours)), [name.replace(", ", "\n") for name in ours])
+        axis.legend(loc="upper left", ncols=2)
+
+    def lines(axis: Any, title: str, ours: dict[str, list[float]]) -> None:
+        for color, (label, values) in zip(COLORS, ours.items(), strict=False):
+            axis.plot(sizes, values, "o-", color=color, label=label)
+        axis.set(title=title, xlabel="block size", ylim=(0, None))
+        axis.legend()
+
+    folder.mkdir(parents=True, exist_ok=True)
+    runs, saved, by_size = (figures[key] for key in ("allocation", "sharing", "block_size"))
+    names, sizes, widths = list(runs), list(by_size), list(saved["Alpaca, beams"])
+    with pyplot.rc_context(STYLE):
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 4.6), width_ratios=(2, 3))
+        bottom = np.zeros(len(names))
+        for part, (label, color) in SLOT_COLORS.items():
+            slots = np.array([run.get(part, 0.0) for run in runs.values()])
+            drawn = left.bar(range(len(names)), slots, 0.6, bottom, color=color, label=label)
+            bottom += slots
+            if part == "tokens":
+                left.bar_label(drawn, fmt="%.1f", label_type="center", color=ON_BARS)
+        left.plot([PAPER_TOKENS[name] for name in names], label="token states in the paper",
+                  **DIAMOND)
+        left.set(title="KV memory, % of all slots", ylim=(0, 155), yticks=range(0, 101, 20))
+        left.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names])
+        left.legend(loc="upper left")
+        bars(right, {name: list(values.values()) for name, values in saved.items()},
+             [[PAPER_SAVED[name, kind.removeprefix("real ")].get(n) for n in widths]
+              for name, kind in (key.split(", ") for key in saved)],
+             [f"{n} sequences" for n in widths], "%.0f")
+        right.set(title="blocks saved by sharing, %", ylim=(0, 105))
+        save(figure, "memory.svg", "allocation", "sharing")
+
+        figure, axis = pyplot.subplots(figsize=(6, 3.2))
+        bars(axis, {name: [run["running"]] for name, run in runs.items()},
+             [[PAPER_RUNNING[name]] for name in names], ["ours"], "%.1f")
+        axis.set(title="requests in a batch")
+        save(figure, "running.svg", "allocation")
+
+        figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(9.6, 3.4))
+        lines(left, "slots without a token, %",
+              {name: [100 - run[name]["tokens"] for run in by_size.values()] for name in LENGTHS})
+        lines(middle, "requests in a batch",
+              {name: [run[name]["running"] for run in by_size.values()] for name in LENGTHS})
+        lines(right, "tokens/s",
+              {"Alpaca": [run["recompute"]["median"] for run in by_size.values()]})
+        save(figure, "block_size.svg", "block size")
+
+        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.6, 3.4))
+        for axis, title, key, unit in ((left, f"ms for {SWAPPED} tokens", "back_s", 1e3),
+                                       (right, "tokens/s", "median", 1)):
+            lines(axis, title, {mode: [run[mode][key] * unit for run in by_size.values()]
+                                for mode in ("recompute", "swap")})
+        save(figure, "preemption.svg", "preemption")
+
+
 # -- the command line ----------------------------------------------------------------------------
 
 COMMANDS = {"workload": bench_workload, "decode": bench_decode, "host": bench_host,
-            "prefix": bench_prefix}  # fmt: skip
+            "prefix": bench_prefix, "memory": bench_memory}  # fmt: skip
 
 
 def table(title: str, rows: list[tuple[str, ...]]) -> None:
@@ -651,7 +1105,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
     add("command", nargs="?", choices=COMMANDS, default="workload")
-    add("--shape", choices=SHAPES, default="qwen3-0.6b", help="random weights of this shape")
+    add("--shape", choices=SHAPES, help="random weights of this shape; default: qwen3-0.6b, and "
+        "for memory the bundled model")
     add("--model", help="a checkpoint's directory instead")
     add("--dtype", default="auto")
     add("--device", default="auto")
@@ -666,7 +1121,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--vs-batch", type=int, default=16, help="its static batches")
     add("--json", type=Path, metavar="FILE", help="write every figure there")
     add = parser.add_argument_group("workload").add_argument
-    add("--requests", type=int, default=32)
+    add("--requests", type=int, help="default: 32; memory: 2000")
     add("--input-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     add("--output-len", type=int, nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     add("--shared-prefix", type=int, default=0, metavar="N", help="tokens all begin with")
@@ -680,7 +1135,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument_group("prefix").add_argument
     add("--prefix-len", type=int, default=1024)
     add("--own-len", type=int, default=32, help="tokens that follow the prefix")
+    add = parser.add_argument_group("memory").add_argument
+    add("--kv-block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
+    add("--widths", type=int, nargs="+", default=[2, 4, 6], help="n and beam widths")
+    add("--plots", type=Path, metavar="DIR", help="draw the figures there, as SVG files")
     args = parser.parse_args(argv)
+    if args.requests is None:
+        args.requests = 2000 if args.command == "memory" else 32
+    if args.command == "memory" and not (args.shape or args.model):
+        args.model = str(Path(nanopaged.__file__).parent / "shakespeare")
+    args.shape = args.shape or "qwen3-0.6b"
     if args.tokens < 4 or args.repeats < 1 or args.requests < 1:
         parser.error("--tokens must be at least 4, --repeats and --requests at least 1")
     if args.full:
@@ -707,7 +1171,7 @@ def main(argv: list[str] | None = None) -> int:
         figures = COMMANDS[args.command](args)
     if args.json:
         report = {"arguments": arguments, "machine": setting, args.command: figures}
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
     return int(failed(figures))
 
 

@@ -159,7 +159,8 @@ class BlockManager:
         Of two blocks with the same content the first stays published, and both sequences go on from
         its `prefix_id`. After a collision the block stays private, and so will those behind it.
         """
-        full = seq.num_computed_tokens // self.block_size if self.enable_prefix_caching else 0
+        known = min(seq.num_computed_tokens, len(seq.token_ids))
+        full = known // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_published, full):
             parent = seq.prefix_id if index else seq.group.params.cache_salt
             hash = self._chained_hash(seq, index)

@@ -8,6 +8,7 @@ import itertools
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, TypeAlias
@@ -21,7 +22,8 @@ from nanopaged.detokenizer import Detokenizer
 from nanopaged.loader import load_config, load_eos_token_ids, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
-from nanopaged.scheduler import Scheduler
+from nanopaged.sampler import SamplerOutput
+from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
@@ -54,6 +56,9 @@ class LLM:
         self._news: dict[object, dict[str, SequenceGroup]] = {}  # by owner: not told yet
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
+        # On a GPU the next step is prepared and launched before this one's tokens are read.
+        self.steps_ahead = 1 if runner.device.type == "cuda" else 0
+        self._launched: deque[tuple[Batch, SamplerOutput]] = deque()
         self._closed = False
         room = runner.num_blocks * config.block_size
         logger.info(
@@ -82,13 +87,19 @@ class LLM:
         batch = self.scheduler.schedule()
         executing = time.perf_counter()
         try:
-            sampled = self.runner.execute(batch)
+            if not batch.sequences:  # those that run wait for what their beams will be
+                self.runner.move_blocks(batch)
+            else:
+                self._launched.append((batch, self.runner.execute(batch)))
+            groups = []
+            while len(self._launched) > (self.steps_ahead if batch.sequences else 0):
+                groups += self.scheduler.update(*self._launched.popleft())
         except BaseException:  # Ctrl-C too: whoever catches it can go on stepping
+            self._launched.clear()
             self.scheduler.rollback()
             raise
         stats = self.scheduler.stats
         stats.model_seconds += time.perf_counter() - executing
-        groups = self.scheduler.update(batch, sampled)
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
             self._check_stop_strings(seq)
         stats.step_seconds += time.perf_counter() - started

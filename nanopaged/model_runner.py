@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import TorchAttention, flatten
+from nanopaged.attention import TorchAttention, flatten, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check
 from nanopaged.layers import Linear
@@ -23,6 +23,7 @@ from nanopaged.model import CausalLM
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import Batch
 
+UNREAD = -1  # a token that was sampled in the step before and that only the device knows yet
 CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
 
 
@@ -50,15 +51,14 @@ class ModelRunner:
         self.swap_space = zeros(self.dtype, torch.device("cpu"), layers, self.num_swap_blocks,
                                 *shape)
         self.sampler = Sampler(config.max_num_seqs, self.device)
+        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # Entries past a sequence's end are read and masked, so they must name a block: zeros.
         max_blocks = -(-self.max_model_len // config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """One forward pass; the result's tensors are still on the device."""
-        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
-        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
-        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
+        self.move_blocks(batch)
         for row, first, block_ids in batch.table_updates:
             self.block_tables[row, first : first + len(block_ids)] = block_ids
         for seq in batch.admitted:
@@ -66,17 +66,26 @@ class ModelRunner:
         counts = np.array(batch.counts)
         rows = np.array([seq.row for seq in batch.sequences])
         ends = np.array([seq.num_computed_tokens for seq in batch.sequences])
-        _, positions = flatten(ends - counts, counts)
-        token_ids = [token for seq, count, end in zip(batch.sequences, batch.counts, ends.tolist(),
-                     strict=True) for token in seq.token_ids[end - count : end]]
+        which, positions = flatten(ends - counts, counts)
+        spans = zip(batch.sequences, batch.counts, ends.tolist(), strict=True)
+        token_ids = np.array([token for seq, count, end in spans
+                              for token in (*seq.token_ids[end - count : end], UNREAD)[:count]])
         tables = self.block_tables[rows, : -(-ends.max() // self.config.block_size)]
         metadata = self.backend.prepare(tables, ends - counts, counts)
         samples = np.array([index for index, _ in batch.samples], np.int64)
-        inputs = (np.array(token_ids), positions, np.cumsum(counts)[samples] - 1)
-        tensors = (torch.from_numpy(array).to(self.device) for array in inputs)
-        logits = self.model(*tensors, self.kv_caches, metadata)
-        sampling_rows = np.array([seq.row for _, seq in batch.samples], np.int64)
-        return self.sampler.sample(logits, sampling_rows, ends[samples])
+        sampled = np.array([seq.row for _, seq in batch.samples], np.int64)
+        arrays = token_ids, positions, np.cumsum(counts)[samples] - 1, rows[which], sampled
+        tokens, *inputs, token_rows, sampled_rows = (to_device(x, self.device) for x in arrays)
+        tokens = torch.where(tokens == UNREAD, self.last_tokens[token_rows], tokens)
+        logits = self.model(tokens, *inputs, self.kv_caches, metadata)
+        output = self.sampler.sample(logits, sampled, ends[samples])
+        self.last_tokens[sampled_rows] = output.token_ids
+        return output
+
+    def move_blocks(self, batch: Batch) -> None:
+        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
+        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
+        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
         """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""

@@ -26,6 +26,19 @@ class SamplerOutput:
     token_ids: Tensor  # [num_rows], still on the device
     logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # of the rows that asked
 
+    def __post_init__(self) -> None:
+        # Queued behind this step and before the next one, so that `read` waits for this one alone.
+        self.host_ids = self.token_ids.to("cpu", non_blocking=True)
+        self.sent = torch.cuda.Event() if self.token_ids.is_cuda else None  # type: ignore[no-untyped-call]
+        if self.sent is not None:
+            self.sent.record()
+
+    def read(self) -> list[int]:
+        """Wait for the tokens."""
+        if self.sent is not None:
+            self.sent.synchronize()
+        return self.host_ids.tolist()
+
 
 def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
     """Numbers in [0, 1), one for every (seed, position): splitmix64 (Steele et al., OOPSLA 2014).

@@ -64,7 +64,9 @@ class Scheduler:
         served, preempted = 0, False
         while served < len(running):
             group = running[served]
-            if self._make_room(group, batch):
+            if group.beams and group.live[0].num_unread_tokens:
+                served += 1  # what its beams will be is not known yet
+            elif self._make_room(group, batch):
                 budget -= self._schedule_tokens(group, batch, budget)
                 served += 1
             else:
@@ -73,6 +75,8 @@ class Scheduler:
         while self.waiting and budget and not preempted and self._admit(self.waiting[0], batch):
             running.append(self.waiting.popleft())
             budget -= self._schedule_tokens(running[-1], batch, budget)
+        for _, seq in batch.samples:
+            seq.num_unread_tokens += 1
         self.stats.steps += 1
         self.stats.blocks_copied += len(batch.copies)
         self.stats.blocks_swapped += len(batch.swaps_out) + len(batch.swaps_in)
@@ -80,10 +84,15 @@ class Scheduler:
 
     def update(self, batch: Batch, sampled: SamplerOutput) -> list[SequenceGroup]:
         """Append what was sampled, finish what is complete; returns the groups that got a token."""
-        tokens = sampled.token_ids.tolist()  # the one place that waits for the device
-        groups = list(dict.fromkeys(seq.group for _, seq in batch.samples))
+        tokens = sampled.read()  # the one place that waits for the device
+        groups: dict[SequenceGroup, None] = {}
         for i, ((_, seq), token) in enumerate(zip(batch.samples, tokens, strict=True)):
             group, length = seq.group, len(seq.token_ids) + 1
+            seq.num_unread_tokens -= 1
+            if seq.finish_reason:  # found out only now that this step was one too many for it
+                continue
+            groups[group] = None
+            self.stats.output_tokens += 1
             if length == group.num_prompt_tokens + 1:
                 group.metrics.first_token_time = time.perf_counter()
             if group.beams:
@@ -100,8 +109,7 @@ class Scheduler:
         for group in groups:
             if group.beams:
                 self._branch(group)
-        self.stats.output_tokens += len(tokens)
-        return groups
+        return list(groups)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Take a sequence out, wherever it is, and give back its blocks and its row."""
@@ -125,6 +133,7 @@ class Scheduler:
             group.swapped = False
             for seq in group.live:
                 self._release(seq)
+                seq.num_unread_tokens = 0  # their seed will draw them again
         self.blocks.forget()
 
     def measure(self) -> EngineStats:
@@ -169,7 +178,7 @@ class Scheduler:
             if seq.num_computed_tokens // self.blocks.block_size > seq.num_published:
                 self.blocks.publish(seq)
             index = len(batch.sequences) - 1
-            if seq.num_computed_tokens == len(seq.token_ids):
+            if seq.num_computed_tokens == len(seq.token_ids) + seq.num_unread_tokens:
                 batch.samples.append((index, seq))
             if not group.forked and seq.num_computed_tokens == group.num_prompt_tokens:
                 for other in group.live[1:]:

@@ -33,6 +33,7 @@ class Sequence:
         self.index = index
         self.token_ids = list(group.prompt_token_ids)
         self.num_computed_tokens = 0
+        self.num_unread_tokens = 0  # sampled, but only the device knows them yet
         self.row = -1  # its row in the runner's table of block tables, while it is running
         self.block_table: list[int] = []  # physical block of every logical block
         self.block_hashes: list[int] = []  # chained hash of every full block, as far as needed yet
@@ -47,9 +48,14 @@ class Sequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many of its tokens are to be computed: before the fork, those that all share."""
+        """How many of its tokens are to be computed: before the fork, those that all share.
+
+        The last one that `max_len` allows is never computed: nothing follows it.
+        """
         group = self.group
-        return len(self.token_ids) if group.forked else group.num_prompt_tokens
+        if not group.forked:
+            return group.num_prompt_tokens
+        return min(len(self.token_ids) + self.num_unread_tokens, group.max_len - 1)
 
     @property
     def score(self) -> float:

@@ -475,9 +475,9 @@ def test_after_a_step_that_failed_the_beams_are_the_same(
     beam_model, pool, engine, reference, beam_reference, draw_beams, swap_space, drain_checked,
     check_invariants, monkeypatch,
 ):  # fmt: skip
-    param = beam_params(4)
+    param = beam_params(4, ignore_eos=True)
     prompts = [draw_beams(beam_model, length, param, seed=20) for length in LENGTHS[:3]]
-    for failing in range(1, 24, 2):
+    for failing in range(1, 30, 3):
         llm = engine(beam_model, **pool_options(pool, 4, beam_model, swap_space))
         requests = [llm.add_request(prompt, param) for prompt in prompts]
         last = {}

@@ -676,9 +676,12 @@ class Machine(RuleBasedStateMachine):
         assert leader.num_computed_tokens == len(prefix) * size
         self.groups.append(group)
         self.counts.update(admitted=1, hit_blocks=len(prefix), revived=len(revived))
-        for _ in range(steps):
-            self.step(group, count=99, some=7, says=[1])
+        self.run(group, steps)
         return True
+
+    def run(self, group, steps):
+        for some in steps:
+            self.step(group, 99, some, says=[1])
 
     def grow(self, seqs):
         """As a step does it: `missing` says whether there is room for all, then each grows."""
@@ -784,7 +787,7 @@ class Machine(RuleBasedStateMachine):
     indices = st.integers(0, 11)
     spares = st.sampled_from([0, 0, 0, 1, 3])
     some = st.sampled_from([7, 7, 1, 2, 4, 5, 6])  # which of a group's sequences, bit by bit
-    steps = st.sampled_from([3, 0, 1, 2])
+    steps = st.sampled_from([[7, 7, 7], [], [7], [7, 1], [7, 6], [7, 4, 7]])  # of `some`
     widths = st.sampled_from([2, 1, 3])
 
     @precondition(lambda self: len(self.groups) < 4)
@@ -849,12 +852,13 @@ class Machine(RuleBasedStateMachine):
             self.swapped.append(group)
 
     @precondition(lambda self: self.swapped)
-    @rule(index=indices, spare=spares)
-    def swap_in(self, index, spare):
+    @rule(index=indices, spare=spares, steps=steps)
+    def swap_in(self, index, spare, steps):
         group = self.pick(self.swapped, index)
         if self.try_to_swap(group, out=False, spare=spare):
             self.swapped.remove(group)
             self.groups.append(group)
+            self.run(group, steps)
 
     @precondition(lambda self: self.groups + self.swapped)
     @rule(index=indices)

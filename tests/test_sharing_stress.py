@@ -87,6 +87,14 @@ class Stress:
         self.outputs = {}  # number -> its last output
         self.aborted = set()
         self.seen = Counter()
+        self.schedule, llm.scheduler.schedule = llm.scheduler.schedule, self.schedule_checked
+
+    def schedule_checked(self):
+        batch = self.schedule()
+        for moves in (batch.swaps_out, batch.swaps_in):  # a block moves once, however shared
+            assert len(dict(moves)) == len({target for _, target in moves}) == len(moves)
+        assert len({target for _, target in batch.copies}) == len(batch.copies)
+        return batch
 
     def add(self):
         while self.queue and len(self.ids) < UNDER_WAY and self.rng.random() < 0.6:
