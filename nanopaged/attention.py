@@ -1,4 +1,4 @@
-"""Attention over the paged cache: what a step has to say about it, and the torch backend.
+"""Attention over the paged cache: what a step has to say about it, and the backends.
 
 K and V of this step's tokens are stored first, then attention reads everything through the block
 tables. So a prompt's first chunk, its later ones, a cached prefix and a decode are one and the same
@@ -15,8 +15,10 @@ Shapes, here and everywhere:
     block_tables   [num_seqs, max_blocks]: physical block of a logical block; any, past the end
 """
 
+import os
 from dataclasses import dataclass
-from typing import TypeAlias
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -123,3 +125,94 @@ def flatten(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return torch.from_numpy(values).to(device, non_blocking=True)
+
+
+@dataclass
+class Launch:
+    """Tiles of queries that are computed together."""
+
+    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, number of queries
+    rows: int  # of the matrix that a tile is: its queries times the group's heads, and padding
+    max_queries: int
+    num_splits: int  # of the keys; a power of two
+
+
+@dataclass
+class TritonMetadata:
+    """A step as tensors: with other contents of the same shapes, the same launches do another."""
+
+    slots: Tensor  # [num_tokens]: physical block * block_size + offset; -1 for padding
+    block_tables: Tensor  # [num_seqs, max_blocks]
+    launches: list[Launch]
+
+
+class TritonAttention(TorchAttention):
+    """The same calls, by the kernels of `kernels.py`.
+
+    A query at position -1 is padding: it is not stored, it sees no key, and its result is zero.
+    """
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
+                 dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype, device)
+        on_gpu = device.type == "cuda"
+        if find_spec("triton") is None or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
+            raise ValueError("attention_backend='triton' needs a CUDA device and triton (`pip "
+                             f"install triton`), got device={device.type!r}: use 'torch'")
+        from triton import next_power_of_2
+
+        from nanopaged import kernels
+
+        self.kernels = kernels
+        self.rows = [max(rows, next_power_of_2(self.group_size))
+                     for rows in (kernels.FEW_ROWS, kernels.MANY_ROWS[dtype.itemsize])]
+        self.dim: int = next_power_of_2(head_dim)
+        self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * dtype.itemsize)))
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+        self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
+
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
+        seqs, positions = flatten(starts, counts)
+        blocks, offsets = np.divmod(positions, self.block_size)
+        slots = np.where(positions < 0, -1, block_tables[seqs, blocks] * self.block_size + offsets)
+        few, launches = counts * self.group_size <= self.rows[0], []
+        for rows, chosen in zip(self.rows, (few, ~few), strict=True):
+            size = rows // self.group_size  # queries of a full tile
+            firsts = np.flatnonzero(chosen[seqs] & ((positions - starts[seqs]) % size == 0))
+            ends = np.minimum(positions[firsts] + size, (starts + counts)[seqs[firsts]])
+            tiles = np.stack((seqs[firsts], firsts, positions[firsts], ends - positions[firsts]), 1)
+            if tiles.size:
+                tiles = tiles[np.argsort(-ends)]  # the chip should run empty on short ones
+                num_splits = self._num_splits(len(tiles), block_tables.shape[1])
+                most = int(tiles[:, 3].max())
+                launches.append(Launch(self._tensor(tiles), rows, most, num_splits))
+        return TritonMetadata(self._tensor(slots), self._tensor(block_tables), launches)
+
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        self.kernels.store_kv[len(k), self.num_kv_heads](
+            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
+            self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+        out, tables = q.new_empty(q.shape), metadata.block_tables
+        for launch in metadata.launches:
+            tiles, splits = launch.tiles, launch.num_splits
+            lse = torch.empty(*q.shape[:2], splits, device=q.device)
+            parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if splits > 1 else out
+            self.kernels.paged_attention[len(tiles) * self.num_kv_heads, splits](
+                q, kv_cache, tables, tiles, parts, lse, q.stride(0), tables.stride(0),
+                self.num_kv_heads, self.group_size, self.head_dim, self.block_size, launch.rows,
+                self.key_tile, self.dim, num_warps=max(4, launch.rows // 16), num_stages=3)
+            if splits > 1:
+                self.kernels.merge_splits[len(tiles), launch.max_queries, q.shape[1]](
+                    parts, lse, tiles, out, q.shape[1], self.head_dim, splits, self.dim)
+        return out.flatten(1)
+
+    def _num_splits(self, num_tiles: int, max_blocks: int) -> int:
+        """Of the keys, so that few sequences fill the chip too; each has a tile of the longest."""
+        most = -(-max_blocks * self.block_size // self.key_tile)
+        splits: int = min(self.num_programs // (num_tiles * self.num_kv_heads), most, 64)
+        return 1 << (max(1, splits).bit_length() - 1)  # a power of two
+
+    def _tensor(self, values: Ints) -> Tensor:
+        return to_device(values.astype(np.int32), self.device)

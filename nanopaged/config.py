@@ -124,7 +124,7 @@ class EngineConfig(Checked):
     swap_space: float = option(4, low=0)
     enable_prefix_caching: bool = option(True)
     preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
-    attention_backend: str = option("auto", choices=("auto", "torch"))
+    attention_backend: str = option("auto", choices=("auto", "torch", "triton"))
     enforce_eager: bool = option(False)
     tensor_parallel_size: int = option(1, low=1, high=1)
     load_format: str = option("auto", choices=("auto", "dummy"))

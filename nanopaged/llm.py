@@ -62,8 +62,8 @@ class LLM:
         self._closed = False
         room = runner.num_blocks * config.block_size
         logger.info(
-            f"{path.name}: {runner.dtype} on {runner.device}, attention by torch; KV cache: "
-            f"{runner.token_bytes:,} bytes a token, {runner.num_blocks:,} blocks of "
+            f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; KV "
+            f"cache: {runner.token_bytes:,} bytes a token, {runner.num_blocks:,} blocks of "
             f"{config.block_size} tokens, {room * runner.token_bytes / 2**30:.2f} GiB, room for "
             f"{room / self.max_model_len:.1f} sequences of {self.max_model_len:,} tokens")
 
@@ -85,7 +85,6 @@ class LLM:
             return []
         started = time.perf_counter()
         batch = self.scheduler.schedule()
-        executing = time.perf_counter()
         try:
             if not batch.sequences:  # those that run wait for what their beams will be
                 self.runner.move_blocks(batch)
@@ -98,11 +97,9 @@ class LLM:
             self._launched.clear()
             self.scheduler.rollback()
             raise
-        stats = self.scheduler.stats
-        stats.model_seconds += time.perf_counter() - executing
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
             self._check_stop_strings(seq)
-        stats.step_seconds += time.perf_counter() - started
+        self.scheduler.stats.step_seconds += time.perf_counter() - started
         return groups
 
     def _report(self, group: SequenceGroup) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import TorchAttention, flatten, to_device
+from nanopaged.attention import TorchAttention, TritonAttention, flatten, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check
 from nanopaged.layers import Linear
@@ -42,8 +42,10 @@ class ModelRunner:
         heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
         layers = model_config.num_hidden_layers
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
-        self.backend = TorchAttention(model_config.num_attention_heads, heads, head_dim,
-                                      config.block_size, self.dtype, self.device)
+        self.attention = config.attention_backend.replace("auto", "torch")
+        backend = TritonAttention if self.attention == "triton" else TorchAttention
+        self.backend = backend(model_config.num_attention_heads, heads, head_dim,
+                               config.block_size, self.dtype, self.device)
         self.model = self._load_model(model_config, path)
         self.num_blocks = self._size_pool()
         shape = 2, heads, config.block_size, head_dim  # of a block

@@ -59,4 +59,3 @@ class EngineStats:
     blocks_copied: int = 0  # before a sequence wrote into one that it shared
     blocks_swapped: int = 0  # out and in
     step_seconds: float = 0.0
-    model_seconds: float = 0.0  # of these, in the forward pass and the sampling

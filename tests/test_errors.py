@@ -405,9 +405,10 @@ def test_fewer_batched_tokens_than_sequences_are_refused(llama):
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash"])
-def test_a_gpu_backend_on_the_cpu_is_refused(llama, backend):
+def test_a_gpu_backend_on_the_cpu_is_refused(llama, backend, monkeypatch):
     from nanopaged import LLM
 
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 64}
     assert_refused(
         lambda: LLM(str(llama), attention_backend=backend, **options),

@@ -1,0 +1,407 @@
+"""The Triton kernels against attention written out in float64, and as compiled for GPUs.
+
+Without a GPU they run in Triton's interpreter (conftest.py sets TRITON_INTERPRET before anything
+imports triton), with one they are compiled, and these are the same tests. Whatever is not to be
+read is NaN: slots that nobody has written, blocks of nobody, and block tables past a sequence's end
+name blocks that do not exist.
+"""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_attention import GARBAGE, Case
+
+import nanopaged
+from nanopaged.attention import TritonAttention
+
+pytest.importorskip("triton", reason="pip install triton")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # relative
+F32, F16, BF16 = TOLERANCE
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_in_the_interpreter(monkeypatch):
+    """Its matrix product takes bfloat16 numbers for the integers that they are stored as."""
+    from triton.language import bfloat16, float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    dot = InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, *rest):
+        a, b = (self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b))
+        return dot(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+class TritonCase(Case):
+    def __init__(self, seqs, heads=(4, 2, 64), block_size=16, dtype=F32, seed=0, temper=1.0):
+        super().__init__(seqs, heads, block_size, dtype, seed)
+        self.q *= temper
+        self.cache[self.cache == torch.tensor(GARBAGE, dtype=dtype)] = torch.nan
+        for row, (past, new) in enumerate(seqs):
+            self.tables[row, -(-(past + new) // block_size) :] = 2**30
+        self.cache = self.cache.to(DEVICE)
+
+    def backend(self, num_programs=None):
+        backend = TritonAttention(*self.heads, self.block_size, self.dtype, DEVICE)
+        backend.num_programs = num_programs or 1
+        return backend
+
+    def new(self):
+        """K and V as the model has them: columns of one matrix [num_tokens, q and k and v]."""
+        k, v = super().new().to(DEVICE)
+        both = torch.cat((k, v), 1)
+        return both[:, : k.shape[1]], both[:, k.shape[1] :]
+
+    def run(self, backend=None):
+        self.q = self.q.to(DEVICE)
+        return super().run(backend).cpu()
+
+    def check(self, backend=None):
+        """The largest error of a token's result, relative to that result."""
+        expected, out = self.expected(), self.run(backend).double()
+        assert out.shape == expected.shape
+        error = ((out - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
+        assert error < TOLERANCE[self.dtype]  # and so no NaN
+        return error
+
+
+def key_tile(heads, dtype):
+    return TritonAttention(*heads, 16, dtype, DEVICE).key_tile
+
+
+def around(*lengths):
+    return [length + delta for length in lengths for delta in (-1, 0, 1) if length + delta > 0]
+
+
+def decodes(heads, block_size, dtype):
+    """Decodes whose keys end around the end of a block, of a tile of keys, and of two."""
+    tile = key_tile(heads, dtype)
+    return [(length - 1, 1) for length in dict.fromkeys(around(block_size, tile, 2 * tile))]
+
+
+def chunks(heads, block_size):
+    """Chunks of around a small and a large tile of queries, from 0 or behind a cached prefix."""
+    group = heads[0] // heads[1]
+    sizes = around(16 // group)
+    pasts = (0, block_size, 2 * block_size - 1)
+    mixed = [(block_size - 1, block_size + 2), (0, 1), (5, 1)]
+    return [*zip(pasts, sizes, strict=False), *mixed]
+
+
+# dtype, (query heads, KV heads, head_dim), block size: each value of each beside some of the others
+MATRIX = [
+    (F32, (1, 1, 64), 8), (BF16, (2, 2, 64), 16), (F16, (4, 2, 64), 32), (F32, (3, 1, 80), 16),
+    (BF16, (8, 2, 80), 64), (F32, (5, 1, 96), 32), (F16, (6, 1, 96), 8), (BF16, (7, 1, 128), 16),
+    (F32, (14, 2, 64), 16), (BF16, (8, 1, 128), 128), (F32, (2, 1, 128), 256),
+    (F16, (16, 2, 128), 16), (BF16, (4, 2, 256), 16), (F32, (4, 1, 256), 8),
+    (BF16, (20, 1, 64), 16), (F32, (6, 3, 24), 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, heads, block_size", MATRIX, ids=str)
+def test_decodes_around_the_ends_of_blocks_and_tiles(dtype, heads, block_size):
+    TritonCase(decodes(heads, block_size, dtype), heads, block_size, dtype).check()
+
+
+@pytest.mark.parametrize("dtype, heads, block_size", MATRIX, ids=str)
+def test_chunks_and_decodes_in_one_step(dtype, heads, block_size):
+    TritonCase(chunks(heads, block_size), heads, block_size, dtype).check()
+
+
+@pytest.mark.parametrize("dtype, heads, block_size", MATRIX[::3], ids=str)
+def test_splits_of_the_keys_change_nothing(dtype, heads, block_size):
+    seqs = decodes(heads, block_size, dtype)
+    case = TritonCase([*seqs, (0, 3), (2, 20), (0, 1)], heads, block_size, dtype)
+    backend = case.backend(num_programs=40 * heads[1])
+    launches = case.prepare(backend).launches
+    assert all(launch.num_splits >= 2 for launch in launches)
+    case.check(backend)
+
+
+@pytest.mark.parametrize("num_programs, num_splits", [(1, 1), (7, 1), (8, 2), (31, 4), (10**6, 4)])
+def test_few_sequences_are_split_so_that_they_fill_the_chip(num_programs, num_splits):
+    case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)  # 2 tiles for each of 2 heads
+    backend = case.backend(num_programs)
+    assert backend.key_tile == 128
+    (launch,) = case.prepare(backend).launches
+    assert launch.num_splits == num_splits
+    case.check(backend)
+
+
+@pytest.mark.parametrize(
+    "heads, block_size, dtype", [((4, 1, 64), 16, F32), ((7, 1, 96), 32, BF16)]
+)
+def test_chunks_around_a_large_tile_of_queries(heads, block_size, dtype):
+    size = TritonAttention(*heads, block_size, dtype, DEVICE).rows[1] // heads[0]
+    pasts = (0, 1, block_size - 1, block_size, 100, 0)
+    seqs = [*zip(pasts, around(size, 2 * size), strict=True), (31, 1)]
+    TritonCase(seqs, heads, block_size, dtype).check()
+    case = TritonCase([(size + 1, 3 * size)], heads, block_size, dtype)
+    case.check(case.backend(num_programs=10**6))
+
+
+@pytest.mark.parametrize("temper", [0.0, 30.0])
+@pytest.mark.parametrize("num_programs", [1, 10**6])
+def test_flat_and_steep_scores(temper, num_programs):
+    case = TritonCase([(0, 1), (200, 1), (300, 40)], (3, 1, 64), temper=temper)
+    case.check(case.backend(num_programs))
+
+
+def test_more_heads_in_a_group_than_rows_in_a_tile():
+    TritonCase([(20, 1), (4, 9)], (33, 1, 64)).check()
+    TritonCase([(20, 1), (4, 3)], (130, 1, 16)).check()
+
+
+def test_tiles_are_small_where_all_queries_fit_into_one():
+    case = TritonCase([(9, 5), (0, 6), (7, 1), (0, 43)], (6, 2, 64), dtype=BF16)
+    few, many = case.prepare(case.backend()).launches
+    assert (few.rows, few.max_queries, few.tiles[:, 0].tolist()) == (16, 5, [0, 2])
+    assert (many.rows, many.max_queries, many.tiles[:, 0].tolist()) == (128, 42, [3, 3, 1])
+
+
+def test_tiles_with_the_most_keys_run_first():
+    case = TritonCase([(5, 1), (90, 1), (0, 200), (40, 1), (60, 170)], (2, 1, 64), dtype=BF16)
+    few, many = case.prepare(case.backend()).launches
+    assert few.tiles.tolist() == [[1, 1, 90, 1], [3, 202, 40, 1], [0, 0, 5, 1]]
+    ends = (many.tiles[:, 2] + many.tiles[:, 3]).tolist()
+    assert ends == sorted([64, 128, 192, 200, 124, 188, 230], reverse=True)
+
+
+def test_a_sequence_reads_what_another_stores_in_the_same_step():
+    case = TritonCase([(0, 33), (32, 1)])
+    case.tables[1, :2] = case.tables[0, :2]
+    case.dense[1][:, :32] = case.dense[0][:, :32]
+    case.cache.fill_(torch.nan)
+    case.check()
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 4)) for seed in range(100)]
+)
+def test_random_steps(seed):
+    rng = random.Random(seed)
+    kv_heads, dim = rng.randint(1, 3), rng.choice([16, 64, 80, 96, 128, 256])
+    heads = (rng.randint(1, 8) * kv_heads, kv_heads, dim)
+    seqs = [(rng.choice([0, rng.randint(0, 200)]), rng.choice([1, 1, rng.randint(1, 150)]))
+            for _ in range(rng.randint(1, 6))]  # fmt: skip
+    dtype, block_size = rng.choice(list(TOLERANCE)), 2 ** rng.randint(0, 8)
+    case = TritonCase(seqs, heads, block_size, dtype, seed)
+    case.check(case.backend(rng.choice([1, 10, 100])))
+
+
+# --- padding, and metadata that is used again ---
+
+
+class PaddedCase(TritonCase):
+    """Decodes behind which padding makes up a batch of some fixed size, as a CUDA graph has it."""
+
+    def __init__(self, seqs, padding, max_blocks=20, **options):
+        super().__init__(seqs, **options)
+        tables = np.full((len(seqs) + padding, max_blocks), 2**30)
+        tables[: len(seqs), : self.tables.shape[1]] = self.tables[:, :max_blocks]
+        self.tables, self.padding = tables, padding
+        self.q = torch.cat((self.q, self.q.new_full((padding, *self.q.shape[1:]), torch.nan)))
+
+    def new(self):
+        return [torch.cat((x, x.new_full((self.padding, *x.shape[1:]), torch.nan)))
+                for x in super().new()]  # fmt: skip
+
+    def prepare(self, backend):
+        past, new = zip(*self.seqs, *[(-1, 1)] * self.padding, strict=True)
+        return backend.prepare(self.tables, np.array(past), np.array(new))
+
+    def expected(self):
+        q, self.q = self.q, self.q[: len(self.seqs)]
+        out, self.q = super().expected(), q
+        return torch.cat((out, out.new_zeros(self.padding, out.shape[1])))
+
+    def check(self, backend=None):
+        torch.testing.assert_close(self.run(backend).double(), self.expected(), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_programs", [1, 10**6])
+def test_padding_is_not_stored_and_its_result_is_zero(num_programs):
+    case = PaddedCase([(40, 1), (17, 1)], padding=3)
+    expected = case.cache.clone()
+    for row, (past, new) in enumerate(case.seqs):
+        case.write(expected, row, past, past + new)
+    case.check(case.backend(num_programs))
+    assert torch.equal(case.cache.nan_to_num(7), expected.nan_to_num(7))
+
+
+def test_a_batch_of_nothing_but_padding():
+    case = PaddedCase([(0, 1)], padding=2)
+    case.seqs, case.padding = [], 2
+    case.tables, case.q = case.tables[1:], case.q[1:]
+    backend = case.backend(10**6)
+    out = backend.attend(case.q.to(DEVICE), case.cache, case.prepare(backend))
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize("num_programs", [1, 16, 10**6])
+def test_new_contents_in_old_metadata_are_another_step(num_programs):
+    """What a CUDA graph will do: the launches stay, the contents of their tensors change."""
+    first = PaddedCase([(70, 1), (3, 1), (200, 1), (15, 1)], padding=0)
+    backend = first.backend(num_programs)
+    metadata = first.prepare(backend)
+    for seqs, padding in (([(300, 1), (9, 1), (31, 1)], 1), ([(0, 1)], 3), ([(16, 1)] * 4, 0)):
+        case = PaddedCase(seqs, padding)
+        new = case.prepare(backend)
+        ((old_launch,), (new_launch,)) = metadata.launches, new.launches
+        assert old_launch.num_splits == new_launch.num_splits
+        assert old_launch.max_queries == new_launch.max_queries == 1
+        old_launch.tiles.copy_(new_launch.tiles)
+        metadata.slots.copy_(new.slots)
+        metadata.block_tables.copy_(new.block_tables)
+        case.prepare = lambda _: metadata
+        case.check(backend)
+
+
+# --- store and copy ---
+
+
+@pytest.mark.parametrize("dtype, heads, block_size", MATRIX, ids=str)
+def test_store_writes_its_slots_and_nothing_else(dtype, heads, block_size):
+    case = TritonCase([(0, 3), (block_size, 1), (1, block_size)], heads, block_size, dtype)
+    expected, backend = case.cache.clone(), case.backend()
+    for row, (past, new) in enumerate(case.seqs):
+        case.write(expected, row, past, past + new)
+    backend.store(*case.new(), case.cache, case.prepare(backend))
+    assert torch.equal(case.cache.nan_to_num(7), expected.nan_to_num(7))
+
+
+# --- the engine ---
+
+
+def test_the_engine_says_the_same_as_with_torch():
+    prompts = ["ROMEO:\nBut soft, what light through yonder", "To be"]
+    params = nanopaged.SamplingParams(temperature=0, max_tokens=6)
+    texts = {}
+    for backend in ("torch", "triton"):
+        options = {"dtype": "float32", "num_blocks": 64, "max_num_seqs": 4}
+        with nanopaged.LLM(attention_backend=backend, max_num_batched_tokens=16, **options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            outputs += llm.generate(prompts[:1], params, use_tqdm=False)  # its prefix is cached
+        texts[backend] = [output.outputs[0].token_ids for output in outputs]
+    assert texts["triton"] == texts["torch"]
+    assert len({tuple(ids) for ids in texts["torch"]}) == len(prompts)
+
+
+def test_branches_of_one_prompt_copy_the_block_they_share():
+    params = nanopaged.SamplingParams(n=2, temperature=0.9, seed=1, max_tokens=4)
+    texts = {}
+    for backend in ("torch", "triton"):
+        with nanopaged.LLM(attention_backend=backend, dtype="float32", num_blocks=64) as llm:
+            (output,) = llm.generate(["MACBETH:\nIs this"], params, use_tqdm=False)
+            assert llm.stats().blocks_copied > 0
+        texts[backend] = [branch.token_ids for branch in output.outputs]
+    assert texts["triton"] == texts["torch"]
+
+
+def make_backend():
+    return TritonAttention(2, 1, 64, 16, F32, torch.device("cpu"))
+
+
+def test_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    make_backend()
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(ValueError, match=r"attention_backend='triton' needs a CUDA device.*'cpu'"):
+        make_backend()
+
+
+def test_without_triton_the_error_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(ValueError, match="pip install triton"):
+        make_backend()
+
+
+# --- as compiled for GPUs ---
+
+COMPILE = """
+import re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nanopaged import kernels
+
+MANY = kernels.MANY_ROWS[2]
+sizes = dict(NUM_KV_HEADS=8, HEAD_DIM=128, BLOCK_SIZE=16, DIM=128)
+attention = dict(sizes, GROUP=2, KEYS=kernels.TILE_BYTES // 256)
+cases = [
+    ("store_kv", "store_kv", sizes, 1, 3),
+    ("paged_attention, decodes", "paged_attention", attention | {"ROWS": 16}, 4, 3),
+    ("paged_attention, chunks", "paged_attention", attention | {"ROWS": MANY}, MANY // 16, 3),
+    ("merge_splits", "merge_splits",
+     dict(NUM_HEADS=16, HEAD_DIM=128, NUM_SPLITS=16, DIM=128), 4, 3),
+]
+floats = {"lse", "parts"}
+ints = {"slots", "block_tables", "tiles"}
+for arch in (80, 90):
+    for title, name, constants, num_warps, num_stages in cases:
+        kernel = getattr(kernels, name)
+        signature, attributes = {}, {}
+        for i, arg in enumerate(kernel.arg_names):
+            kind = "fp32" if arg in floats else "i32" if arg in ints else "bf16"
+            signature[arg] = ("constexpr" if arg in constants else
+                              "i32" if arg.endswith("_stride") else "*" + kind)
+            if arg not in constants and arg != "table_stride":
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(kernel, signature, constants, attributes)
+        options = {"num_warps": num_warps, "num_stages": num_stages}
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+            usage = subprocess.run(command, capture_output=True, text=True, check=True)
+        registers, stack, local = (re.search(rf"{what}:(\\d+)", usage.stdout + usage.stderr)[1]
+                                   for what in ("REG", "STACK", "LOCAL"))
+        print(f"sm_{arch};{title};{registers};{int(stack) + int(local)};{compiled.metadata.shared}")
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """(arch, kernel) -> registers a thread, bytes of spills a thread, bytes of shared memory."""
+    # In a process of its own, where triton does not interpret. It needs no GPU.
+    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    root = Path(nanopaged.__file__).parent.parent
+    result = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True,
+                            text=True, cwd=root)  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    rows = (line.split(";") for line in result.stdout.splitlines())
+    return {(arch, title): tuple(map(int, figures)) for arch, title, *figures in rows}
+
+
+def test_every_kernel_compiles_for_ampere_and_hopper(compiled, capsys):
+    with capsys.disabled():
+        print(f"\n{'head_dim 128, bfloat16':32} registers  spills  shared memory, bytes")
+        for (arch, title), (registers, spills, shared) in compiled.items():
+            print(f"{arch} {title:26} {registers:9} {spills:7} {shared:14}")
+    assert len(compiled) == 8
+    assert all(shared <= 160 << 10 for _, _, shared in compiled.values())  # what an A100 has
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("kernel", ["store_kv", "paged_attention, decodes", "merge_splits"])
+def test_what_a_decode_runs_spills_nothing(compiled, arch, kernel):
+    assert compiled[arch, kernel][1] == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_three_programs_of_a_decode_fit_into_a_multiprocessor(compiled, arch):
+    registers, _, shared = compiled[arch, "paged_attention, decodes"]
+    assert 3 * 128 * registers <= 64 << 10
+    assert 3 * (shared + 1024) <= {"sm_80": 1 << 20, "sm_90": 228 << 10}[arch]
