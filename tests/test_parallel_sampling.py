@@ -25,7 +25,7 @@ PROMPT = [5, 9, 33, 2, 8, 60, 61]
 
 
 def new_group(tokens, n):
-    params = SamplingParams(n=n)
+    params = SamplingParams(n=n, max_tokens=None)
     return SequenceGroup(None, list(tokens), params, set(), 10**6, None)
 
 
