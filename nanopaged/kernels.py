@@ -1,7 +1,8 @@
 """Triton kernels: attention over the paged cache, and what writes to it.
 
 The Triton backend in `attention.py` imports and launches them, and has the glossary of the shapes.
-With `TRITON_INTERPRET=1` they run on a CPU, one program after the other, for tests and debuggers.
+With `TRITON_INTERPRET=1` they run on a CPU, one program after the other, for tests and debuggers;
+in float32 or float16, for the interpreter takes bfloat16 numbers for integers in its products.
 
 A kernel is the code of one program of a grid; `tl.program_id` tells it which. Its arguments are
 pointers to the first elements of tensors | strides, in elements | meta-parameters, compiled in.

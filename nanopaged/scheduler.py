@@ -163,9 +163,10 @@ class Scheduler:
     def _schedule_tokens(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Returns how many tokens the group computes. All its sequences sample, or none."""
         seqs, left = group.scheduled, budget
-        waits = sum(seq.num_tokens - seq.num_computed_tokens for seq in seqs) > budget
-        for seq in seqs:
-            count = min(seq.num_tokens - waits - seq.num_computed_tokens, left)
+        missing = [seq.num_tokens - seq.num_computed_tokens for seq in seqs]
+        waits = sum(missing) > budget
+        for seq, count in zip(seqs, missing, strict=True):
+            count = min(count - waits, left)
             if count <= 0:
                 continue
             left -= count
@@ -180,7 +181,7 @@ class Scheduler:
             index = len(batch.sequences) - 1
             if seq.num_computed_tokens == len(seq.token_ids) + seq.num_unread_tokens:
                 batch.samples.append((index, seq))
-            if not group.forked and seq.num_computed_tokens == group.num_prompt_tokens:
+            if seq.num_computed_tokens == group.num_prompt_tokens and not group.forked:
                 for other in group.live[1:]:
                     self.blocks.fork(seq, other)
                     if len(other.token_ids) == group.num_prompt_tokens:  # else it was preempted

@@ -53,7 +53,7 @@ class Sequence:
         The last one that `max_len` allows is never computed: nothing follows it.
         """
         group = self.group
-        if not group.forked:
+        if len(group.live) > 1 and not group.forked:  # the first half is there for speed
             return group.num_prompt_tokens
         return min(len(self.token_ids) + self.num_unread_tokens, group.max_len - 1)
 
@@ -103,9 +103,9 @@ class SequenceGroup:
 
     @property
     def forked(self) -> bool:
-        return len(self.live) == 1 or bool(self.live[-1].block_table)
+        return len(self.live) == 1 or self.live[-1].block_table != []
 
     @property
     def scheduled(self) -> list[Sequence]:
         """Whose tokens are computed next: everybody's, or the leader's before the fork."""
-        return self.live if self.forked else self.live[:1]
+        return self.live if len(self.live) == 1 or self.forked else self.live[:1]
