@@ -71,7 +71,7 @@ class ModelRunner:
         which, positions = flatten(ends - counts, counts)
         spans = zip(batch.sequences, batch.counts, ends.tolist(), strict=True)
         token_ids = np.array([token for seq, count, end in spans
-                              for token in (*seq.token_ids[end - count : end], UNREAD)[:count]])
+                              for token in seq.token_ids[end - count : end] or (UNREAD,)])
         tables = self.block_tables[rows, : -(-ends.max() // self.config.block_size)]
         metadata = self.backend.prepare(tables, ends - counts, counts)
         samples = np.array([index for index, _ in batch.samples], np.int64)

@@ -432,21 +432,19 @@ class Contents:
             self.events["dropped"] += 1
 
     def swap_out(self):
-        index = self.rng.randrange(len(self.groups))
-        pairs = self.manager.swap(self.groups[index], self.manager.free_swap_blocks)
-        if pairs:
-            self.move(pairs)
-            self.swapped.append(self.groups.pop(index))
-            self.events["swapped out"] += 1
+        self.swap(self.groups, self.swapped, self.manager.free_swap_blocks, "swapped out")
 
     def swap_in(self):
         if self.swapped:
-            index = self.rng.randrange(len(self.swapped))
-            pairs = self.manager.swap(self.swapped[index], self.manager.free_blocks)
-            if pairs:
-                self.move(pairs)
-                self.groups.append(self.swapped.pop(index))
-                self.events["swapped in"] += 1
+            self.swap(self.swapped, self.groups, self.manager.free_blocks, "swapped in")
+
+    def swap(self, groups, others, free_list, event):
+        index = self.rng.randrange(len(groups))
+        pairs = self.manager.swap(groups[index], free_list)
+        if pairs:
+            self.move(pairs)
+            others.append(groups.pop(index))
+            self.events[event] += 1
 
     def move(self, pairs):
         sources, targets = zip(*pairs, strict=True)
