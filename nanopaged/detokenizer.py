@@ -44,10 +44,9 @@ class Detokenizer:
 
     def visible(self) -> str:
         """The text without a tail that may turn out to be the beginning of a stop string."""
-        for begin in range(max(0, len(self.text) - self.longest + 1), len(self.text)):
-            if any(stop.startswith(self.text[begin:]) for stop in self.stops):
-                return self.text[:begin]
-        return self.text
+        held_back = max((length for stop in self.stops for length in range(len(stop))
+                         if self.text.endswith(stop[:length])), default=0)
+        return self.text[: len(self.text) - held_back]
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

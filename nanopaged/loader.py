@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
@@ -27,13 +27,12 @@ def resolve(config: EngineConfig) -> Path:
     if (path / "config.json").is_file():
         return path
     patterns = ["*.json", "*.txt", "*.model", "*.jinja"]
-    patterns += ["*.safetensors"] if config.load_format == "auto" else []
+    patterns += ["model*.safetensors"] if config.load_format == "auto" else []
     try:
-        return Path(snapshot_download(str(config.model), allow_patterns=patterns,
-                                      ignore_patterns=["consolidated*", "original/*"]))
+        return Path(snapshot_download(str(config.model), allow_patterns=patterns))
     except Exception as error:  # the hub client raises its own errors, httpx's and OSError
-        raise ValueError("model must be a directory with a config.json, or the id of a repository "
-                         f"on the hub, got {config.model!r}: {error}") from error
+        raise ValueError(f"model must be a directory with a config.json, or a repository's id on "
+                         f"the hub, got {config.model!r}: {error}") from error
 
 
 def read_json(file: Path) -> Any:
@@ -112,9 +111,8 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
     """The checkpoint's names, and the parameters or slices of stacked parameters they fill."""
     targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # of a tied head and embedding, the latter
-        path, _ = name.rsplit(".", 1)  # model.layers.0.self_attn.qkv_proj
-        own_name = path.split(".")[-1]
-        module = model.get_submodule(path)
+        *path, own_name, _ = name.split(".")  # model.layers.0.self_attn.qkv_proj.weight
+        module = model.get_submodule(".".join([*path, own_name]))
         parts = module.parts if isinstance(module, Linear) else {own_name: len(parameter)}
         slices = torch.split(parameter, list(parts.values()))
         for part, rows in zip(parts, slices, strict=True):  # model.layers.0.self_attn.q_proj ..
@@ -127,8 +125,6 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     shards = read_json(path / "model.safetensors.index.json").get("weight_map", {}).values()
     for file in sorted({path / name for name in shards or ["model.safetensors"]}):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in sorted(tensors.keys()):
-                    yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
+            yield from safetensors.torch.load_file(file).items()
+        except safetensors.SafetensorError as error:
             raise ValueError(f"{file} must be a safetensors file: {error}") from error
