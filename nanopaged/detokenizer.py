@@ -42,11 +42,11 @@ class Detokenizer:
             self.searched = max(self.searched, len(self.text) - overlap)
         return self.stopped
 
-    def visible(self) -> str:
-        """The text without a tail that may turn out to be the beginning of a stop string."""
+    def visible(self, final: bool = False) -> str:
+        """The text, unless final without a tail that may be the beginning of a stop string."""
         held_back = max((length for stop in self.stops for length in range(len(stop))
                          if self.text.endswith(stop[:length])), default=0)
-        return self.text[: len(self.text) - held_back]
+        return self.text if final else self.text[: len(self.text) - held_back]
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

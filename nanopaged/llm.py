@@ -8,7 +8,6 @@ import itertools
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, TypeAlias
@@ -19,7 +18,7 @@ from nanopaged.beam_search import num_candidates
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, check, check_token_ids
 from nanopaged.detokenizer import Detokenizer
-from nanopaged.loader import load_config, load_eos_token_ids, load_tokenizer, resolve
+from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanopaged.sampler import SamplerOutput
@@ -27,10 +26,9 @@ from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
+Prompts: TypeAlias = Prompt | Seq[Prompt]
 AnyParams: TypeAlias = SamplingParams | BeamSearchParams
 Params: TypeAlias = AnyParams | Seq[AnyParams] | None
-
-logger = logging.getLogger("nanopaged")
 
 
 class LLM:
@@ -44,28 +42,25 @@ class LLM:
         self.config = config = EngineConfig(model, **options)
         path = resolve(config)
         self.model_config = load_config(path)
-        self.tokenizer = load_tokenizer(path)
-        self.eos_token_ids = load_eos_token_ids(path, self.model_config, self.tokenizer)
+        self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
         self.runner = runner = ModelRunner(config, self.model_config, path)
         self.max_model_len = runner.max_model_len
         self.blocks = BlockManager(runner.num_blocks, config.block_size,
                                    config.enable_prefix_caching,
                                    num_swap_blocks=runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.blocks)
-        self._groups: dict[str, SequenceGroup] = {}  # unfinished requests
         self._news: dict[object, dict[str, SequenceGroup]] = {}  # by owner: not told yet
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
         # On a GPU the next step is prepared and launched before this one's tokens are read.
         self.steps_ahead = 1 if runner.device.type == "cuda" else 0
-        self._launched: deque[tuple[Batch, SamplerOutput]] = deque()
+        self._launched: list[tuple[Batch, SamplerOutput]] = []  # oldest first
         self._closed = False
-        room = runner.num_blocks * config.block_size
-        logger.info(
-            f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; KV "
-            f"cache: {runner.token_bytes:,} bytes a token, {runner.num_blocks:,} blocks of "
-            f"{config.block_size} tokens, {room * runner.token_bytes / 2**30:.2f} GiB, room for "
-            f"{room / self.max_model_len:.1f} sequences of {self.max_model_len:,} tokens")
+        gib = runner.num_blocks * config.block_size * runner.token_bytes / 2**30
+        logging.getLogger("nanopaged").info(
+            f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; "
+            f"KV cache: {runner.num_blocks:,} blocks of {config.block_size} tokens, {gib:.2f} GiB; "
+            f"sequences of up to {self.max_model_len:,} tokens")
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -92,20 +87,18 @@ class LLM:
                 self._launched.append((batch, self.runner.execute(batch)))
             groups = []
             while len(self._launched) > (self.steps_ahead if batch.sequences else 0):
-                groups += self.scheduler.update(*self._launched.popleft())
+                groups += self.scheduler.update(*self._launched.pop(0))
         except BaseException:  # Ctrl-C too: whoever catches it can go on stepping
             self._launched.clear()
             self.scheduler.rollback()
             raise
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
-            self._check_stop_strings(seq)
+            self._detokenize(seq)
         self.scheduler.stats.step_seconds += time.perf_counter() - started
         return groups
 
     def _report(self, group: SequenceGroup) -> None:
         self._news.setdefault(group.owner, {})[group.request_id] = group
-        if not group.live:
-            self._groups.pop(group.request_id, None)
 
     # -- prompts in ----------------------------------------------------------------------------
 
@@ -118,34 +111,34 @@ class LLM:
 
         What it has so far comes out of the next `step`, with finish_reason "abort".
         """
-        group = self._groups.get(request_id)
-        if group is not None:
+        unfinished = [*self.scheduler.waiting, *self.scheduler.running]
+        return self._abort([group for group in unfinished if group.request_id == request_id])
+
+    def _abort(self, groups: list[SequenceGroup]) -> bool:
+        live = [group for group in groups if group.live]
+        for group in live:
             self.scheduler.abort(group)
             self._report(group)
-        return group is not None
+        return bool(live)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
         return self.scheduler.has_unfinished or None in self._news
 
-    def _make_group(self, prompt: Prompt, params: AnyParams) -> SequenceGroup:
+    def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that the engine can serve; ValueError or TypeError if it never will."""
         if self._closed:
             raise RuntimeError("this engine has been shut down: make a new LLM")
+        vocab_size, longest = self.model_config.vocab_size, self.max_model_len
         beams = params if isinstance(params, BeamSearchParams) else None
-        if beams:
-            eos = [] if beams.ignore_eos else self.eos_token_ids
-            most = min(num_candidates(beams.beam_width, len({*eos})), self.model_config.vocab_size)
+        if beams:  # sequences whose candidates are the most likely tokens
+            most = num_candidates(beams.beam_width, len(self.eos_token_ids))
             params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
-                                    ignore_eos=beams.ignore_eos, logprobs=most)
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+                                    ignore_eos=beams.ignore_eos, logprobs=min(most, vocab_size))
+        check("sampling_params", params, "SamplingParams")
         text, ids = self._encode(prompt)
-        vocab_size = self.model_config.vocab_size
+        check(f"prompt tokens, with max_model_len={longest},", len(ids), "int", 1, longest - 1)
         check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
-        if not 1 <= len(ids) < self.max_model_len:
-            raise ValueError(f"prompt must have at least 1 token and fewer than max_model_len="
-                             f"{self.max_model_len}, got {len(ids)}: shorten it or raise that")
         check("logprobs", params.logprobs or 0, high=vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
@@ -153,74 +146,60 @@ class LLM:
         stop_token_ids = {*(params.stop_token_ids or ()), *eos_token_ids}
         if params.min_tokens and len(stop_token_ids) == vocab_size:
             raise ValueError("stop_token_ids must leave a token for min_tokens, got all of them")
-        detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
-        group = SequenceGroup(text, ids, params, stop_token_ids, self.max_model_len, detokenizer,
-                              beams)
-        # Never: a group runs as a whole, so all its sequences must fit at their longest.
-        room = self.blocks.room(len(ids), [group.max_len] * params.n)
         name = "beam_width" if beams else "n"
         check(f"{name}, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
+        detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
+        group = SequenceGroup(text, ids, params, stop_token_ids, longest, detokenizer, beams)
+        # Never: a group runs as a whole, so all its sequences must fit at their longest.
+        room = self.blocks.room(len(ids), [group.max_len] * params.n)
         if room > self.blocks.num_blocks:
-            raise ValueError(f"{name} must be less: {params.n} sequences of up to {group.max_len} "
-                             f"tokens need {room} blocks and num_blocks is "
-                             f"{self.blocks.num_blocks}, got {params.n}; or lower max_tokens")
+            raise ValueError(f"{name} must be less, or max_tokens: {params.n} of {group.max_len} "
+                             f"tokens need {room} blocks, num_blocks={self.blocks.num_blocks}")
         return group
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        if isinstance(prompts, (str, dict)) or (prompts and isinstance(prompts[0], int)):
+        several = isinstance(prompts, (list, tuple))
+        if not several or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise TypeError(f"prompts must be a prompt or a list of prompts, got {prompts!r}")
         if not isinstance(params, (list, tuple)):
             params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise ValueError("sampling_params must be one, or one for each prompt, "
-                             f"got {len(params)} for {len(prompts)} prompts")
+        check("number of sampling_params", len(params), choices=[len(prompts)])
         return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
 
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, dict):
-            kinds = {"prompt": str, "prompt_token_ids": list}
-            if len(prompt) != 1 or not all(type(v) is kinds.get(k) for k, v in prompt.items()):
-                raise ValueError("prompt must be {'prompt': str} or {'prompt_token_ids': list}, "
-                                 f"got {prompt!r}")
-            (prompt,) = prompt.values()
-        if not isinstance(prompt, str):
-            check_token_ids("prompt", prompt, self.model_config.vocab_size)
-            return None, [*prompt]
-        if self.tokenizer is None:
-            raise ValueError(f"prompt must be token ids without a tokenizer, got {prompt!r}")
-        return prompt, self.tokenizer(prompt).input_ids
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        alone = not isinstance(prompt, dict) or len(prompt) == 1
+        match prompt:
+            case str(text) | {"prompt": str(text)} if alone and self.tokenizer is not None:
+                return text, self.tokenizer(text).input_ids
+            case [*ids] | {"prompt_token_ids": [*ids]} if alone:
+                check_token_ids("prompt", ids, self.model_config.vocab_size)
+                return None, ids
+        raise ValueError("prompt must be a list of token ids or, with a tokenizer, a string, or "
+                         f"{{'prompt': str}} or {{'prompt_token_ids': list}}, got {prompt!r}")
 
     def _add(self, group: SequenceGroup, owner: object = None) -> str:
         group.request_id, group.owner = str(next(self._ids)), owner
         seed = group.params.seed
         group.seed = self._random.getrandbits(63) if seed is None else seed
-        self._groups[group.request_id] = group
         self.scheduler.waiting.append(group)
         return group.request_id
 
     # -- text out ------------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | Seq[Prompt], sampling_params: Params = None,
+    def generate(self, prompts: Prompts, sampling_params: Params = None,
                  use_tqdm: bool = True) -> list[RequestOutput]:
         """Complete all prompts; returns one output for each, in their order.
 
         A prompt is a string, a list of token ids, {"prompt": ..} or {"prompt_token_ids": ..}.
         """
         groups = self._make_groups(prompts, sampling_params)
-        started, before = time.perf_counter(), self.scheduler.stats.output_tokens
         with tqdm(total=len(groups), desc="requests", disable=not use_tqdm) as bar:
             for group in self._run(groups):
                 if not group.live:
-                    tokens = self.scheduler.stats.output_tokens - before
-                    rate = tokens / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                     bar.update()
         return [self._output(group) for group in groups]
 
-    def stream(self, prompts: Prompt | Seq[Prompt],
-               sampling_params: Params = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it got a token.
 
         Closing the iterator aborts what has not finished.
@@ -242,14 +221,12 @@ class LLM:
                                                  return_dict=False)
         return self.generate(ids, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Prompt | Seq[Prompt],
-                    params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first.
 
         Their `cumulative_logprob` is the plain sum; `logprobs` has the tokens' own.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise TypeError(f"params must be BeamSearchParams, got {params!r}")
+        check("params", params, "BeamSearchParams")
         return self.generate(prompts, params, use_tqdm=False)
 
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
@@ -262,29 +239,26 @@ class LLM:
                     unfinished -= not group.live
                     yield group
         finally:  # an error, Ctrl-C, or a stream that is closed early
-            for group in groups:
-                self.abort_request(group.request_id)
+            self._abort(groups)
             self._news.pop(owner, None)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         asked = group.params.logprobs is not None
         return RequestOutput(
             group.request_id, group.prompt, group.prompt_token_ids,
-            [CompletionOutput(index, self._text(seq), seq.token_ids[group.num_prompt_tokens :],
+            [CompletionOutput(index, self._detokenize(seq).visible(seq.finish_reason is not None),
+                              seq.token_ids[group.num_prompt_tokens :],
                               seq.cumulative_logprob if asked else None,
                               list(seq.logprobs) if asked else None, seq.finish_reason)
              for index, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, group.metrics)
 
-    def _text(self, seq: Sequence) -> str:
-        final = seq.finish_reason is not None
-        seq.detokenizer.update(seq.token_ids, final=final)
-        return seq.detokenizer.text if final else seq.detokenizer.visible()
-
-    def _check_stop_strings(self, seq: Sequence) -> None:
+    def _detokenize(self, seq: Sequence) -> Detokenizer:
+        """Turn new tokens into text, and finish the sequence if that completes a stop string."""
         check_stops = len(seq.token_ids) > seq.group.min_len
         if seq.detokenizer.update(seq.token_ids, check_stops, seq.finish_reason is not None):
             self.scheduler.finish(seq, "stop")
+        return seq.detokenizer
 
     # -- the rest ------------------------------------------------------------------------------
 
@@ -293,8 +267,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Abort what runs and give back the memory; the engine serves nothing afterwards."""
-        for request_id in list(self._groups):
-            self.abort_request(request_id)
+        self._abort([*self.scheduler.waiting, *self.scheduler.running])
         if not self._closed:
             self._closed = True
             del self.runner.model, self.runner.kv_caches, self.runner.swap_space

@@ -1,7 +1,6 @@
 """From a directory or a hub id to config, tokenizer and weights: none missing, none unused."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,17 @@ def resolve(config: EngineConfig) -> Path:
                          f"the hub, got {config.model!r}: {error}") from error
 
 
-def read_json(file: Path) -> Any:
-    """A file's fields, or none where there is no such file."""
+def read(file: Path) -> Any:
+    """The tensors of a safetensors file; the fields of a JSON file, none if there is no such file.
+
+    Tensors are mapped: they take no memory until they are read.
+    """
     try:
+        if file.suffix == ".safetensors":
+            return safetensors.torch.load_file(file)
         return json.loads(file.read_text()) if file.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} must be a JSON file: {error}") from error
+    except (ValueError, safetensors.SafetensorError) as error:
+        raise ValueError(f"{file} must be a {file.suffix} file, not cut short: {error}") from error
 
 
 def load_config(path: Path) -> Any:
@@ -48,7 +52,7 @@ def load_config(path: Path) -> Any:
 
     Refuses by name what the decoder does not compute.
     """
-    raw = read_json(path / "config.json")
+    raw = read(path / "config.json")
     check("model_type in config.json", raw.get("model_type"), "str", choices=FAMILIES)
     check("quantization_config in config.json", raw.get("quantization_config"), "None")
     config = AutoConfig.from_pretrained(path)
@@ -68,18 +72,17 @@ def load_config(path: Path) -> Any:
     return config
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer, or None where the directory has none and prompts are token ids."""
+def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
+    """The tokenizer, or None where the directory has none and prompts are token ids; the EOS ids.
+
+    Of these generation_config.json may name several where config.json has one or none.
+    """
     found = [*path.glob("tokenizer.*"), *path.glob("vocab.json")]
-    return AutoTokenizer.from_pretrained(path) if found else None
-
-
-def load_eos_token_ids(path: Path, config: Any, tokenizer: Any) -> list[int]:
-    """All of them: generation_config.json may name several where config.json has one or none."""
-    generation = read_json(path / "generation_config.json").get("eos_token_id")
+    tokenizer = AutoTokenizer.from_pretrained(path) if found else None
+    generation = read(path / "generation_config.json").get("eos_token_id")
     sources = generation, config.eos_token_id, getattr(tokenizer, "eos_token_id", None)
     eos: Any = next((ids for ids in sources if ids is not None), [])
-    return eos if isinstance(eos, list) else [eos]
+    return tokenizer, eos if isinstance(eos, list) else [eos]
 
 
 def load_weights(model: CausalLM, path: Path) -> None:
@@ -89,11 +92,13 @@ def load_weights(model: CausalLM, path: Path) -> None:
     file; FileNotFoundError naming the absent one.
     """
     targets, misfits = find_targets(model), {}
-    for name, tensor in read_tensors(path):
-        if name in targets and targets[name].shape == tensor.shape:
-            targets.pop(name).copy_(tensor)
-        elif name in targets or not name.endswith(IMPLIED):
-            misfits[name] = list(tensor.shape)
+    shards = read(path / "model.safetensors.index.json").get("weight_map", {}).values()
+    for file in sorted({path / name for name in shards or ["model.safetensors"]}):
+        for name, tensor in read(file).items():
+            if name in targets and targets[name].shape == tensor.shape:
+                targets.pop(name).copy_(tensor)
+            elif name in targets or not name.endswith(IMPLIED):
+                misfits[name] = list(tensor.shape)
     if targets or misfits:
         missing = {name: list(target.shape) for name, target in targets.items()}
         raise ValueError(f"the weights in {path} must be those of config.json: tensors {missing} "
@@ -118,13 +123,3 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
         for part, rows in zip(parts, slices, strict=True):  # model.layers.0.self_attn.q_proj ..
             targets[name.replace(own_name, part)] = rows
     return targets
-
-
-def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the safetensors files with its name, one after the other."""
-    shards = read_json(path / "model.safetensors.index.json").get("weight_map", {}).values()
-    for file in sorted({path / name for name in shards or ["model.safetensors"]}):
-        try:
-            yield from safetensors.torch.load_file(file).items()
-        except safetensors.SafetensorError as error:
-            raise ValueError(f"{file} must be a safetensors file: {error}") from error
