@@ -14,10 +14,10 @@ from typing import Any
 
 def check(name: str, value: Any, kind: str = "int", low: float = -inf, high: float = inf,
           choices: Sequence[Any] = ()) -> None:
-    """Raise unless `value` is of a `kind` such as "int | None", within bounds, and a choice."""
+    """Raise unless `value` is of a `kind` as in annotations, within bounds, and a choice."""
     kinds = kind.replace("None", "NoneType").replace("float", "int | float").split(" | ")
     # The exact type: a bool is an int to isinstance, and never what was meant.
-    if type(value).__name__ not in kinds:
+    if type(value).__name__ not in [name.split("[")[0] for name in kinds]:
         raise TypeError(f"{name} must be {kind}, got {value!r}")
     if choices and value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
@@ -26,8 +26,6 @@ def check(name: str, value: Any, kind: str = "int", low: float = -inf, high: flo
 
 
 def check_token_ids(name: str, ids: Iterable[Any], vocab_size: float = inf) -> None:
-    if isinstance(ids, (str, bytes, dict)) or not isinstance(ids, Iterable):
-        raise TypeError(f"{name} must be a list of token ids, got {ids!r}")
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:  # only then the slow check
             check(f"every token id in {name}", token, "int", 0, vocab_size - 1)
@@ -64,8 +62,8 @@ class SamplingParams(Checked):
     min_p: float = option(0.0, low=0, high=1)
     max_tokens: int | None = option(16, low=1)
     min_tokens: int = option(0, low=0)
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
+    stop: str | list[str] | tuple[str, ...] | None = option(None)
+    stop_token_ids: list[int] | tuple[int, ...] | set[int] | None = option(None)
     ignore_eos: bool = option(False)
     seed: int | None = option(None, low=0, high=2**63 - 1)
     logprobs: int | None = option(None, low=0)
@@ -74,8 +72,7 @@ class SamplingParams(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         check("min_tokens", self.min_tokens, high=self.max_tokens or inf)
-        if (not isinstance(self.stop, (str, list, tuple, type(None)))
-                or not all(type(stop) is str and stop for stop in self.stop_strings)):
+        if not all(type(stop) is str and stop for stop in self.stop_strings):
             raise ValueError(f"stop must be strings, and none of them empty, got {self.stop!r}")
         check_token_ids("stop_token_ids", self.stop_token_ids or ())
 

@@ -56,11 +56,10 @@ class LLM:
         self.steps_ahead = 1 if runner.device.type == "cuda" else 0
         self._launched: list[tuple[Batch, SamplerOutput]] = []  # oldest first
         self._closed = False
-        gib = runner.num_blocks * config.block_size * runner.token_bytes / 2**30
         logging.getLogger("nanopaged").info(
             f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; "
-            f"KV cache: {runner.num_blocks:,} blocks of {config.block_size} tokens, {gib:.2f} GiB; "
-            f"sequences of up to {self.max_model_len:,} tokens")
+            f"KV cache: {runner.num_blocks:,} blocks of {config.block_size} tokens, "
+            f"{runner.token_bytes:,} bytes each; sequences of up to {self.max_model_len:,} tokens")
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -135,7 +134,8 @@ class LLM:
             most = num_candidates(beams.beam_width, len(self.eos_token_ids))
             params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
                                     ignore_eos=beams.ignore_eos, logprobs=min(most, vocab_size))
-        check("sampling_params", params, "SamplingParams")
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
         text, ids = self._encode(prompt)
         check(f"prompt tokens, with max_model_len={longest},", len(ids), "int", 1, longest - 1)
         check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)

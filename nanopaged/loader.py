@@ -11,13 +11,11 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer
 
 from nanopaged.config import EngineConfig, check
-from nanopaged.layers import Linear
 from nanopaged.model import CausalLM
 
 BUNDLED = Path(__file__).parent / "shakespeare"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # whose angles depend on the position alone
-IMPLIED = ("lm_head.weight", "rotary_emb.inv_freq")  # stored by some, though config.json has it
 
 
 def resolve(config: EngineConfig) -> Path:
@@ -97,7 +95,8 @@ def load_weights(model: CausalLM, path: Path) -> None:
         for name, tensor in read(file).items():
             if name in targets and targets[name].shape == tensor.shape:
                 targets.pop(name).copy_(tensor)
-            elif name in targets or not name.endswith(IMPLIED):
+            # Some store what config.json implies: a tied head, the rotary frequencies.
+            elif name in targets or not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
                 misfits[name] = list(tensor.shape)
     if targets or misfits:
         missing = {name: list(target.shape) for name, target in targets.items()}
@@ -118,7 +117,7 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
     for name, parameter in model.named_parameters():  # of a tied head and embedding, the latter
         *path, own_name, _ = name.split(".")  # model.layers.0.self_attn.qkv_proj.weight
         module = model.get_submodule(".".join([*path, own_name]))
-        parts = module.parts if isinstance(module, Linear) else {own_name: len(parameter)}
+        parts = getattr(module, "parts", {own_name: len(parameter)})
         slices = torch.split(parameter, list(parts.values()))
         for part, rows in zip(parts, slices, strict=True):  # model.layers.0.self_attn.q_proj ..
             targets[name.replace(own_name, part)] = rows
