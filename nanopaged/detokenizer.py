@@ -44,9 +44,11 @@ class Detokenizer:
 
     def visible(self, final: bool = False) -> str:
         """The text, unless final without a tail that may be the beginning of a stop string."""
-        held_back = max((length for stop in self.stops for length in range(len(stop))
-                         if self.text.endswith(stop[:length])), default=0)
-        return self.text if final else self.text[: len(self.text) - held_back]
+        if final or not self.stops:
+            return self.text
+        held_back = max(length for stop in self.stops for length in range(len(stop))
+                        if self.text.endswith(stop[:length]))
+        return self.text[: len(self.text) - held_back]
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))

@@ -158,9 +158,8 @@ class LLM:
         return group
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        several = isinstance(prompts, (list, tuple))
-        if not several or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
+        one = not isinstance(prompts, (list, tuple)) or (prompts and isinstance(prompts[0], int))
+        prompts = [prompts] if one else prompts
         if not isinstance(params, (list, tuple)):
             params = [params or SamplingParams()] * len(prompts)
         check("number of sampling_params", len(params), choices=[len(prompts)])
