@@ -48,6 +48,7 @@ PARAMS = [
     ("stop_token_ids", [True]),
     ("stop_token_ids", ["a"]),
     ("stop_token_ids", 5),
+    ("stop_token_ids", "abc"),
     ("ignore_eos", "yes"),
     ("ignore_eos", 1),
     ("seed", 1.5),
@@ -139,6 +140,8 @@ PROMPTS = [
     ("text is an int", {"prompt": 5}, ["prompt"]),
     ("unknown key", {"text": "x"}, ["text"]),
     ("no key", {}, ["prompt"]),
+    ("both keys", {"prompt": "hello", "prompt_token_ids": [5]}, ["prompt", "hello"]),
+    ("a key too many", {"prompt_token_ids": [5], "text": "hello"}, ["prompt", "hello"]),
     ("none", None, ["None"]),
     ("bytes", b"abc", ["prompt", "abc"]),
     ("text without a tokenizer", "hello", ["tokenizer"]),
@@ -500,6 +503,13 @@ def test_one_bad_prompt_refuses_the_whole_call(prompt, words, busy):
     batch = [[1, 2, 3], prompt, [4, 5]]
     assert_refused(lambda: busy.generate(batch, greedy(), use_tqdm=False), words)
     assert_refused(lambda: list(busy.stream(batch, greedy())), words)
+
+
+@pytest.mark.parametrize("prompts", [5, None, b"abc", {"text": "abc"}], ids=str)
+def test_prompts_that_are_none_are_refused(prompts, busy):
+    words = ["prompt", str(prompts)]
+    assert_refused(lambda: busy.generate(prompts, greedy(), use_tqdm=False), words)
+    assert_refused(lambda: busy.stream(prompts, greedy()), words)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
