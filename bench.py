@@ -360,7 +360,7 @@ def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
         execute = llm.runner.execute
 
         def note(batch: Any) -> Any:  # in every step, or in some, as counting filled blocks is slow
-            running.append(len(batch.sequences))
+            running.append(len(batch.rows))
             if len(running) % every == 0:
                 filled.append(llm.stats().kv_utilisation)
             return execute(batch)

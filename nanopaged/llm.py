@@ -56,10 +56,11 @@ class LLM:
         self.steps_ahead = 1 if runner.device.type == "cuda" else 0
         self._launched: list[tuple[Batch, SamplerOutput]] = []  # oldest first
         self._closed = False
+        room = runner.num_blocks * config.block_size / self.max_model_len
         logging.getLogger("nanopaged").info(
-            f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; "
-            f"KV cache: {runner.num_blocks:,} blocks of {config.block_size} tokens, "
-            f"{runner.token_bytes:,} bytes each; sequences of up to {self.max_model_len:,} tokens")
+            f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; KV "
+            f"cache: {runner.num_blocks:,} blocks of {config.block_size} tokens of "
+            f"{runner.token_bytes:,} bytes, for {room:.1f} sequences of {self.max_model_len:,}")
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -80,12 +81,9 @@ class LLM:
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         try:
-            if not batch.sequences:  # those that run wait for what their beams will be
-                self.runner.move_blocks(batch)
-            else:
-                self._launched.append((batch, self.runner.execute(batch)))
+            self._launched.append((batch, self.runner.execute(batch)))
             groups = []
-            while len(self._launched) > (self.steps_ahead if batch.sequences else 0):
+            while len(self._launched) > (self.steps_ahead if batch.rows else 0):
                 groups += self.scheduler.update(*self._launched.pop(0))
         except BaseException:  # Ctrl-C too: whoever catches it can go on stepping
             self._launched.clear()
@@ -192,9 +190,13 @@ class LLM:
         A prompt is a string, a list of token ids, {"prompt": ..} or {"prompt_token_ids": ..}.
         """
         groups = self._make_groups(prompts, sampling_params)
+        stats, started = self.scheduler.stats, time.perf_counter()
+        before = stats.output_tokens
         with tqdm(total=len(groups), desc="requests", disable=not use_tqdm) as bar:
             for group in self._run(groups):
                 if not group.live:
+                    rate = (stats.output_tokens - before) / (time.perf_counter() - started)
+                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
                     bar.update()
         return [self._output(group) for group in groups]
 

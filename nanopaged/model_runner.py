@@ -7,12 +7,15 @@ forward pass over one flat batch of tokens.
 
 import ctypes
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from nanopaged.attention import TorchAttention, TritonAttention, flatten, to_device
 from nanopaged.block_manager import Moves
@@ -21,9 +24,10 @@ from nanopaged.layers import Linear
 from nanopaged.loader import load_dummy_weights, load_weights
 from nanopaged.model import CausalLM
 from nanopaged.sampler import Sampler, SamplerOutput
-from nanopaged.scheduler import Batch
+from nanopaged.scheduler import UNREAD, Batch
 
-UNREAD = -1  # a token that was sampled in the step before and that only the device knows yet
+Run: TypeAlias = Callable[[], Tensor]
+
 CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
 
 
@@ -55,39 +59,67 @@ class ModelRunner:
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # Entries past a sequence's end are read and masked, so they must name a block: zeros.
-        max_blocks = -(-self.max_model_len // config.block_size)
-        self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
+        self.max_blocks = -(-self.max_model_len // config.block_size)
+        self.block_tables = np.zeros((config.max_num_seqs, self.max_blocks), np.int64)
+        self.graphs: dict[int, tuple[list[Tensor], Run]] = {}  # by batch size
+        if self.device.type == "cuda" and self.attention == "triton" and not config.enforce_eager:
+            self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
     def execute(self, batch: Batch) -> SamplerOutput:
-        """One forward pass; the result's tensors are still on the device."""
-        self.move_blocks(batch)
+        """One step: moves, then a forward pass; the result's tensors are still on the device."""
+        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
+        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
+        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
         for row, first, block_ids in batch.table_updates:
             self.block_tables[row, first : first + len(block_ids)] = block_ids
         for seq in batch.admitted:
             self.sampler.set_row(seq)
-        counts = np.array(batch.counts)
-        rows = np.array([seq.row for seq in batch.sequences])
-        ends = np.array([seq.num_computed_tokens for seq in batch.sequences])
-        which, positions = flatten(ends - counts, counts)
-        spans = zip(batch.sequences, batch.counts, ends.tolist(), strict=True)
-        token_ids = np.array([token for seq, count, end in spans
-                              for token in seq.token_ids[end - count : end] or (UNREAD,)])
-        tables = self.block_tables[rows, : -(-ends.max() // self.config.block_size)]
-        metadata = self.backend.prepare(tables, ends - counts, counts)
-        samples = np.array([index for index, _ in batch.samples], np.int64)
-        sampled = np.array([seq.row for _, seq in batch.samples], np.int64)
-        arrays = token_ids, positions, np.cumsum(counts)[samples] - 1, rows[which], sampled
-        tokens, *inputs, token_rows, sampled_rows = (to_device(x, self.device) for x in arrays)
-        tokens = torch.where(tokens == UNREAD, self.last_tokens[token_rows], tokens)
-        logits = self.model(tokens, *inputs, self.kv_caches, metadata)
-        output = self.sampler.sample(logits, sampled, ends[samples])
-        self.last_tokens[sampled_rows] = output.token_ids
+        if not batch.rows:  # those that run wait for what their beams will be
+            return SamplerOutput(self.last_tokens[:0])
+        logits = self._forward(batch)
+        drawn = np.array([seq.row for seq in batch.drawn], np.int64)
+        output = self.sampler.sample(logits, drawn, np.array(batch.ends)[batch.samples])
+        self.last_tokens[to_device(drawn, self.device)] = output.token_ids
         return output
 
-    def move_blocks(self, batch: Batch) -> None:
-        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
-        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
-        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
+    def _forward(self, batch: Batch) -> Tensor:
+        """The logits [num_samples, vocab_size], by a recorded graph where all sequences decode."""
+        n = len(batch.rows)
+        decodes = len(batch.token_ids) == len(batch.samples) == n
+        size = min((size for size in self.graphs if size >= n and decodes), default=0)
+        if not size:
+            inputs, metadata = self._prepare(batch, -(-max(batch.ends) // self.config.block_size))
+            return self.model(*inputs, self.kv_caches, metadata)
+        inputs, metadata = self._prepare(padded(batch, size), self.max_blocks)
+        recorded, replay = self.graphs[size]
+        for tensor, new in zip(recorded, [*inputs, *metadata.tensors], strict=True):
+            tensor.copy_(new)
+        return replay()[:n]
+
+    def _prepare(self, batch: Batch, width: int) -> tuple[list[Tensor], Any]:
+        """The model's inputs: token ids, positions, rows that sample; and what attention needs."""
+        lists = batch.token_ids, batch.rows, batch.counts, batch.ends, batch.samples
+        token_ids, rows, counts, ends, samples = (np.array(x, np.int64) for x in lists)
+        which, positions = flatten(ends - counts, counts)
+        arrays = token_ids, positions, np.cumsum(counts)[samples] - 1
+        tokens, *inputs = (to_device(array, self.device) for array in arrays)
+        if (token_ids == UNREAD).any():
+            last = self.last_tokens[to_device(rows[which], self.device)]
+            tokens = torch.where(tokens == UNREAD, last, tokens)
+        metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
+        return [tokens, *inputs], metadata
+
+    def capture_graphs(self, record: Callable[[Run], Run]) -> None:
+        """Record the forward pass of decodes for some batch sizes; others are padded to the next.
+
+        A graph repeats the same kernels on the same tensors: a step copies its own into them.
+        """
+        most = self.config.max_num_seqs
+        sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
+        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):  # the largest needs most
+            inputs, metadata = self._prepare(padded(Batch(), size), self.max_blocks)
+            replay = record(partial(self.model, *inputs, self.kv_caches, metadata))
+            self.graphs[size] = [*inputs, *metadata.tensors], replay
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
         """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""
@@ -136,6 +168,25 @@ class ModelRunner:
         self.max_model_len = min(self.max_model_len, num_blocks * self.config.block_size)
         return num_blocks
 
+
+def padded(batch: Batch, size: int) -> Batch:
+    """Decodes, and as many sequences with one token at position -1 as are missing from `size`."""
+    more = [0] * (size - len(batch.rows))
+    return Batch(batch.token_ids + more, [1] * size, batch.ends + more, batch.rows + more,
+                 list(range(size)))
+
+
+def record_cuda_graph(pool: Any, run: Run) -> Run:
+    run()  # what is set up by a first call must not be recorded
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool):
+        logits = run()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return logits
+
+    return replay
 
 
 def keep_freed_memory() -> None:

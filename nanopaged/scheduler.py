@@ -23,21 +23,25 @@ from nanopaged.outputs import EngineStats
 from nanopaged.sampler import SamplerOutput
 from nanopaged.sequence import Sequence, SequenceGroup
 
+UNREAD = -1  # a token that was sampled in the step before and that only the device knows yet
+
 
 @dataclass
 class Batch:
-    """One step's work: sequence i computes `counts[i]` tokens, up to its `num_computed_tokens`."""
+    """One step's work in plain numbers: sequence i computes `counts[i]` tokens, up to `ends[i]`."""
 
-    sequences: list[Sequence] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of all, one sequence behind the other
     counts: list[int] = field(default_factory=list)
-    samples: list[tuple[int, Sequence]] = field(default_factory=list)
-    """(i, who gets the token that is drawn after the last one that sequence i computes)"""
+    ends: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)  # in the runner's table of block tables
+    samples: list[int] = field(default_factory=list)  # behind whose last token one is drawn
     swaps_out: Moves = field(default_factory=list)  # first these blocks move,
     swaps_in: Moves = field(default_factory=list)  # then these,
     copies: Moves = field(default_factory=list)  # then these are copied, and then the model runs
-    admitted: list[Sequence] = field(default_factory=list)  # those that have just got their row
     table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(row, first logical block, physical blocks): what changed in the block tables"""
+    drawn: list[Sequence] = field(default_factory=list)  # who gets the tokens of `samples`
+    admitted: list[Sequence] = field(default_factory=list)  # those that have just got their row
 
 
 class Scheduler:
@@ -66,16 +70,16 @@ class Scheduler:
             group = running[served]
             if group.beams and group.live[0].num_unread_tokens:
                 served += 1  # what its beams will be is not known yet
-            elif self._make_room(group, batch):
-                budget -= self._schedule_tokens(group, batch, budget)
+            elif self._make_room(seqs := group.scheduled, batch):
+                budget -= self._schedule_tokens(seqs, batch, budget)
                 served += 1
             else:
                 self._preempt(running.pop(), batch)  # the youngest: maybe this very group
                 preempted = True
         while self.waiting and budget and not preempted and self._admit(self.waiting[0], batch):
             running.append(self.waiting.popleft())
-            budget -= self._schedule_tokens(running[-1], batch, budget)
-        for _, seq in batch.samples:
+            budget -= self._schedule_tokens(running[-1].scheduled, batch, budget)
+        for seq in batch.drawn:
             seq.num_unread_tokens += 1
         self.stats.steps += 1
         self.stats.blocks_copied += len(batch.copies)
@@ -86,7 +90,7 @@ class Scheduler:
         """Append what was sampled, finish what is complete; returns the groups that got a token."""
         tokens = sampled.read()  # the one place that waits for the device
         groups: dict[SequenceGroup, None] = {}
-        for i, ((_, seq), token) in enumerate(zip(batch.samples, tokens, strict=True)):
+        for i, (seq, token) in enumerate(zip(batch.drawn, tokens, strict=True)):
             group, length = seq.group, len(seq.token_ids) + 1
             seq.num_unread_tokens -= 1
             if seq.finish_reason:  # found out only now that this step was one too many for it
@@ -150,9 +154,8 @@ class Scheduler:
             blocks_cached=len(self.blocks.published), requests_waiting=len(self.waiting),
             requests_running=sum(bool(group.live) for group in self.running))
 
-    def _make_room(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Give a running group the blocks for what it computes next; False, if there are none."""
-        seqs = group.scheduled
+    def _make_room(self, seqs: list[Sequence], batch: Batch) -> bool:
+        """Give a group's sequences the blocks for what they compute next, if there are enough."""
         if len(seqs) > 1 or seqs[0].num_tokens > len(seqs[0].block_table) * self.blocks.block_size:
             if self.blocks.missing(seqs) > len(self.blocks.free_blocks):
                 return False
@@ -160,32 +163,34 @@ class Scheduler:
                 batch.copies += self.blocks.grow(seq)
         return True
 
-    def _schedule_tokens(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
-        """Returns how many tokens the group computes. All its sequences sample, or none."""
-        seqs, left = group.scheduled, budget
-        missing = [seq.num_tokens - seq.num_computed_tokens for seq in seqs]
-        waits = sum(missing) > budget
-        for seq, count in zip(seqs, missing, strict=True):
-            count = min(count - waits, left)
+    def _schedule_tokens(self, seqs: list[Sequence], batch: Batch, budget: int) -> int:
+        """Returns how many tokens a group computes. All its sequences sample, or none."""
+        group, left = seqs[0].group, budget
+        waits = len(seqs) > 1 and budget < sum(s.num_tokens - s.num_computed_tokens for s in seqs)
+        for seq in seqs:
+            count = min(seq.num_tokens - seq.num_computed_tokens - waits, left)
             if count <= 0:
                 continue
             left -= count
             seq.num_computed_tokens += count
-            batch.sequences.append(seq)
+            end = seq.num_computed_tokens
+            batch.token_ids += seq.token_ids[end - count : end] or [UNREAD]
             batch.counts.append(count)
+            batch.ends.append(end)
+            batch.rows.append(seq.row)
             if seq.num_sent_blocks < len(seq.block_table):
                 first, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_table)
                 batch.table_updates.append((seq.row, first, seq.block_table[first:]))
-            if seq.num_computed_tokens // self.blocks.block_size > seq.num_published:
+            if end // self.blocks.block_size > seq.num_published:
                 self.blocks.publish(seq)
-            index = len(batch.sequences) - 1
-            if seq.num_computed_tokens == len(seq.token_ids) + seq.num_unread_tokens:
-                batch.samples.append((index, seq))
-            if seq.num_computed_tokens == group.num_prompt_tokens and not group.forked:
+            if end == len(seq.token_ids) + seq.num_unread_tokens:
+                batch.drawn.append(seq)
+            if end == group.num_prompt_tokens and not group.forked:
                 for other in group.live[1:]:
                     self.blocks.fork(seq, other)
-                    if len(other.token_ids) == group.num_prompt_tokens:  # else it was preempted
-                        batch.samples.append((index, other))
+                    if len(other.token_ids) == end:  # else it was preempted
+                        batch.drawn.append(other)
+            batch.samples += [len(batch.rows) - 1] * (len(batch.drawn) - len(batch.samples))
         return budget - left
 
     def _branch(self, group: SequenceGroup) -> None:
@@ -224,7 +229,7 @@ class Scheduler:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
             self.stats.prompt_tokens += group.num_prompt_tokens
-        return self._make_room(group, batch)
+        return self._make_room(group.scheduled, batch)
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Back to the head of the queue. The tokens stay, so what was sampled is not lost."""

@@ -669,7 +669,8 @@ def test_the_prompt_is_computed_once(llama, engine, swap_space):
     while llm.has_unfinished_requests():
         llm.step()
     assert [batch.counts for batch in batches] == [[8], [8], [4], [1] * 5, [1] * 5, [1] * 5]
-    takers = [[(i, seq.index) for i, seq in batch.samples] for batch in batches]
+    takers = [[(i, seq.index) for i, seq in zip(batch.samples, batch.drawn, strict=True)]
+              for batch in batches]  # fmt: skip
     assert takers[:2] == [[], []]
     assert takers[2] == [(0, index) for index in range(5)]  # one row of logits for all
     assert takers[3:] == [[(index, index) for index in range(5)]] * 3
@@ -922,7 +923,8 @@ def test_what_is_swapped_keeps_its_sharing_and_moves_once_each_way(
             assert len(dict(pairs)) == len({target for _, target in pairs}) == len(pairs)
         for group in llm.scheduler.waiting:
             if group.swapped:
-                assert group not in [seq.group for seq in batch.sequences]
+                assert group not in [seq.group for seq in batch.drawn]
+                assert all(seq.row < 0 for seq in group.live)
                 first, second, third = tables(group.live)
                 assert first[0] == second[0] == third[0]  # the prompt's full block
                 assert len(blocks_of(group)) == len({*first, *second, *third})

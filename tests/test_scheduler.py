@@ -83,7 +83,7 @@ class World:
             "counted": self.counted(),
         }
         batch = scheduler.schedule()
-        assert bool(batch.sequences) == bool(live), "a step without work"
+        assert bool(batch.rows) == bool(live), "a step without work"
         self.move(batch.swaps_out)
         for i in free:  # what was taken, and is not a hit, has lost its content
             if blocks[i].ref_count and (
@@ -99,6 +99,10 @@ class World:
         self.check_slots(batch, settled)
         self.check_residents()
         return batch
+
+    def working(self, batch):
+        rows = {seq.row: seq for group in self.scheduler.running for seq in group.live}
+        return [rows[row] for row in batch.rows]
 
     def held(self, group):
         return {block for seq in group.live for block in seq.block_table}
@@ -118,10 +122,14 @@ class World:
     def check_work(self, batch, before):
         """Groups in order, each as a whole: all that is left of it, or what the budget allows."""
         scheduler, budget, catching_up = self.scheduler, self.budget, False
-        counts = dict(zip(batch.sequences, batch.counts, strict=True))
+        working = self.working(batch)
+        counts = dict(zip(working, batch.counts, strict=True))
         assert all(count > 0 for count in counts.values())
         worked = [seq for group in scheduler.running for seq in group.live if seq in counts]
-        assert batch.sequences == worked
+        assert working == worked
+        assert batch.ends == [seq.num_computed_tokens for seq in worked]
+        spans = zip(worked, batch.counts, batch.ends, strict=True)
+        assert batch.token_ids == [t for s, count, e in spans for t in s.token_ids[e - count : e]]
         assert sum(counts.values()) <= budget
         admitted, samples = [], []
         for group in scheduler.running:
@@ -153,7 +161,8 @@ class World:
             if all(s.num_computed_tokens == len(s.token_ids) for s in group.live):
                 samples += [(s if forked else leader, s) for s in group.live]
             admitted += [s for s in group.live if before["rows"][s] < 0]
-        assert [(batch.sequences[i], seq) for i, seq in batch.samples] == samples
+        takers = zip(batch.samples, batch.drawn, strict=True)
+        assert [(working[i], seq) for i, seq in takers] == samples
         assert batch.admitted == admitted
         order = [group for group in self.groups if group.live]
         assert [*scheduler.running, *scheduler.waiting] == order, "not first come, first served"
@@ -179,7 +188,7 @@ class World:
     def check_slots(self, batch, settled):
         blocks, written = self.blocks.blocks, set()
         names = {seq: self.name(seq) for group in self.groups for seq in group.live}
-        for seq, count in zip(batch.sequences, batch.counts, strict=True):
+        for seq, count in zip(self.working(batch), batch.counts, strict=True):
             row = self.mirror[seq.row]
             assert row[: len(seq.block_table)] == seq.block_table, "the runner has another table"
             for position in range(seq.num_computed_tokens - count, seq.num_computed_tokens):
@@ -230,20 +239,21 @@ class World:
 
     def update(self, batch):
         tokens, logprobs = [], {}
-        for i, (_, seq) in enumerate(batch.samples):
+        for i, seq in enumerate(batch.drawn):
             says = self.says[seq.group]
             if seq.group.beams:
                 logprobs[i] = says(seq.token_ids, seq.group.params.logprobs)
             tokens.append(0 if seq.group.beams else says(len(seq.token_ids), seq.index))
         output = SamplerOutput(torch.tensor(tokens, dtype=torch.int64), logprobs)
-        groups = [seq.group for _, seq in batch.samples]
+        groups = [seq.group for seq in batch.drawn]
         assert self.scheduler.update(batch, output) == list(dict.fromkeys(groups))
 
     def step(self):
         """One whole step; returns {group: number of tokens that it computed}."""
         batch, done = self.schedule(), Counter()
+        working = self.working(batch)
         self.update(batch)
-        for seq, count in zip(batch.sequences, batch.counts, strict=True):
+        for seq, count in zip(working, batch.counts, strict=True):
             done[seq.group] += count
         return dict(done)
 
@@ -362,9 +372,9 @@ def test_a_step_samples_only_where_it_reaches_the_last_token():
     told = []
     while world.scheduler.has_unfinished:
         batch = world.schedule()
-        told.append((batch.counts, batch.samples, len(only(group).token_ids)))
+        told.append((batch.counts, batch.drawn, len(only(group).token_ids)))
         world.update(batch)
-    sample = [(0, only(group))]
+    sample = [only(group)]
     assert told == [([4], [], 10), ([4], [], 10), ([2], sample, 10), ([1], sample, 11),
                     ([1], sample, 12)]  # fmt: skip
     assert only(group).token_ids == prompt(10) + [1010, 1011, 1012]
@@ -466,7 +476,7 @@ def test_who_preempts_itself_is_not_in_that_step():
     first, second = world.add(prompt(6), max_tokens=2), world.add(prompt(8, 1), max_tokens=3)
     world.step()
     batch = world.schedule()  # the second needs a third block; nobody is younger
-    assert batch.sequences == [only(first)]
+    assert world.working(batch) == [only(first)]
     assert list(world.scheduler.waiting) == [second]
     world.update(batch)
     assert only(second).token_ids == prompt(8, 1) + [1008]
@@ -488,7 +498,7 @@ def test_a_preempted_sequence_keeps_its_tokens_and_resumes_from_what_is_cached(l
     batch = world.schedule()  # the first has finished
     # Its second block was taken before its first: tail first.
     assert batch.counts == [length - 4 if caching else length]
-    assert batch.samples == [(0, only(second))]
+    assert batch.drawn == [only(second)]
     assert second.num_cached_tokens == 0  # at its first admission
     world.update(batch)
     world.finish()
@@ -515,14 +525,14 @@ def test_a_group_computes_its_prompt_once_then_forks_and_each_writes_to_a_block_
     group = world.add(prompt(6), n=3)
     a, b, c = group.sequences
     batch = world.schedule()
-    assert (batch.sequences, batch.counts, batch.admitted) == ([a], [6], [a, b, c])
-    assert batch.samples == [(0, a), (0, b), (0, c)]
+    assert (batch.rows, batch.counts, batch.admitted) == ([a.row], [6], [a, b, c])
+    assert (batch.samples, batch.drawn) == ([0, 0, 0], [a, b, c])
     assert tables(group) == [[0, 1], [0, 1], [0, 1]]
     world.update(batch)
     assert [seq.token_ids[-1] for seq in group.live] == [1006, 2006, 3006]
     batch = world.schedule()
-    assert (batch.sequences, batch.counts) == ([a, b, c], [1, 1, 1])
-    assert batch.samples == [(0, a), (1, b), (2, c)]
+    assert (batch.rows, batch.counts) == ([a.row, b.row, c.row], [1, 1, 1])
+    assert (batch.samples, batch.drawn) == ([0, 1, 2], [a, b, c])
     assert batch.copies == [(1, 2), (1, 3)]
     assert tables(group) == [[0, 2], [0, 3], [0, 1]]
     assert batch.table_updates == [(a.row, 1, [2]), (b.row, 0, [0, 3]), (c.row, 0, [0, 1])]
