@@ -13,7 +13,7 @@ first one forks, both have [0, 1]; who writes token 7 first takes a copy, [0, 3]
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import xxhash
@@ -22,17 +22,18 @@ from nanopaged.sequence import Sequence
 
 FreeList: TypeAlias = OrderedDict[int, None]  # in eviction order; takes from the middle in O(1)
 Moves: TypeAlias = list[tuple[int, int]]  # (from, to): physical blocks whose contents are copied
+Content: TypeAlias = tuple[int | str | None, list[int]]
+"""Of a full block: the prefix_id of the block before it (of the first, the salt), its tokens."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One physical block. `hash` is None unless it is published; then the rest says as what."""
+    """One physical block. `hash` is None unless it is published; then `content` says as what."""
 
     ref_count: int = 0
     hash: int | None = None
-    token_ids: list[int] = field(default_factory=list)
-    parent: int | str | None = None  # prefix_id of the block before it; of the first, the salt
-    prefix_id: int = 0  # names the content from the start to here; never used twice
+    content: Content | None = None
+    prefix_id: int = 0  # once it is full, names all from the start to its end; never used twice
 
 
 class BlockManager:
@@ -57,14 +58,13 @@ class BlockManager:
         hash only finds a candidate; token ids and parent prove it, so a collision can cost a hit.
         """
         found: list[int] = []
-        parent: int | str | None = seq.group.params.cache_salt
         last = (seq.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
         for index in range(last):
-            block_id = self.published.get(self._chained_hash(seq, index), -1)
-            if block_id < 0 or not self._holds(block_id, parent, seq, index):
+            hash, content = self._identify(seq, found, index)
+            block_id = self.published.get(hash, -1)
+            if block_id < 0 or self.blocks[block_id].content != content:
                 break
             found.append(block_id)
-            parent = self.blocks[block_id].prefix_id
         return found
 
     def room(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
@@ -83,7 +83,6 @@ class BlockManager:
             return False
         self._hold(seq, prefix)
         seq.num_published = len(prefix)
-        seq.prefix_id = self.blocks[prefix[-1]].prefix_id if prefix else 0
         seq.num_computed_tokens = len(prefix) * self.block_size
         self.grow(seq)
         return True
@@ -117,8 +116,7 @@ class BlockManager:
         """Let `child` have what `parent` has computed, in the same blocks: the last one too."""
         self.free(child)
         computed, size = parent.num_computed_tokens, self.block_size
-        child.num_published, child.prefix_id = parent.num_published, parent.prefix_id
-        child.num_computed_tokens = computed
+        child.num_published, child.num_computed_tokens = parent.num_published, computed
         child.block_hashes = parent.block_hashes[: computed // size]
         self._hold(child, parent.block_table[: -(-computed // size)])
 
@@ -147,31 +145,28 @@ class BlockManager:
             if block.ref_count == 0:
                 on_device = block_id < self.num_blocks
                 free = self.free_blocks if on_device else self.free_swap_blocks
-                free[block_id] = None
-                if block.hash is None:  # nothing to remember: the first to be taken again
-                    free.move_to_end(block_id, last=False)
+                free[block_id] = None  # with nothing to remember it is the first to be taken again
+                free.move_to_end(block_id, last=block.hash is not None)
         seq.block_table = []
-        seq.num_published = seq.prefix_id = seq.num_sent_blocks = 0
+        seq.num_published = seq.num_sent_blocks = 0
 
     def publish(self, seq: Sequence) -> None:
         """Let others find the full blocks of `seq` that are computed, or will be by this step.
 
-        Of two blocks with the same content the first stays published, and both sequences go on from
-        its `prefix_id`. After a collision the block stays private, and so will those behind it.
+        Of two blocks with the same content the first stays published, and lends the other its
+        `prefix_id`. After a collision the block stays private, and so will those behind it.
         """
         known = min(seq.num_computed_tokens, len(seq.token_ids))
         full = known // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_published, full):
-            parent = seq.prefix_id if index else seq.group.params.cache_salt
-            hash = self._chained_hash(seq, index)
-            block_id = self.published.setdefault(hash, seq.block_table[index])
-            block = self.blocks[block_id]
+            block_id = seq.block_table[index]
+            hash, content = self._identify(seq, seq.block_table, index)
+            first = self.blocks[self.published.setdefault(hash, block_id)]
             self.last_prefix_id += 1
-            if block.hash is None:
-                block.hash, block.parent, block.prefix_id = hash, parent, self.last_prefix_id
-                block.token_ids = self._tokens(seq, index)
-            same = self._holds(block_id, parent, seq, index)
-            seq.prefix_id = block.prefix_id if same else self.last_prefix_id
+            if first.hash is None:
+                first.hash, first.content, first.prefix_id = hash, content, self.last_prefix_id
+            same = first.content == content
+            self.blocks[block_id].prefix_id = first.prefix_id if same else self.last_prefix_id
             seq.num_published = index + 1
 
     def forget(self) -> None:
@@ -195,19 +190,14 @@ class BlockManager:
             self.blocks[block_id].ref_count += 1
         seq.block_table = list(block_table)
 
-    def _tokens(self, seq: Sequence, index: int) -> list[int]:
-        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+    def _identify(self, seq: Sequence, table: list[int], index: int) -> tuple[int, Content]:
+        """How a full block is found (a hash of it, chained to its parent's) and what proves it.
 
-    def _holds(self, block_id: int, parent: int | str | None, seq: Sequence, index: int) -> bool:
-        block = self.blocks[block_id]
-        return block.parent == parent and block.token_ids == self._tokens(seq, index)
-
-    def _chained_hash(self, seq: Sequence, index: int) -> int:
-        """Hash of a full block and, through its parent's hash, of everything before it."""
-        hashes = seq.block_hashes
-        while len(hashes) <= index:
-            salt = (seq.group.params.cache_salt or "").encode()
-            parent = hashes[-1] if hashes else self.hash_function(salt)
-            content = array("Q", [parent, *self._tokens(seq, len(hashes))])
-            hashes.append(self.hash_function(content.tobytes()))
-        return hashes[index]
+        The blocks before it are in `table`, and their hashes are known.
+        """
+        salt, hashes = seq.group.params.cache_salt, seq.block_hashes
+        tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        if index == len(hashes):
+            before = hashes[-1] if hashes else self.hash_function((salt or "").encode())
+            hashes.append(self.hash_function(array("Q", [before, *tokens]).tobytes()))
+        return hashes[index], (self.blocks[table[index - 1]].prefix_id if index else salt, tokens)

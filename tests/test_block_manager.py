@@ -109,9 +109,9 @@ def state(manager, *sequences):
         list(manager.free_swap_blocks),
         list(manager.published.items()),
         manager.last_prefix_id,
-        [(b.ref_count, b.hash, b.parent, b.prefix_id, b.token_ids[:]) for b in manager.blocks],
+        [(b.ref_count, b.hash, b.content, b.prefix_id) for b in manager.blocks],
         [
-            (s.token_ids[:], s.block_table[:], s.num_published, s.prefix_id, s.num_computed_tokens,
+            (s.token_ids[:], s.block_table[:], s.num_published, s.num_computed_tokens,
              s.num_sent_blocks)
             for s in sequences
         ],
@@ -901,7 +901,7 @@ class Machine(RuleBasedStateMachine):
         assert len(set(ids)) == len(ids)
         for block in published.values():
             assert block < manager.num_blocks
-            assert manager.blocks[block].token_ids == [token for _, token in content[block]]
+            assert manager.blocks[block].content[1] == [token for _, token in content[block]]
         contents = [content[block][-1] for block in published.values()]
         assert len(set(contents)) == len(contents), "one content, published twice"
         for group in self.groups + self.swapped:
