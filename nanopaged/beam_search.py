@@ -52,12 +52,11 @@ def advance(group: SequenceGroup) -> list[tuple[Sequence, Sequence]] | None:
     parents = {child.parent: child for child in reversed(kept)}  # and the best child of each
     others = [child for child in kept if parents[child.parent] is not child]
     idle = [seq for seq in group.live if seq not in parents]
-    for child, seq in zip(others, idle, strict=True):
+    forks = list(zip(others, idle, strict=True))
+    # The parents at last: until then their other children need what they have said before.
+    for child, seq in [*forks, *((child, child.parent) for child in parents.values())]:
         seq.extend(*child[1:])
-    for child in parents.values():  # at last: until now the others needed what they said before
-        child.parent.extend(*child[1:])
     full = len(group.finished) == width
-    hopeless = full and kept[0].parent.score <= group.finished[-1].score
-    if hopeless or (full and group.beams.early_stopping):
+    if full and (group.beams.early_stopping or kept[0].parent.score <= group.finished[-1].score):
         return None
-    return [(child.parent, seq) for child, seq in zip(others, idle, strict=True)]
+    return [(child.parent, seq) for child, seq in forks]
