@@ -44,8 +44,8 @@ class Tiles:
 class AttentionMetadata:
     """Where this step's tokens are stored and what they attend to; the same for every layer."""
 
-    store_rows: Tensor  # [num_tokens * 2 * num_kv_heads]: where a token's K go, and where its V
-    tiles: list[Tiles]
+    slots: Tensor  # [2, num_tokens]: the physical block of every token, and its offset in there
+    tiles: list[Any]  # those done together are one element: Tiles, or a Launch
 
 
 class TorchAttention:
@@ -63,33 +63,32 @@ class TorchAttention:
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
-        tables = block_tables * 2 * self.num_kv_heads  # in units of (block, K or V, head)
-        heads = np.arange(2 * self.num_kv_heads)
         seqs, positions = flatten(starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
-        store_rows = (tables[seqs, blocks, None] + heads) * self.block_size + offsets[:, None]
+        slots = np.stack((block_tables[seqs, blocks], offsets))
         # Cut every sequence's queries into tiles: some rows of the flat batch each.
         firsts = np.flatnonzero((positions - starts[seqs]) % QUERY_TILE == 0)
         sizes = np.diff(firsts, append=len(seqs))
         num_blocks = blocks[firsts + sizes - 1] + 1  # up to the one of a tile's last query
         # Take as many of one size as may be gathered together, those of the longest context first.
+        heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
         tiles, left = [], np.lexsort((-num_blocks, sizes))
         while left.size:
             group = left[: max(1, TILE_BYTES // (num_blocks[left[0]] * self.block_bytes))]
             group = group[sizes[group] == sizes[group[0]]]
             left = left[len(group) :]
             queries = firsts[group, None] + np.arange(sizes[group[0]])  # [num_tiles, num_queries]
-            table = tables[seqs[firsts[group]], None, : num_blocks[group[0]]]
-            cache_rows = table + heads.reshape(2, 1, -1, 1)  # [2, num_tiles, num_kv_heads, blocks]
+            table = block_tables[seqs[firsts[group]], None, : num_blocks[group[0]]]
+            cache_rows = table * heads.size + heads  # [2, num_tiles, num_kv_heads, num_blocks]
             keys = np.arange(table.shape[2] * self.block_size)
             hidden = keys > positions[queries][:, None, None, :, None]
             arrays = queries.ravel(), cache_rows.ravel(), hidden
             tiles.append(Tiles(*(to_device(array, self.device) for array in arrays)))
-        return AttentionMetadata(to_device(store_rows.ravel(), self.device), tiles)
+        return AttentionMetadata(to_device(slots, self.device), tiles)
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
-        rows = kv_cache.view(-1, self.head_dim)  # one for every (block, K or V, head, offset)
-        rows.index_copy_(0, metadata.store_rows, torch.cat((k, v), 1).view(-1, self.head_dim))
+        blocks, offsets = metadata.slots
+        kv_cache[blocks, :, :, offsets] = torch.stack((k, v), 1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
@@ -132,24 +131,18 @@ class Launch:
     """Tiles of queries that are computed together."""
 
     tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, number of queries
+    block_tables: Tensor  # [num_seqs, max_blocks]
     rows: int  # of the matrix that a tile is: its queries times the group's heads, and padding
     max_queries: int
     num_splits: int  # of the keys; a power of two
 
 
-@dataclass
-class TritonMetadata:
-    """A step as tensors: with other contents of the same shapes, the same launches do another."""
-
-    slots: Tensor  # [num_tokens]: physical block * block_size + offset; -1 for padding
-    block_tables: Tensor  # [num_seqs, max_blocks]
-    launches: list[Launch]
-
-
 class TritonAttention(TorchAttention):
     """The same calls, by the kernels of `kernels.py`.
 
-    A query at position -1 is padding: it is not stored, it sees no key, and its result is zero.
+    A query at position -1 is padding: its block is -1 too, it is not stored, it sees no key, and
+    its result is zero. With other contents in the metadata's tensors, `store` and `attend` do
+    another step, of the same shapes.
     """
 
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
@@ -171,32 +164,34 @@ class TritonAttention(TorchAttention):
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
         self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
 
-    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         seqs, positions = flatten(starts, counts)
         blocks, offsets = np.divmod(positions, self.block_size)
-        slots = np.where(positions < 0, -1, block_tables[seqs, blocks] * self.block_size + offsets)
-        few, launches = counts * self.group_size <= self.rows[0], []
-        for rows, chosen in zip(self.rows, (few, ~few), strict=True):
-            size = rows // self.group_size  # queries of a full tile
-            firsts = np.flatnonzero(chosen[seqs] & ((positions - starts[seqs]) % size == 0))
-            ends = np.minimum(positions[firsts] + size, (starts + counts)[seqs[firsts]])
-            tiles = np.stack((seqs[firsts], firsts, positions[firsts], ends - positions[firsts]), 1)
-            if tiles.size:
-                tiles = tiles[np.argsort(-ends)]  # the chip should run empty on short ones
-                num_splits = self._num_splits(len(tiles), block_tables.shape[1])
-                most = int(tiles[:, 3].max())
-                launches.append(Launch(self._tensor(tiles), rows, most, num_splits))
-        return TritonMetadata(self._tensor(slots), self._tensor(block_tables), launches)
+        slots = np.stack((np.where(positions < 0, -1, block_tables[seqs, blocks]), offsets))
+        # Tiles have the rows that their sequence needs; those with the most keys come first, since
+        # the chip should run empty on short ones.
+        rows = np.where(counts * self.group_size <= self.rows[0], *self.rows)[seqs]
+        firsts = np.flatnonzero((positions - starts[seqs]) % (rows // self.group_size) == 0)
+        sizes = np.diff(firsts, append=len(seqs))
+        tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
+        tiles = tiles[np.argsort(-positions[firsts] - sizes)]
+        tables, launches = self._tensor(block_tables), []
+        for size in np.unique(rows).tolist():
+            some = tiles[rows[tiles[:, 1]] == size]
+            splits = self._num_splits(len(some), block_tables.shape[1])
+            most = int(some[:, 3].max())
+            launches.append(Launch(self._tensor(some), tables, size, most, splits))
+        return AttentionMetadata(self._tensor(slots), launches)
 
-    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
             k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
-        out, tables = q.new_empty(q.shape), metadata.block_tables
-        for launch in metadata.launches:
-            tiles, splits = launch.tiles, launch.num_splits
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        out = q.new_empty(q.shape)
+        for launch in metadata.tiles:
+            tiles, tables, splits = launch.tiles, launch.block_tables, launch.num_splits
             lse = torch.empty(*q.shape[:2], splits, device=q.device)
             parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if splits > 1 else out
             self.kernels.paged_attention[len(tiles) * self.num_kv_heads, splits](

@@ -35,13 +35,15 @@ def store_kv(k, v, slots, kv_cache,
     """Write a token's K and V of one head into its slot. Grid: [num_tokens, num_kv_heads].
 
     k, v [num_tokens, num_kv_heads, head_dim], tokens a stride apart, since they may be columns of a
-    wider matrix; slots [num_tokens], -1: not stored; kv_cache. In torch: `TorchAttention.store`.
+    wider matrix; slots [2, num_tokens]: block (-1: not stored), offset; kv_cache. In torch:
+    `TorchAttention.store`.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot = tl.load(slots + token).to(tl.int64)  # a pool has more elements than 32 bits can count
-    if slot >= 0:
+    block = tl.load(slots + token).to(tl.int64)  # a pool has more elements than 32 bits can count
+    offset = tl.load(slots + tl.num_programs(0) + token)
+    if block >= 0:
         dim = tl.arange(0, DIM)
-        row = (slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
+        row = (block * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + offset
         k_row = tl.load(k + token * k_stride + head * HEAD_DIM + dim, mask=dim < HEAD_DIM)
         v_row = tl.load(v + token * v_stride + head * HEAD_DIM + dim, mask=dim < HEAD_DIM)
         to = kv_cache + row * HEAD_DIM + dim

@@ -29,9 +29,7 @@ class SamplerOutput:
     def __post_init__(self) -> None:
         # Queued behind this step and before the next one, so that `read` waits for this one alone.
         self.host_ids = self.token_ids.to("cpu", non_blocking=True)
-        self.sent = torch.cuda.Event() if self.token_ids.is_cuda else None  # type: ignore[no-untyped-call]
-        if self.sent is not None:
-            self.sent.record()
+        self.sent = torch.cuda.current_stream().record_event() if self.token_ids.is_cuda else None
 
     def read(self) -> list[int]:
         """Wait for the tokens."""

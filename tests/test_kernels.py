@@ -123,7 +123,7 @@ def test_splits_of_the_keys_change_nothing(dtype, heads, block_size):
     seqs = decodes(heads, block_size, dtype)
     case = TritonCase([*seqs, (0, 3), (2, 20), (0, 1)], heads, block_size, dtype)
     backend = case.backend(num_programs=40 * heads[1])
-    launches = case.prepare(backend).launches
+    launches = case.prepare(backend).tiles
     assert all(launch.num_splits >= 2 for launch in launches)
     case.check(backend)
 
@@ -133,7 +133,7 @@ def test_few_sequences_are_split_so_that_they_fill_the_chip(num_programs, num_sp
     case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)  # 2 tiles for each of 2 heads
     backend = case.backend(num_programs)
     assert backend.key_tile == 128
-    (launch,) = case.prepare(backend).launches
+    (launch,) = case.prepare(backend).tiles
     assert launch.num_splits == num_splits
     case.check(backend)
 
@@ -164,14 +164,14 @@ def test_more_heads_in_a_group_than_rows_in_a_tile():
 
 def test_tiles_are_small_where_all_queries_fit_into_one():
     case = TritonCase([(9, 5), (0, 6), (7, 1), (0, 43)], (6, 2, 64), dtype=BF16)
-    few, many = case.prepare(case.backend()).launches
+    few, many = case.prepare(case.backend()).tiles
     assert (few.rows, few.max_queries, few.tiles[:, 0].tolist()) == (16, 5, [0, 2])
     assert (many.rows, many.max_queries, many.tiles[:, 0].tolist()) == (128, 42, [3, 3, 1])
 
 
 def test_tiles_with_the_most_keys_run_first():
     case = TritonCase([(5, 1), (90, 1), (0, 200), (40, 1), (60, 170)], (2, 1, 64), dtype=BF16)
-    few, many = case.prepare(case.backend()).launches
+    few, many = case.prepare(case.backend()).tiles
     assert few.tiles.tolist() == [[1, 1, 90, 1], [3, 202, 40, 1], [0, 0, 5, 1]]
     ends = (many.tiles[:, 2] + many.tiles[:, 3]).tolist()
     assert ends == sorted([64, 128, 192, 200, 124, 188, 230], reverse=True)
@@ -257,12 +257,12 @@ def test_new_contents_in_old_metadata_are_another_step(num_programs):
     for seqs, padding in (([(300, 1), (9, 1), (31, 1)], 1), ([(0, 1)], 3), ([(16, 1)] * 4, 0)):
         case = PaddedCase(seqs, padding)
         new = case.prepare(backend)
-        ((old_launch,), (new_launch,)) = metadata.launches, new.launches
+        ((old_launch,), (new_launch,)) = metadata.tiles, new.tiles
         assert old_launch.num_splits == new_launch.num_splits
         assert old_launch.max_queries == new_launch.max_queries == 1
         old_launch.tiles.copy_(new_launch.tiles)
         metadata.slots.copy_(new.slots)
-        metadata.block_tables.copy_(new.block_tables)
+        old_launch.block_tables.copy_(new_launch.block_tables)
         case.prepare = lambda _: metadata
         case.check(backend)
 
