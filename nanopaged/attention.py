@@ -44,7 +44,8 @@ class Tiles:
 class AttentionMetadata:
     """Where this step's tokens are stored and what they attend to; the same for every layer."""
 
-    slots: Tensor  # [2, num_tokens]: the physical block of every token, and its offset in there
+    blocks: Tensor  # [num_tokens]: the physical block that a token is stored in
+    offsets: Tensor  # [num_tokens]: its place in there
     tiles: list[Any]  # those done together are one element: Tiles, or a Launch
 
 
@@ -64,12 +65,12 @@ class TorchAttention:
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
         seqs, positions = flatten(starts, counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slots = np.stack((block_tables[seqs, blocks], offsets))
+        indices, offsets = np.divmod(positions, self.block_size)
+        blocks = block_tables[seqs, indices]
         # Cut every sequence's queries into tiles: some rows of the flat batch each.
         firsts = np.flatnonzero((positions - starts[seqs]) % QUERY_TILE == 0)
         sizes = np.diff(firsts, append=len(seqs))
-        num_blocks = blocks[firsts + sizes - 1] + 1  # up to the one of a tile's last query
+        num_blocks = indices[firsts + sizes - 1] + 1  # up to the one of a tile's last query
         # Take as many of one size as may be gathered together, those of the longest context first.
         heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
         tiles, left = [], np.lexsort((-num_blocks, sizes))
@@ -84,11 +85,11 @@ class TorchAttention:
             hidden = keys > positions[queries][:, None, None, :, None]
             arrays = queries.ravel(), cache_rows.ravel(), hidden
             tiles.append(Tiles(*(to_device(array, self.device) for array in arrays)))
-        return AttentionMetadata(to_device(slots, self.device), tiles)
+        return AttentionMetadata(to_device(blocks, self.device), to_device(offsets, self.device),
+                                 tiles)
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
-        blocks, offsets = metadata.slots
-        kv_cache[blocks, :, :, offsets] = torch.stack((k, v), 1)
+        kv_cache[metadata.blocks, :, :, metadata.offsets] = torch.stack((k, v), 1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
@@ -166,8 +167,8 @@ class TritonAttention(TorchAttention):
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         seqs, positions = flatten(starts, counts)
-        blocks, offsets = np.divmod(positions, self.block_size)
-        slots = np.stack((np.where(positions < 0, -1, block_tables[seqs, blocks]), offsets))
+        indices, offsets = np.divmod(positions, self.block_size)
+        blocks = np.where(positions < 0, -1, block_tables[seqs, indices])
         # Tiles have the rows that their sequence needs; those with the most keys come first, since
         # the chip should run empty on short ones.
         rows = np.where(counts * self.group_size <= self.rows[0], *self.rows)[seqs]
@@ -181,11 +182,11 @@ class TritonAttention(TorchAttention):
             splits = self._num_splits(len(some), block_tables.shape[1])
             most = int(some[:, 3].max())
             launches.append(Launch(self._tensor(some), tables, size, most, splits))
-        return AttentionMetadata(self._tensor(slots), launches)
+        return AttentionMetadata(self._tensor(blocks), self._tensor(offsets), launches)
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
-            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
+            k, v, metadata.blocks, metadata.offsets, kv_cache, k.stride(0), v.stride(0),
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -143,8 +143,7 @@ class BlockManager:
             block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
-                on_device = block_id < self.num_blocks
-                free = self.free_blocks if on_device else self.free_swap_blocks
+                free = self.free_blocks if block_id < self.num_blocks else self.free_swap_blocks
                 free[block_id] = None  # with nothing to remember it is the first to be taken again
                 free.move_to_end(block_id, last=block.hash is not None)
         seq.block_table = []

@@ -28,22 +28,21 @@ LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to itself is n
 
 
 @triton.jit
-def store_kv(k, v, slots, kv_cache,
+def store_kv(k, v, blocks, offsets, kv_cache,
              k_stride, v_stride,
              NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
              DIM: tl.constexpr):
-    """Write a token's K and V of one head into its slot. Grid: [num_tokens, num_kv_heads].
+    """Write a token's K and V of one head into its place. Grid: [num_tokens, num_kv_heads].
 
     k, v [num_tokens, num_kv_heads, head_dim], tokens a stride apart, since they may be columns of a
-    wider matrix; slots [2, num_tokens]: block (-1: not stored), offset; kv_cache. In torch:
-    `TorchAttention.store`.
+    wider matrix; blocks [num_tokens], -1: not stored; offsets [num_tokens], in them; kv_cache. In
+    torch: `TorchAttention.store`.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    block = tl.load(slots + token).to(tl.int64)  # a pool has more elements than 32 bits can count
-    offset = tl.load(slots + tl.num_programs(0) + token)
+    block = tl.load(blocks + token).to(tl.int64)  # a pool has more elements than 32 bits can count
     if block >= 0:
         dim = tl.arange(0, DIM)
-        row = (block * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + offset
+        row = (block * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + tl.load(offsets + token)
         k_row = tl.load(k + token * k_stride + head * HEAD_DIM + dim, mask=dim < HEAD_DIM)
         v_row = tl.load(v + token * v_stride + head * HEAD_DIM + dim, mask=dim < HEAD_DIM)
         to = kv_cache + row * HEAD_DIM + dim
@@ -102,9 +101,7 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
         key += KEYS
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
     total = tl.maximum(total, 1e-30)  # a row that has seen no key: its result is 0, its weight too
-    lse += token * NUM_KV_HEADS * GROUP * num_splits
-    out += token * NUM_KV_HEADS * GROUP * num_splits * HEAD_DIM
-    out_row = (query * NUM_KV_HEADS * GROUP + head) * num_splits + split
+    out_row = ((token + query) * NUM_KV_HEADS * GROUP + head) * num_splits + split
     tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], acc / total[:, None], mask=mask)
     tl.store(lse + out_row, highest + tl.log2(total), mask=query < num_queries)
 

@@ -261,7 +261,8 @@ def test_new_contents_in_old_metadata_are_another_step(num_programs):
         assert old_launch.num_splits == new_launch.num_splits
         assert old_launch.max_queries == new_launch.max_queries == 1
         old_launch.tiles.copy_(new_launch.tiles)
-        metadata.slots.copy_(new.slots)
+        metadata.blocks.copy_(new.blocks)
+        metadata.offsets.copy_(new.offsets)
         old_launch.block_tables.copy_(new_launch.block_tables)
         case.prepare = lambda _: metadata
         case.check(backend)
@@ -346,7 +347,7 @@ cases = [
      dict(NUM_HEADS=16, HEAD_DIM=128, NUM_SPLITS=16, DIM=128), 4, 3),
 ]
 floats = {"lse", "parts"}
-ints = {"slots", "block_tables", "tiles"}
+ints = {"blocks", "offsets", "block_tables", "tiles"}
 for arch in (80, 90):
     for title, name, constants, num_warps, num_stages in cases:
         kernel = getattr(kernels, name)
