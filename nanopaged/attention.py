@@ -48,6 +48,12 @@ class AttentionMetadata:
     offsets: Tensor  # [num_tokens]: its place in there
     tiles: list[Any]  # those done together are one element: Tiles, or a Launch
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Of Launches: whose contents say which step this is, if the shapes stay the same."""
+        both = [(launch.tiles, launch.block_tables) for launch in self.tiles]
+        return [self.blocks, self.offsets, *sum(both, ())]
+
 
 class TorchAttention:
     """Plain torch, on any device: gather whole blocks, two batched matrix products, a softmax.

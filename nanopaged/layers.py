@@ -1,6 +1,7 @@
-"""The parts of a decoder that are not attention: embedding, linear, rotary embedding."""
+"""The parts of a decoder that are not attention: linear layers, rotary embedding, fusions."""
 
 from collections.abc import Callable, Mapping
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -13,13 +14,28 @@ def empty(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(shape), requires_grad=False)
 
 
-class Embedding(nn.Module):
-    def __init__(self, num_rows: int, size: int) -> None:
-        super().__init__()
-        self.weight = empty(num_rows, size)
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """On a GPU, what `function` does becomes one kernel, by torch.compile.
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self.weight)
+    Between the matrix products every operation is a pass over memory, and a launch. On a CPU they
+    cost little beside the products, and `function` runs as it is written. Weights are arguments, so
+    that all layers share one kernel.
+    """
+    compiled = cache(lambda: torch.compile(function, dynamic=True))  # at its first use
+    return wraps(function)(lambda x, *rest: (compiled() if x.is_cuda else function)(x, *rest))
+
+
+@fused
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + y
+    return total, F.rms_norm(total, weight.shape, weight, eps)
+
+
+@fused
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> [num_tokens, size]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 class Linear(nn.Module):
@@ -77,6 +93,8 @@ class RotaryEmbedding(nn.Module):
         return self.cos[positions, None].to(dtype), self.sin[positions, None].to(dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+@fused
+def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [num_tokens, any number of heads, head_dim]; see `RotaryEmbedding`."""
+    x = x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

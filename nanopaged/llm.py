@@ -66,18 +66,13 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what is new of the requests made by `add_request`, each so far."""
-        return [self._output(group) for group in self._advance(None)]
+        self._step()
+        return [self._output(group) for group in self._news.pop(None, {}).values()]
 
-    def _advance(self, owner: object) -> list[SequenceGroup]:
-        """One step for everybody; returns the owner's groups that have news since it last asked."""
-        for group in self._step():
-            self._report(group)
-        return list(self._news.pop(owner, {}).values())
-
-    def _step(self) -> list[SequenceGroup]:
+    def _step(self) -> None:
         """The whole engine: who runs, one forward pass, what came out."""
         if not self.scheduler.has_unfinished:
-            return []
+            return
         started = time.perf_counter()
         batch = self.scheduler.schedule()
         try:
@@ -91,8 +86,9 @@ class LLM:
             raise
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
             self._detokenize(seq)
+        for group in groups:
+            self._report(group)
         self.scheduler.stats.step_seconds += time.perf_counter() - started
-        return groups
 
     def _report(self, group: SequenceGroup) -> None:
         self._news.setdefault(group.owner, {})[group.request_id] = group
@@ -236,7 +232,8 @@ class LLM:
         unfinished = len([self._add(group, owner) for group in groups])
         try:
             while unfinished:
-                for group in self._advance(owner):
+                self._step()
+                for group in self._news.pop(owner, {}).values():
                     unfinished -= not group.live
                     yield group
         finally:  # an error, Ctrl-C, or a stream that is closed early

@@ -8,31 +8,31 @@ into one (`Linear.parts` has their names). `config` is what `loader.load_config`
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.attention import AttentionMetadata, TorchAttention
-from nanopaged.layers import Embedding, Linear, RotaryEmbedding, rotate
+from nanopaged.layers import Linear, RotaryEmbedding, add_norm, empty, norm_rotate, silu_mul
 
 
 class Attention(nn.Module):
     def __init__(self, config: Any, backend: TorchAttention) -> None:
         super().__init__()
         self.backend = backend
-        self.head_dim, eps = config.head_dim, config.rms_norm_eps
+        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(self.head_dim, eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
         qkv = torch.split(self.qkv_proj(x), list(self.qkv_proj.parts.values()), dim=-1)
         q, k, v = (y.view(len(x), -1, self.head_dim) for y in qkv)  # [num_tokens, heads, head_dim]
-        q, k = rotate(self.q_norm(q), *rotation), rotate(self.k_norm(k), *rotation)
+        q = norm_rotate(q, self.q_norm and self.q_norm.weight, self.eps, *rotation)
+        k = norm_rotate(k, self.k_norm and self.k_norm.weight, self.eps, *rotation)
         self.backend.store(k, v, kv_cache, metadata)
         return self.o_proj(self.backend.attend(q, kv_cache, metadata))
 
@@ -46,8 +46,7 @@ class MLP(nn.Module):
                                 config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -60,15 +59,18 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
+        attended = self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
+        norm = self.post_attention_layernorm
+        x, normed = add_norm(x, attended, norm.weight, norm.eps)
+        x += self.mlp(normed)
+        return x
 
 
 class Decoder(nn.Module):
     def __init__(self, config: Any, max_model_len: int, backend: TorchAttention) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
+        embedding = empty(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding.from_pretrained(embedding)  # type: ignore[no-untyped-call]
         layers = (DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
         self.layers = nn.ModuleList(layers)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

@@ -9,6 +9,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.attention import TorchAttention, TritonAttention, flatten, to_device
 from nanopaged.block_manager import Moves
@@ -37,8 +39,7 @@ class ModelRunner:
         devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
         self.device = torch.device(devices[0] if config.device == "auto" else config.device)
         check("device, where torch sees these,", self.device.type, "str", choices=devices)
-        if self.device.type == "cpu":
-            keep_freed_memory()
+        keep_freed_memory()
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         most = model_config.max_position_embeddings
         check("max_model_len", config.max_model_len or most, high=most)
@@ -46,21 +47,21 @@ class ModelRunner:
         heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
         layers = model_config.num_hidden_layers
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
-        self.attention = config.attention_backend.replace("auto", "torch")
+        kernels = "triton" if self.device.type == "cuda" and find_spec("triton") else "torch"
+        self.attention = config.attention_backend.replace("auto", kernels)
         backend = TritonAttention if self.attention == "triton" else TorchAttention
         self.backend = backend(model_config.num_attention_heads, heads, head_dim,
                                config.block_size, self.dtype, self.device)
         self.model = self._load_model(model_config, path)
-        self.num_blocks = self._size_pool()
-        shape = 2, heads, config.block_size, head_dim  # of a block
-        self.kv_caches = zeros(self.dtype, self.device, layers, self.num_blocks, *shape)
-        self.swap_space = zeros(self.dtype, torch.device("cpu"), layers, self.num_swap_blocks,
-                                *shape)
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # Entries past a sequence's end are read and masked, so they must name a block: zeros.
-        self.max_blocks = -(-self.max_model_len // config.block_size)
-        self.block_tables = np.zeros((config.max_num_seqs, self.max_blocks), np.int64)
+        max_blocks = -(-self.max_model_len // config.block_size)
+        self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
+        self.num_layers, self.block_shape = layers, (2, heads, config.block_size, head_dim)
+        self.num_blocks = self._size_pool()
+        self.kv_caches = self._make_pool(self.device, self.num_blocks)
+        self.swap_space = self._make_pool(torch.device("cpu"), self.num_swap_blocks)
         self.graphs: dict[int, tuple[list[Tensor], Run]] = {}  # by batch size
         if self.device.type == "cuda" and self.attention == "triton" and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
@@ -89,14 +90,15 @@ class ModelRunner:
         size = min((size for size in self.graphs if size >= n and decodes), default=0)
         if not size:
             inputs, metadata = self._prepare(batch, -(-max(batch.ends) // self.config.block_size))
-            return self.model(*inputs, self.kv_caches, metadata)
-        inputs, metadata = self._prepare(padded(batch, size), self.max_blocks)
+            logits: Tensor = self.model(*inputs, self.kv_caches, metadata)
+            return logits
+        inputs, metadata = self._prepare(padded(batch, size))
         recorded, replay = self.graphs[size]
         for tensor, new in zip(recorded, [*inputs, *metadata.tensors], strict=True):
             tensor.copy_(new)
         return replay()[:n]
 
-    def _prepare(self, batch: Batch, width: int) -> tuple[list[Tensor], Any]:
+    def _prepare(self, batch: Batch, width: int | None = None) -> tuple[list[Tensor], Any]:
         """The model's inputs: token ids, positions, rows that sample; and what attention needs."""
         lists = batch.token_ids, batch.rows, batch.counts, batch.ends, batch.samples
         token_ids, rows, counts, ends, samples = (np.array(x, np.int64) for x in lists)
@@ -117,7 +119,7 @@ class ModelRunner:
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
         for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):  # the largest needs most
-            inputs, metadata = self._prepare(padded(Batch(), size), self.max_blocks)
+            inputs, metadata = self._prepare(padded(Batch(), size))
             replay = record(partial(self.model, *inputs, self.kv_caches, metadata))
             self.graphs[size] = [*inputs, *metadata.tensors], replay
 
@@ -130,13 +132,8 @@ class ModelRunner:
             target.index_copy_(1, ids[:, 1].to(target.device), blocks.to(target.device))
 
     def _load_model(self, model_config: Any, path: Path) -> CausalLM:
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(self.dtype)
-        try:
-            with self.device:
-                model = CausalLM(model_config, self.max_model_len, self.backend)
-        finally:
-            torch.set_default_dtype(default)
+        with self.device, local_torch_dtype(self.dtype):
+            model = CausalLM(model_config, self.max_model_len, self.backend)
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
@@ -148,16 +145,42 @@ class ModelRunner:
                     module.pack()
         return model
 
+    def _make_pool(self, device: torch.device, num_blocks: int) -> Tensor:
+        shape = self.num_layers, num_blocks, *self.block_shape
+        if device.type == "cuda":
+            return torch.zeros(shape, dtype=self.dtype, device=device)
+        # NumPy's zeros are calloc's: the system hands out a page when it is first written.
+        return torch.from_numpy(np.zeros(shape, f"i{self.dtype.itemsize}")).view(self.dtype)
+
+    def _measure_step(self) -> int:
+        """The bytes that the largest step takes beside weights and cache: one is run."""
+        num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        ones = [1] * num_tokens
+        try:
+            inputs, metadata = self._prepare(
+                Batch(ones, ones, ones, [0] * num_tokens, list(range(num_seqs))), 1)
+            logits = self.model(*inputs, self._make_pool(self.device, 1), metadata)
+            logits.float().softmax(-1).cumsum(-1)  # as the sampler does
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must "
+                             f"be less for the device's memory: {error}") from error
+        return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+
     def _size_pool(self) -> int:
-        """Blocks that fit into memory, or as asked for; shortens max_model_len to fit them."""
+        """Blocks that fit into memory, or as asked for; shortens max_model_len to fit them.
+
+        Beside the pool there is room for the largest step, and for the graphs once more as much.
+        """
         block_bytes = self.token_bytes * self.config.block_size
         per_seq = -(-self.max_model_len // self.config.block_size)
         num_blocks = self.config.num_blocks
         if num_blocks is None:
             room = CPU_POOL_BYTES
             if self.device.type == "cuda":
+                most = self._measure_step()
+                torch.cuda.empty_cache()
                 free, total = torch.cuda.mem_get_info(self.device)
-                room = int(free - (1 - self.config.gpu_memory_utilization) * total)
+                room = int(free - (1 - self.config.gpu_memory_utilization) * total) - 2 * most
             num_blocks = min(room // block_bytes, self.config.max_num_seqs * per_seq)
         swap_blocks = int(self.config.swap_space * 2**30) // block_bytes
         self.num_swap_blocks = min(swap_blocks, self.config.max_num_seqs * per_seq)
@@ -198,13 +221,6 @@ def keep_freed_memory() -> None:
     if sys.platform == "linux":
         for parameter in (-1, -3):
             ctypes.CDLL(None).mallopt(parameter, 1 << 30)
-
-
-def zeros(dtype: torch.dtype, device: torch.device, *shape: int) -> Tensor:
-    if device.type == "cuda":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy's zeros are calloc's: the system hands out a page when it is first written.
-    return torch.from_numpy(np.zeros(shape, f"i{dtype.itemsize}")).view(dtype)
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -68,10 +68,6 @@ def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Ten
     return logits.masked_fill(logits < lowest, -torch.inf)
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    return logits.max(-1).indices  # the first of equals, as of argmax, in a third of its time
-
-
 class Sampler:
     """Holds the parameters of the sequence in every row, so that a step only has to index them."""
 
@@ -96,9 +92,11 @@ class Sampler:
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, params["stops"][i]] = -torch.inf
         drawn = params["temperature"] >= GREEDY
-        token_ids = self._draw(logits, params, positions) if drawn.any() else most_likely(logits)
-        if drawn.any() and not drawn.all():
-            token_ids = torch.where(to_device(drawn, self.device), token_ids, most_likely(logits))
+        # The indices of max are argmax's, the first of equals, in a third of its time.
+        draws = self._draw(logits, params, positions) if drawn.any() else None
+        token_ids = draws if draws is not None and drawn.all() else logits.max(-1).indices
+        if draws is not None:
+            token_ids = torch.where(to_device(drawn, self.device), draws, token_ids)
         output = SamplerOutput(token_ids)
         for i, row in zip(asked.tolist(), logprobs, strict=True):
             top = row.topk(int(params["logprobs"][i])).indices

@@ -142,11 +142,11 @@ class Scheduler:
 
     def measure(self) -> EngineStats:
         size = self.blocks.block_size
-        filled: dict[int, int] = {}  # physical block -> tokens whose K and V are in it
-        for seq in (seq for group in self.running for seq in group.live):
-            for index, block_id in enumerate(seq.block_table):
-                tokens = min(size, seq.num_computed_tokens - index * size)
-                filled[block_id] = max(tokens, filled.get(block_id, 0))
+        seqs = sorted((seq for group in self.running for seq in group.live),
+                      key=lambda seq: seq.num_computed_tokens)
+        # Physical block -> tokens whose K and V are in it: who has computed most says it last.
+        filled = {block_id: min(size, max(0, seq.num_computed_tokens - index * size))
+                  for seq in seqs for index, block_id in enumerate(seq.block_table)}
         held = sum(filled.values())
         return replace(
             self.stats, tokens_held=held, kv_utilisation=held / max(1, len(filled) * size),

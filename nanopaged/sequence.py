@@ -39,7 +39,6 @@ class Sequence:
         self.block_hashes: list[int] = []  # chained hash of every full block, as far as needed yet
         self.num_published = 0  # leading blocks that the prefix cache knows
         self.num_sent_blocks = 0  # leading blocks that the runner's table knows
-        self.prefix_id = 0  # names the content of these blocks: see BlockManager.publish
         self.detokenizer = copy(detokenizer)
         self.logprobs: list[dict[int, float]] = []
         self.cumulative_logprob = 0.0

@@ -36,6 +36,13 @@ transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
 
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 COUNTERS = (
     "blocks_total", "blocks_used", "blocks_cached", "tokens_held", "kv_utilisation",
     "prefix_hit_tokens", "prefix_query_tokens", "preemptions_recompute",

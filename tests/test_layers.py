@@ -1,0 +1,55 @@
+"""What a GPU gets compiled: one kernel for all layers and batch sizes, and nothing changes.
+
+Compiled by inductor for the CPU here, as plain torch is the twin of each.
+"""
+
+import pytest
+import torch
+
+from nanopaged import layers
+
+SIZES = [1, 2, 5, 16, 64, 7]
+
+
+@pytest.fixture
+def count(monkeypatch):
+    """`count(function)`: compiled as on a GPU, with a list of what was compiled."""
+    torch._dynamo.reset()
+
+    def compiled(function):
+        graphs = []
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        return torch.compile(function.__wrapped__, dynamic=True, backend=backend), graphs
+
+    yield compiled
+    torch._dynamo.reset()
+
+
+def arguments(name, size):
+    norm = torch.rand(24), 1e-6
+    return {
+        "add_norm": (torch.randn(size, 24), torch.randn(size, 24), *norm),
+        "silu_mul": (torch.randn(size, 48),),
+        "norm_rotate": (torch.randn(size, 3, 24), *norm, *torch.randn(2, size, 1, 24)),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["add_norm", "silu_mul", "norm_rotate"])
+@torch.inference_mode()
+def test_layers_and_batch_sizes_share_a_compiled_kernel(count, name):
+    function = getattr(layers, name)
+    compiled, graphs = count(function)
+    for size in SIZES:
+        for _ in range(3):  # layers
+            inputs = arguments(name, size)
+            torch.testing.assert_close(compiled(*inputs), function(*inputs))
+    assert len(graphs) <= 2, "one for a single token, one for all other sizes"
+
+
+def test_without_a_gpu_nothing_is_compiled(monkeypatch):
+    monkeypatch.setattr(torch, "compile", None)
+    layers.silu_mul(torch.ones(2, 4))
