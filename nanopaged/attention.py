@@ -78,19 +78,22 @@ class TorchAttention:
         sizes = np.diff(firsts, append=len(seqs))
         num_blocks = indices[firsts + sizes - 1] + 1  # up to the one of a tile's last query
         # Take as many of one size as may be gathered together, those of the longest context first.
+        order = np.lexsort((-num_blocks, sizes))
+        firsts, lengths, widths = firsts[order], sizes[order].tolist(), num_blocks[order].tolist()
         heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
-        tiles, left = [], np.lexsort((-num_blocks, sizes))
-        while left.size:
-            group = left[: max(1, TILE_BYTES // (num_blocks[left[0]] * self.block_bytes))]
-            group = group[sizes[group] == sizes[group[0]]]
-            left = left[len(group) :]
-            queries = firsts[group, None] + np.arange(sizes[group[0]])  # [num_tiles, num_queries]
-            table = block_tables[seqs[firsts[group]], None, : num_blocks[group[0]]]
+        tiles, begin = [], 0
+        while begin < len(firsts):
+            size, width = lengths[begin], widths[begin]
+            end = begin + max(1, TILE_BYTES // (width * self.block_bytes))
+            end = begin + lengths[begin:end].count(size)
+            queries = firsts[begin:end, None] + np.arange(size)  # [num_tiles, num_queries]
+            table = block_tables[seqs[firsts[begin:end]], None, :width]
             cache_rows = table * heads.size + heads  # [2, num_tiles, num_kv_heads, num_blocks]
-            keys = np.arange(table.shape[2] * self.block_size)
+            keys = np.arange(width * self.block_size)
             hidden = keys > positions[queries][:, None, None, :, None]
             arrays = queries.ravel(), cache_rows.ravel(), hidden
             tiles.append(Tiles(*(to_device(array, self.device) for array in arrays)))
+            begin = end
         return AttentionMetadata(to_device(blocks, self.device), to_device(offsets, self.device),
                                  tiles)
 

@@ -110,9 +110,13 @@ class Scheduler:
                 self.finish(seq, "stop")
             elif length >= group.max_len:
                 self.finish(seq, "length")
-        for group in groups:
-            if group.beams:
-                self._branch(group)
+        for group in (group for group in groups if group.beams):
+            forks = advance(group)
+            for parent, seq in forks or ():
+                self.blocks.fork(parent, seq)
+            if forks is None:  # the search is over
+                self.abort(group, "length")
+                group.sequences = group.finished
         return list(groups)
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -125,9 +129,9 @@ class Scheduler:
             self._release(seq)
             group.metrics.finished_time = time.perf_counter()
 
-    def abort(self, group: SequenceGroup) -> None:
+    def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
         for seq in list(group.live):
-            self.finish(seq, "abort")
+            self.finish(seq, reason)
 
     def rollback(self) -> None:
         """A step failed half-way: trust no block, and compute again whatever had one."""
@@ -192,16 +196,6 @@ class Scheduler:
                         batch.drawn.append(other)
             batch.samples += [len(batch.rows) - 1] * (len(batch.drawn) - len(batch.samples))
         return budget - left
-
-    def _branch(self, group: SequenceGroup) -> None:
-        """Go on with the best continuations of a group's beams, or finish it."""
-        forks = advance(group)
-        for parent, seq in forks or ():
-            self.blocks.fork(parent, seq)
-        if forks is None:
-            for seq in list(group.live):
-                self.finish(seq, "length")
-            group.sequences = group.finished
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> bool:
         """Give a waiting group rows and blocks: its own from the CPU, or cached and new ones."""
