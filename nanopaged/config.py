@@ -103,8 +103,8 @@ class EngineConfig(Checked):
 
     `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
     `swap_space` is in GiB of CPU memory; `preemption_mode="auto"` swaps groups of several sequences
-    and computes single ones again. So that scripts for vLLM run, what this version has one way of
-    doing is accepted as well: `enforce_eager` and `tensor_parallel_size` change nothing.
+    and computes single ones again. `enforce_eager` does without CUDA graphs. So that scripts for
+    vLLM run, `tensor_parallel_size` is accepted: it has to be 1.
     """
 
     model: str | None = option(None)
