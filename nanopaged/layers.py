@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def empty(*shape: int) -> nn.Parameter:
@@ -79,13 +79,10 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, config: Any, max_model_len: int) -> None:
         super().__init__()
-        rope, scaling = config.rope_parameters, 1.0
-        exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
-        frequencies = rope["rope_theta"] ** -exponents
-        if rope["rope_type"] != "default":  # the published scalings: one wrong factor is garbage
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, exponents.device)
-        angles = torch.outer(torch.arange(max_model_len).float(), frequencies)
-        cos, sin = angles.cos() * scaling, angles.sin() * scaling  # [max_model_len, head_dim / 2]
+        # theta^(-2i / head_dim), and the published scalings, where one wrong factor is garbage.
+        rope = LlamaRotaryEmbedding(config)
+        angles = torch.outer(torch.arange(max_model_len).float(), rope.inv_freq)
+        cos, sin = (f(angles) * rope.attention_scaling for f in (torch.cos, torch.sin))
         self.cos, self.sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from nanopaged.attention import AttentionMetadata, TorchAttention
-from nanopaged.layers import Linear, RotaryEmbedding, add_norm, empty, norm_rotate, silu_mul
+from nanopaged.layers import Linear, RotaryEmbedding, add_norm, norm_rotate, silu_mul
 
 
 class Attention(nn.Module):
@@ -66,26 +66,22 @@ class DecoderLayer(nn.Module):
         return x
 
 
-class Decoder(nn.Module):
-    def __init__(self, config: Any, max_model_len: int, backend: TorchAttention) -> None:
-        super().__init__()
-        embedding = empty(config.vocab_size, config.hidden_size)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding)  # type: ignore[no-untyped-call]
-        layers = (DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
-        self.layers = nn.ModuleList(layers)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config, max_model_len)
-
-
 class CausalLM(nn.Module):
     """The decoder and its output head; the weights are what memory held until they are loaded."""
 
     def __init__(self, config: Any, max_model_len: int, backend: TorchAttention) -> None:
         super().__init__()
-        self.model = Decoder(config, max_model_len, backend)
+        num_rows, size = config.vocab_size, config.hidden_size
+        embedding: Any = nn.Embedding(num_rows, size, _weight=torch.empty(num_rows, size))
+        layers = (DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        self.model: Any = nn.ModuleDict({
+            "embed_tokens": embedding,
+            "layers": nn.ModuleList(layers),
+            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
+            "rotary_emb": RotaryEmbedding(config, max_model_len)})
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = embedding.weight
         self.requires_grad_(False)
 
     @torch.inference_mode()
@@ -96,8 +92,9 @@ class CausalLM(nn.Module):
         token_ids, positions: [num_tokens]; sampling_rows: [num_rows], rows of the batch;
         kv_caches: every layer's cache, stacked.
         """
-        x = self.model.embed_tokens(token_ids)  # [num_tokens, hidden_size]
-        rotation = self.model.rotary_emb(positions, x.dtype)
-        for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
+        embed_tokens, layers, norm, rotary_emb = self.model.values()
+        x = embed_tokens(token_ids)  # [num_tokens, hidden_size]
+        rotation = rotary_emb(positions, x.dtype)
+        for layer, kv_cache in zip(layers, kv_caches, strict=True):
             x = layer(x, rotation, kv_cache, metadata)
-        return self.lm_head(self.model.norm(x[sampling_rows]))
+        return self.lm_head(norm(x[sampling_rows]))

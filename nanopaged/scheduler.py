@@ -46,15 +46,10 @@ class Batch:
 
 class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
-        self.blocks = blocks
-        self.max_num_batched_tokens = config.max_num_batched_tokens
-        self.preemption_mode = config.preemption_mode
+        self.config, self.blocks = config, blocks
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []  # oldest first, all older than those who wait
         self.free_rows = list(range(config.max_num_seqs))[::-1]
-        # Blocks that admission leaves free while others run: else the next block they need would
-        # preempt the newcomer at once.
-        self.watermark = blocks.num_blocks // 100
         self.stats = EngineStats(blocks.num_blocks)
 
     @property
@@ -63,7 +58,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Decide the next step. What it will have computed counts as computed from here on."""
-        batch, budget = Batch(), self.max_num_batched_tokens
+        batch, budget = Batch(), self.config.max_num_batched_tokens
         running = self.running = [group for group in self.running if group.live]
         served, preempted = 0, False
         while served < len(running):
@@ -200,7 +195,9 @@ class Scheduler:
     def _admit(self, group: SequenceGroup, batch: Batch) -> bool:
         """Give a waiting group rows and blocks: its own from the CPU, or cached and new ones."""
         leader, blocks = group.live[0], self.blocks
-        spare = self.watermark if self.running else 0
+        # While others run a hundredth stays free (the watermark): else the next block that they
+        # need would preempt the newcomer at once.
+        spare = blocks.num_blocks // 100 if self.running else 0
         if len(self.free_rows) < len(group.live):
             return False
         if group.swapped:
@@ -228,8 +225,8 @@ class Scheduler:
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Back to the head of the queue. The tokens stay, so what was sampled is not lost."""
         self.waiting.appendleft(group)
-        several = len(group.live) > 1
-        if self.preemption_mode == "swap" or (self.preemption_mode == "auto" and several):
+        mode, several = self.config.preemption_mode, len(group.live) > 1
+        if mode == "swap" or (mode == "auto" and several):
             moves = self.blocks.swap(group.live, self.blocks.free_swap_blocks)
             batch.swaps_out += moves
             group.swapped = bool(moves)  # if the CPU's pool is full as well, recompute
