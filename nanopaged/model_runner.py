@@ -28,7 +28,7 @@ from nanopaged.model import CausalLM
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import UNREAD, Batch
 
-Run: TypeAlias = Callable[[], Tensor]
+Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
 CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
 
@@ -62,7 +62,7 @@ class ModelRunner:
         self.num_blocks = self._size_pool()
         self.kv_caches = self._make_pool(self.device, self.num_blocks)
         self.swap_space = self._make_pool(torch.device("cpu"), self.num_swap_blocks)
-        self.graphs: dict[int, tuple[list[Tensor], Run]] = {}  # by batch size
+        self.graphs: dict[int, tuple[list[Tensor], Callable[[], object], Tensor]] = {}  # by size
         if self.device.type == "cuda" and self.attention == "triton" and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
@@ -93,10 +93,11 @@ class ModelRunner:
             logits: Tensor = self.model(*inputs, self.kv_caches, metadata)
             return logits
         inputs, metadata = self._prepare(padded(batch, size))
-        recorded, replay = self.graphs[size]
+        recorded, replay, logits = self.graphs[size]
         for tensor, new in zip(recorded, [*inputs, *metadata.tensors], strict=True):
             tensor.copy_(new)
-        return replay()[:n]
+        replay()
+        return logits[:n]
 
     def _prepare(self, batch: Batch, width: int | None = None) -> tuple[list[Tensor], Any]:
         """The model's inputs: token ids, positions, rows that sample; and what attention needs."""
@@ -111,7 +112,7 @@ class ModelRunner:
         metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
         return [tokens, *inputs], metadata
 
-    def capture_graphs(self, record: Callable[[Run], Run]) -> None:
+    def capture_graphs(self, record: Record) -> None:
         """Record the forward pass of decodes for some batch sizes; others are padded to the next.
 
         A graph repeats the same kernels on the same tensors: a step copies its own into them.
@@ -120,8 +121,8 @@ class ModelRunner:
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
         for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):  # the largest needs most
             inputs, metadata = self._prepare(padded(Batch(), size))
-            replay = record(partial(self.model, *inputs, self.kv_caches, metadata))
-            self.graphs[size] = [*inputs, *metadata.tensors], replay
+            replay, logits = record(partial(self.model, *inputs, self.kv_caches, metadata))
+            self.graphs[size] = [*inputs, *metadata.tensors], replay, logits
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
         """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""
@@ -199,17 +200,13 @@ def padded(batch: Batch, size: int) -> Batch:
                  list(range(size)))
 
 
-def record_cuda_graph(pool: Any, run: Run) -> Run:
+def record_cuda_graph(
+        pool: Any, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
     run()  # what is set up by a first call must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):
         logits = run()
-
-    def replay() -> Tensor:
-        graph.replay()
-        return logits
-
-    return replay
+    return graph.replay, logits
 
 
 def keep_freed_memory() -> None:
