@@ -133,7 +133,10 @@ def flatten(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    tensor = torch.from_numpy(values)
+    if device.type == "cuda":  # from pinned memory, or else the copy may wait for the device
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 @dataclass
