@@ -9,6 +9,9 @@
     python bench.py host                      # what a step costs outside the model
     python bench.py prefix                    # a second request with a prefix that was seen before
     python bench.py memory --plots DIR        # the paper's memory results, its numbers beside ours
+    python bench.py kernels                   # each kernel, and torch's attention; wants a GPU
+    python bench.py timeline                  # what of a decode step the device idles, and why
+    python bench.py gpu --json FILE           # every test and figure that wants a GPU: 8 minutes
     python bench.py decode --shape tiny --repeats 1 --json out.json  # in seconds; all to a file
 
 Random weights cost what trained ones cost. Every measurement follows a warm-up; figures are medians
@@ -21,12 +24,18 @@ import argparse
 import contextlib
 import gc
 import importlib.metadata
+import inspect
 import json
+import os
 import platform
 import random
+import re
+import shlex
+import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -37,18 +46,24 @@ from math import inf
 from pathlib import Path
 from statistics import NormalDist, mean, median
 from textwrap import fill
+from types import SimpleNamespace
 from typing import Any, TypeAlias
+from xml.etree import ElementTree
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import DeviceType
 
 import nanopaged
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
+from nanopaged.attention import TorchAttention, TritonAttention
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.detokenizer import Detokenizer
 from nanopaged.layers import Linear
+from nanopaged.model_runner import ModelRunner, record_cuda_graph
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import SequenceGroup
@@ -88,9 +103,11 @@ def make_engine(args: argparse.Namespace, **changes: Any) -> LLM:
         "model": args.model, "load_format": args.load_format, "dtype": args.dtype,
         "device": args.device, "block_size": args.block_size, "num_blocks": args.num_blocks,
         "max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens,
-        "seed": args.seed,
+        "enforce_eager": args.enforce_eager, "seed": args.seed,
     }  # fmt: skip
     llm = LLM(**{**options, **changes})
+    if args.steps_ahead is not None:
+        llm.steps_ahead = args.steps_ahead
     llm.runner.kv_caches.zero_()  # fault its pages in, as on a server that has run for a while
     return llm
 
@@ -132,10 +149,16 @@ def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) ->
     """Seconds of the fastest run: a limit is what was reached once."""
     seconds = []
     for _ in range(runs + 1):
+        if device.type == "cuda":
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            function()
+            events[1].record()
+            events[1].synchronize()
+            seconds.append(events[0].elapsed_time(events[1]) / 1e3)
+            continue
         began = time.perf_counter()
         function()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - began)
     return min(seconds[1:])
 
@@ -373,6 +396,8 @@ def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
     times = [output.metrics for output in outputs]
     rates = [(m.finished_time - m.first_token_time) / (length - 1)
              for m, (_, length) in zip(times, requests, strict=True) if length > 1]  # fmt: skip
+    # On a GPU `update` waits for the model, and a replayed graph is no call of it.
+    on_cpu = llm.runner.device.type == "cpu"
     return {
         "seconds": seconds,
         "output_tokens_per_s": spent["output_tokens"] / seconds,
@@ -385,7 +410,7 @@ def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
         "steps": spent["steps"],
         "mean_running": mean(running),
         "kv_utilisation": mean(filled or [0.0]),
-        "host_s_per_step": median(step["step_s"] for step in host_parts(parts)),
+        "host_s_per_step": median(x["step_s"] for x in host_parts(parts)) if on_cpu else None,
     }
 
 
@@ -404,7 +429,6 @@ def bench_workload(args: argparse.Namespace) -> Figures:
     first, each = run["time_to_first_token_s"], run["time_per_output_token_s"]
     share = least["floor_s"] / run["seconds"]
     speed = f"{limits['bytes_per_s'] / 1e9:,.1f} GB/s, {limits['flops_per_s'] / 1e12:,.3f} TFLOP/s"
-    # On a GPU `update` waits for the model; `bench.py host` measures without one.
     host = f"{run['host_s_per_step'] * 1e6:,.0f} us" if device.type == "cpu" else "bench.py host"
     table(f"{args.requests} requests, {tokens_in:,} tokens in, {tokens_out:,} out", [
         ("wall time", f"{run['seconds']:.2f} s, {run['steps']} steps"),
@@ -553,7 +577,8 @@ def bench_host(args: argparse.Namespace) -> Figures:
         num_blocks = size * per_seq * 102 // 100 + 4096 // args.block_size  # nobody is to wait
         budget = max(8192, size * args.prompt_len // 4)  # all get in before the first one ends
         llm = make_engine(args, max_num_seqs=size, max_num_batched_tokens=budget,
-                          num_blocks=num_blocks)  # fmt: skip
+                          num_blocks=num_blocks, enforce_eager=True)  # fmt: skip
+        llm.steps_ahead = 0
         figures[str(size)] = run = host_cost(llm, size, args)
         keys = ("schedule_s", "inputs_s", "update_s", "step_s", "sampler_s")
         *parts, sampler = (f"{run[key] * 1e6:,.0f}" for key in keys)
@@ -1054,10 +1079,412 @@ def draw_plots(figures: Figures, folder: Path) -> None:
         save(figure, "preemption.svg", "preemption")
 
 
+# -- kernels -------------------------------------------------------------------------------------
+
+# (past, new) tokens of every sequence: with Qwen3-0.6B's heads, and for Triton's interpreter.
+KERNELS: dict[str, Figures] = {
+    "qwen3-0.6b": {
+        "heads": (16, 8, 128), "stored": 8192, "blocks": 256, "layers": 28,
+        "decode": {f"{n} x {length}": [(length - 1, 1)] * n
+                   for length in (1024, 4096) for n in (64, 128, 256)}
+                  | {"1 x 4096": [(4095, 1)],
+                     "256 x 100..2048": [(99 + 1948 * (97 * i % 256) // 255, 1)
+                                         for i in range(256)]},
+        "prefill": {f"{n}": [(0, n)] for n in (1024, 4096, 16384)}
+                   | {"2048 behind 8192": [(8192, 2048)]},
+    },
+    "tiny": {
+        "heads": (4, 2, 16), "stored": 8, "blocks": 4, "layers": 2,
+        "decode": {"2 x 24": [(23, 1)] * 2, "1 x 300": [(299, 1)], "mixed": [(4, 1), (19, 1)]},
+        "prefill": {"40": [(0, 40)], "8 behind 20": [(20, 8)]},
+    },
+}  # fmt: skip
+
+
+def bench_kernels(args: argparse.Namespace) -> Figures:
+    """Every kernel against what the device can do, beside torch's own way to the same result.
+
+    Rates count what must be done: K and V of all keys once for a decode, the operations of causal
+    attention for a prompt, reads and writes for what only moves. K and V lie in scattered blocks
+    for ours; for torch they are gathered before, at no cost. Each call is a replayed CUDA graph,
+    as in the engine, behind a flush of the L2 cache.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if not (torch.cuda.is_available() or interpreted):
+        raise SystemExit("kernels needs a CUDA device; TRITON_INTERPRET=1 runs tiny shapes without")
+    device = torch.device("cpu" if interpreted else "cuda")
+    dtype = torch.float32 if interpreted else torch.bfloat16  # the interpreter has no bfloat16
+    shapes = KERNELS["tiny" if interpreted or args.shape == "tiny" else "qwen3-0.6b"]
+    limits = machine_limits(device, dtype)
+    figures: Figures = {"limits": limits, "dtype": str(dtype)}
+    rows: list[tuple[str, ...]] = [("", "us", "10..90%", "", "of limit", "torch, us", "ratio")]
+    tasks = [(f"{kind} {name}", partial(attention_task, seqs))
+             for kind in ("decode", "prefill") for name, seqs in shapes[kind].items()]  # fmt: skip
+    tasks += [(f"store_kv {shapes['stored']}", store_task),
+              (f"block copy {shapes['blocks'] // 2}", copy_task)]  # fmt: skip
+    for name, make in tasks:
+        figures[name] = run = attempt(lambda make=make: measure(make(shapes, args, dtype, device),
+                                                                limits, device))  # fmt: skip
+        rows.append((name, "FAILED", run["failed"]) if "failed" in run else kernel_row(name, run))
+        release_memory(device)
+    copy, products = limits["copy_bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e12
+    table(f"{dtype}, blocks of {args.block_size}; limits: {copy:,.0f} GB/s copied, "
+          f"{products:,.2f} TFLOP/s of matrix products", rows)  # fmt: skip
+    return figures
+
+
+def kernel_row(name: str, run: Figures) -> tuple[str, ...]:
+    unit, scale = ("GB/s", 1e9) if run["limit"] == "copy_bytes_per_s" else ("TFLOP/s", 1e12)
+    p10, p90 = (run["spread_s"][i] * 1e6 for i in range(2))
+    row = (name, f"{run['median_s'] * 1e6:,.1f}", f"{p10:,.1f}..{p90:,.1f}",
+           f"{run['rate'] / scale:,.1f} {unit}", f"{run['share']:.1%}")  # fmt: skip
+    peer = run.get("fastest_torch")
+    if peer is None:
+        return row
+    return *row, f"{run['torch'][peer]['median_s'] * 1e6:,.1f} ({peer})", f"{run['ratio']:.2f}x"
+
+
+def measure(task: Figures, limits: Figures, device: torch.device) -> Figures:
+    """task: `run`, the `work` in bytes or operations, their `limit`, and other ways (`torch`)."""
+    graph = task.get("graph", True)
+    run = {"work": task["work"], "limit": task["limit"],
+           **kernel_seconds(task["run"], device, graph)}  # fmt: skip
+    run["rate"] = run["work"] / run["median_s"]
+    run["share"] = run["rate"] / limits[run["limit"]]
+    run["torch"] = {}
+    ours = task["run"]() if task["torch"] else None
+    for name, way in task["torch"].items():
+        run["torch"][name] = peer = attempt(lambda way=way: kernel_seconds(way, device, graph))
+        if "failed" in peer:  # a way that this torch does not have is no failure of ours
+            peer["unavailable"] = peer.pop("failed")
+            continue
+        if ours is not None:  # right first, then fast
+            expected = way().float()
+            error = (ours.view(expected.shape).float() - expected).norm() / expected.norm()
+            peer["difference"] = error.item()
+            if not peer["difference"] < 2e-2:
+                run["failed"] = f"differs from torch's {name} by {error.item():.2g}"
+    known = {name: peer["median_s"] for name, peer in run["torch"].items() if "median_s" in peer}
+    if known:
+        run["fastest_torch"] = min(known, key=lambda name: known[name])
+        run["ratio"] = min(known.values()) / run["median_s"]  # above 1: we are faster
+    return run
+
+
+def kernel_seconds(function: Callable[[], Any], device: torch.device, graph: bool) -> Figures:
+    if device.type == "cpu":
+        once = fastest(function, device, runs=1)  # in the interpreter: no figure to look at
+        return {"median_s": once, "spread_s": [once, once]}
+    from triton.testing import do_bench
+
+    if graph:
+        function = record_cuda_graph(torch.cuda.graph_pool_handle(), function)
+    p50, p10, p90 = do_bench(function, warmup=20, rep=200, quantiles=[0.5, 0.1, 0.9])
+    return {"median_s": p50 / 1e3, "spread_s": [p10 / 1e3, p90 / 1e3]}
+
+
+def attention_task(seqs: list[tuple[int, int]], shapes: Figures, args: argparse.Namespace,
+                   dtype: torch.dtype, device: torch.device) -> Figures:  # fmt: skip
+    """One layer's attention of a step in which each sequence has `past` and `new` tokens."""
+    heads, kv_heads, dim = shapes["heads"]
+    past, new = (np.array(column) for column in zip(*seqs, strict=True))
+    width = -(-(past + new).max() // args.block_size)
+    order = np.random.default_rng(args.seed).permutation(len(seqs) * width)
+    tables = order.reshape(len(seqs), width)
+    shape = len(order), 2, kv_heads, args.block_size, dim
+    cache = torch.randn(shape, device=device, dtype=dtype)
+    q = torch.randn(new.sum(), heads, dim, device=device, dtype=dtype)
+    backend = TritonAttention(heads, kv_heads, dim, args.block_size, dtype, device)
+    metadata = backend.prepare(tables, past, new)
+    task: Figures = {"run": lambda: backend.attend(q, cache, metadata), "torch": {}}
+    if new.max() == 1:
+        keys = int((past + new).sum())
+        task |= {"work": 2 * keys * kv_heads * dim * dtype.itemsize, "limit": "copy_bytes_per_s"}
+    else:
+        pairs = int((new * past + new * (new + 1) // 2).sum())
+        task |= {"work": 4 * heads * dim * pairs, "limit": "flops_per_s"}
+    if len(set(seqs)) == 1:  # torch's wants all of one length
+        blocks = cache[torch.from_numpy(tables).to(device)].permute(2, 0, 3, 1, 4, 5)
+        dense = blocks.reshape(2, len(seqs), kv_heads, -1, dim)[:, :, :, : sum(seqs[0])]
+        task["torch"] = torch_attention(q, *dense.contiguous(), *seqs[0])
+    return task
+
+
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, past: int, new: int) -> Figures:
+    """Torch's ways; q [num_tokens, num_heads, head_dim], k, v [n, num_kv_heads, keys, head_dim]"""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    n, kv_heads, keys, dim = k.shape
+    attend = F.scaled_dot_product_attention
+    ways: dict[str, Callable[[], Tensor]] = {}
+    if new == 1:  # the query heads of one KV head as query rows: K and V are read once
+        rows = q.view(n, kv_heads, -1, dim)
+        ways["sdpa"] = lambda: attend(rows, k, v).reshape(n, -1)
+        return ways
+    k, v = (x.repeat_interleave(q.shape[1] // kv_heads, 1) for x in (k, v))
+    q_heads = q.transpose(0, 1)[None].contiguous()  # [1, num_heads, num_tokens, head_dim]
+
+    def dense(backend: Any) -> Tensor:
+        with sdpa_kernel(backend):
+            out = attend(q_heads, k, v, is_causal=True)
+        return out[0].transpose(0, 1).flatten(1)
+
+    if not past:
+        if q.is_cuda:
+            return {"flash": partial(dense, SDPBackend.FLASH_ATTENTION),
+                    "cudnn": partial(dense, SDPBackend.CUDNN_ATTENTION)}  # fmt: skip
+        return {"sdpa": partial(dense, SDPBackend.MATH)}
+    mask = torch.ones(new, keys, dtype=torch.bool, device=q.device).tril(past)
+    ways["sdpa, mask"] = lambda: attend(q_heads, k, v, mask)[0].transpose(0, 1).flatten(1)
+    if q.is_cuda:
+        ways["varlen"] = partial(varlen, q, k[0].transpose(0, 1).contiguous(),
+                                 v[0].transpose(0, 1).contiguous())  # fmt: skip
+    return ways
+
+
+def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    ends = [torch.arange(2, device=q.device, dtype=torch.int32) * len(x) for x in (q, k)]
+    new = "window_size" in inspect.signature(varlen_attn).parameters
+    causal: Figures = {"window_size": (-1, 0)} if new else {"is_causal": True}  # torch 2.10
+    out: Any = varlen_attn(q, k, v, *ends, len(q), len(k), **causal)
+    return out.flatten(1)  # type: ignore[no-any-return]
+
+
+def store_task(shapes: Figures, args: argparse.Namespace, dtype: torch.dtype,
+               device: torch.device) -> Figures:  # fmt: skip
+    """K and V of a step's tokens go to their places; they come as columns of one matrix."""
+    heads, kv_heads, dim = shapes["heads"]
+    count, size = shapes["stored"], args.block_size
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * dim, device=device, dtype=dtype)
+    k, v = (x.view(count, kv_heads, dim)
+            for x in qkv[:, heads * dim :].split(kv_heads * dim, dim=1))  # fmt: skip
+    tables = np.random.default_rng(args.seed).permutation(-(-count // size))[None]
+    where = tables, np.zeros(1, np.int64), np.array([count])
+    shape = tables.size, 2, kv_heads, size, dim
+    ways = []
+    for kind in (TritonAttention, TorchAttention):
+        backend = kind(heads, kv_heads, dim, size, dtype, device)
+        cache = torch.zeros(shape, device=device, dtype=dtype)
+        ways.append(partial(store_into, cache, backend, k, v, backend.prepare(*where)))
+    work = 2 * 2 * k.numel() * dtype.itemsize  # K and V, read and written
+    return {"run": ways[0], "torch": {"index_put": ways[1]}, "work": work,
+            "limit": "copy_bytes_per_s"}  # fmt: skip
+
+
+def store_into(cache: Tensor, backend: TorchAttention, k: Tensor, v: Tensor,
+               metadata: Any) -> Tensor:  # fmt: skip
+    backend.store(k, v, cache, metadata)
+    return cache
+
+
+def copy_task(shapes: Figures, args: argparse.Namespace, dtype: torch.dtype,
+              device: torch.device) -> Figures:  # fmt: skip
+    """Copy-on-write of many blocks in every layer; its lists go to the device, so no graph."""
+    _, kv_heads, dim = shapes["heads"]
+    count = shapes["blocks"]
+    shape = shapes["layers"], count, 2, kv_heads, args.block_size, dim
+    pool = torch.randn(shape, device=device, dtype=dtype)
+    order = np.random.default_rng(args.seed).permutation(count).tolist()
+    moves = list(zip(order[: count // 2], order[count // 2 :], strict=True))
+    runner: Any = SimpleNamespace(num_blocks=count, swap_space=None)
+    return {"run": lambda: ModelRunner._move_blocks(runner, pool, pool, moves), "torch": {},
+            "work": pool.nbytes, "limit": "copy_bytes_per_s", "graph": False}  # fmt: skip
+
+
+# -- where the time of a step goes ---------------------------------------------------------------
+
+
+def bench_timeline(args: argparse.Namespace) -> Figures:
+    """The share of the wall time of decode steps in which the device runs nothing.
+
+    The wall time is that of steps that nobody watches; the busy time is the union of all kernels
+    and copies that torch.profiler saw in as many steps. On a CPU: of torch's operators.
+    """
+    count, half = max(args.batch_sizes), (args.tokens - 2) // 2
+    llm = make_engine(args, enable_prefix_caching=False, max_num_seqs=count)
+    device, vocab_size = llm.runner.device, llm.model_config.vocab_size
+    random.seed(args.seed)
+    figures: Figures = {"device": device.type}
+    prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(count)]
+    rows: list[tuple[str, ...]] = [("sequences", "ms a step", "watched", "busy", "idle")]
+    generate(llm, [(prompt, 4) for prompt in prompts], args.temperature)
+    for size in args.batch_sizes:
+        for prompt in prompts[:size]:
+            llm.add_request(prompt, sampling(args.temperature, args.tokens + 64))
+        while sum(len(x.outputs[0].token_ids) > 1 for x in llm.step()) < size:
+            pass
+        figures[str(size)] = run = watch(llm, half)
+        while llm.has_unfinished_requests():
+            llm.step()
+        times = (run["step_s"], run["watched_step_s"], run["busy_s"])
+        rows.append((f"{size}", *(f"{s * 1e3:.3f}" for s in times), f"{run['idle_share']:.1%}"))
+    llm.shutdown()
+    table(f"decode steps, {args.prompt_len} tokens and more a sequence", rows)
+    for name, seconds in run["kernels_s"].items():
+        print(f"  {seconds * 1e6:10,.1f} us a step  {name}")
+    return figures
+
+
+def watch(llm: LLM, steps: int) -> Figures:
+    """Seconds of a step: of the wall, of the wall while it is profiled, and of busy device time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = llm.runner.device.type == "cuda"
+
+    def run() -> float:
+        wait = torch.cuda.synchronize if on_gpu else (lambda: None)
+        wait()
+        began = time.perf_counter()
+        for _ in range(steps):
+            llm.step()
+        wait()
+        return (time.perf_counter() - began) / steps
+
+    wall = run()
+    activity, kind = ((ProfilerActivity.CUDA, DeviceType.CUDA) if on_gpu
+                      else (ProfilerActivity.CPU, DeviceType.CPU))  # fmt: skip
+    with profile(activities=[activity]) as profiler:
+        watched = run()
+    events = [e for e in profiler.events() or () if e.device_type == kind]
+    spans = [(e.time_range.start, e.time_range.end) for e in events]
+    busy = union(spans) / 1e6 / steps
+    spent: Counter[str] = Counter()
+    for event, (start, end) in zip(events, spans, strict=True):
+        spent[event.name[:80]] += end - start
+    kernels = {name: time / 1e6 / steps for name, time in spent.most_common(15)}
+    return {"step_s": wall, "watched_step_s": watched, "busy_s": busy, "steps": steps,
+            "idle_share": max(0.0, 1 - busy / wall), "watched_idle_share": 1 - busy / watched,
+            "events_per_step": len(events) / steps, "kernels_s": kernels}  # fmt: skip
+
+
+def union(spans: list[tuple[float, float]]) -> float:
+    """The length of what these intervals cover."""
+    total, reached = 0.0, -inf
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+# -- everything that wants a GPU -----------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parent
+TINY = "--shape tiny --repeats 1 --threads 1"
+FEW = "--batch-sizes 1 2 --tokens 8 --prompt-len 16"
+SIZES = "--batch-sizes 1 8 32 64 128 256 --tokens 128 --repeats 2"
+
+# What is worth most comes first. Name: arguments on a GPU, arguments of --quick, both of bench.py
+# (pytest's where they begin with tests/); a part without the latter cannot do without a GPU.
+PARTS: dict[str, tuple[str, str | None]] = {
+    "kernels": ("kernels", "kernels --shape tiny"),
+    "workload": ("workload --full --repeats 2", f"workload --requests 4 {TINY}"),
+    "timeline": ("timeline --batch-sizes 1 256 --prompt-len 512 --tokens 108",
+                 f"timeline {FEW} {TINY}"),
+    "decode": (f"decode {SIZES}", f"decode {FEW} {TINY}"),
+    "gpu-tests": ("tests/ -m gpu", None),
+    "decode-no-graphs": (f"decode {SIZES} --enforce-eager", f"decode {FEW} {TINY} --enforce-eager"),
+    "decode-not-ahead": (f"decode {SIZES} --steps-ahead 0", f"decode {FEW} {TINY} --steps-ahead 0"),
+    "transformers": ("workload --requests 64 --input-len 100 512 --output-len 32 256 --repeats 1 "
+                     "--vs transformers --vs-batch 64",
+                     f"workload --requests 4 {TINY} --vs transformers"),
+    "workload-not-ahead": ("workload --full --repeats 1 --steps-ahead 0",
+                           f"workload --requests 4 {TINY} --steps-ahead 0"),
+    "kernel-tests": ("tests/test_kernels.py", None),
+    "workload-no-graphs": ("workload --full --repeats 1 --enforce-eager",
+                           f"workload --requests 4 {TINY} --enforce-eager"),
+}  # fmt: skip
+
+
+def bench_gpu(args: argparse.Namespace) -> Figures:
+    """All parts, each a process of its own: one that breaks the device breaks no other."""
+    on_gpu = torch.cuda.is_available()
+    if not (on_gpu or args.quick):
+        raise SystemExit("gpu needs a CUDA device; --quick runs tiny shapes without")
+    ends = time.monotonic() + 60 * args.minutes
+    figures: Figures = {}
+    for name in args.only:
+        full, quick = PARTS[name]
+        command = quick if args.quick else full
+        left = ends - time.monotonic()
+        if command is None:
+            figures[name] = {"skipped": "--quick" if on_gpu else "needs a CUDA device"}
+        elif left < 10:
+            figures[name] = {"skipped": f"--minutes {args.minutes:g} were over"}
+        else:
+            print(f"\n== {name}: {command}", flush=True)
+            figures[name] = run_part(command, left)
+        args.write(figures)
+    rows = []
+    for name, part in figures.items():
+        ending = part.get("failed", part.get("skipped", "")).strip().splitlines()
+        word = next((key for key in ("failed", "skipped") if key in part), "done")
+        seconds = f"{part['seconds']:.0f} s" if "seconds" in part else ""
+        rows.append((name, seconds, word, (ending or [""])[-1][:90]))
+    table("parts", rows)
+    return figures
+
+
+def run_part(command: str, seconds: float) -> Figures:
+    """Its figures; what it printed where it failed, without the places of files."""
+    is_test = command.startswith("tests/")
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={out}"]
+        if not is_test:
+            words = [str(ROOT / "bench.py"), f"--json={out}"]
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {"HF_HUB_OFFLINE": "1", **os.environ, "PYTHONPATH": paths}
+        if command.startswith("kernels") and not torch.cuda.is_available():
+            env["TRITON_INTERPRET"] = "1"
+        began = time.monotonic()
+        try:
+            run = subprocess.run([sys.executable, *words, *shlex.split(command)], env=env, cwd=ROOT,
+                                 capture_output=True, text=True, timeout=seconds)  # fmt: skip
+            code, told, ending = run.returncode, run.stdout, run.stderr
+        except subprocess.TimeoutExpired as error:
+            streams = [x.decode() if isinstance(x, bytes) else x or ""
+                       for x in (error.stdout, error.stderr)]  # fmt: skip
+            code, (told, ending) = -1, streams
+            ending += f"\nstopped after {seconds:.0f} s"
+        figures: Figures = {"command": command, "seconds": time.monotonic() - began}
+        print(told if not is_test else told[-2000:], flush=True)
+        if is_test and out.exists():
+            figures |= read_junit(out)
+        elif out.exists():
+            report = json.loads(out.read_text())
+            figures |= {"figures": report[report["arguments"]["command"]]}
+    if code:
+        ending = ending.strip() or told.strip()
+        figures["failed"] = scrubbed(ending[-6000:] or f"exit status {code}")
+        print(figures["failed"][-2000:], flush=True)
+    return figures
+
+
+def read_junit(file: Path) -> Figures:
+    """Counts, and the texts of failures."""
+    cases = list(ElementTree.parse(file).iter("testcase"))
+    kinds = ("failure", "error", "skipped")
+    found = {kind: [case for case in cases if case.find(kind) is not None] for kind in kinds}
+    bad = [*found["failure"], *found["error"]]
+    texts = {f"{case.get('classname')}::{case.get('name')}": scrubbed(
+                 "".join(part.text or "" for part in case if part.tag in kinds)[-3000:])
+             for case in bad}  # fmt: skip
+    return {"tests": len(cases), "failures": texts, "skipped_tests": len(found["skipped"]),
+            "passed": len(cases) - len(bad) - len(found["skipped"])}  # fmt: skip
+
+
+def scrubbed(text: str) -> str:
+    """Where things lie on this machine concerns nobody: of absolute paths the last part stays."""
+    return re.sub(r"(?<![\w.)])(?:/[\w.@+-]+)+/([\w.@+-]+)", r"\1", text)
+
+
 # -- the command line ----------------------------------------------------------------------------
 
 COMMANDS = {"workload": bench_workload, "decode": bench_decode, "host": bench_host,
-            "prefix": bench_prefix, "memory": bench_memory}  # fmt: skip
+            "prefix": bench_prefix, "memory": bench_memory, "kernels": bench_kernels,
+            "timeline": bench_timeline, "gpu": bench_gpu}  # fmt: skip
 
 
 def table(title: str, rows: list[tuple[str, ...]]) -> None:
@@ -1087,11 +1514,11 @@ def release_memory(device: torch.device) -> None:
 def machine() -> Figures:
     """What the figures were measured with."""
     versions = {"python": platform.python_version()}
-    for package in ("torch", "transformers", "nanopaged"):
+    for package in ("torch", "triton", "transformers", "nanopaged"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            versions[package] = "source tree"
+            versions[package] = "source tree" if package == "nanopaged" else "none"
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
@@ -1117,6 +1544,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--num-blocks", type=int)
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=8192)
+    add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU, 0 on a CPU")
     add("--vs", choices=["transformers"], help="workload, decode: measure this one too")
     add("--vs-batch", type=int, default=16, help="its static batches")
     add("--json", type=Path, metavar="FILE", help="write every figure there")
@@ -1127,7 +1556,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--shared-prefix", type=int, default=0, metavar="N", help="tokens all begin with")
     add("--temperature", type=float, default=0.6)
     add("--full", action="store_true", help="256 requests, 100 to 1024 tokens in and out")
-    add = parser.add_argument_group("decode and host").add_argument
+    add = parser.add_argument_group("decode, timeline and host").add_argument
     add("--batch-sizes", type=int, nargs="+", default=[1, 8, 16, 32])
     add("--host-sizes", type=int, nargs="+", default=[1, 16, 64, 256, 1024, 4096])
     add("--prompt-len", type=int, default=128)
@@ -1139,6 +1568,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--kv-block-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128, 256])
     add("--widths", type=int, nargs="+", default=[2, 4, 6], help="n and beam widths")
     add("--plots", type=Path, metavar="DIR", help="draw the figures there, as SVG files")
+    add = parser.add_argument_group("gpu").add_argument
+    add("--quick", action="store_true", help="tiny shapes, on the CPU too: does all of it run?")
+    add("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART",
+        help=", ".join(PARTS))
+    add("--minutes", type=float, default=7.8, help="after these no part goes on")
     args = parser.parse_args(argv)
     if args.requests is None:
         args.requests = 2000 if args.command == "memory" else 32
@@ -1153,11 +1587,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def failed(figures: Any) -> bool:
-    return isinstance(figures, dict) and ("failed" in figures or any(map(failed, figures.values())))
+    return isinstance(figures, dict) and bool(
+        figures.get("failed") or any(map(failed, figures.values()))
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; 1 if a peer failed."""
+    """Run one command; 1 if a peer or a part failed."""
     args = parse(argv)
     arguments = {key: value for key, value in vars(args).items() if key != "json"}
     if args.threads:
@@ -1168,11 +1604,18 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         args.load_format = "auto" if args.model else "dummy"
         args.model = args.model or write_config(Path(folder), args.shape)
+        # What is known already is written too: `gpu` does that after each of its parts.
+        args.write = partial(write_json, args.json, arguments, setting, args.command)
         figures = COMMANDS[args.command](args)
-    if args.json:
-        report = {"arguments": arguments, "machine": setting, args.command: figures}
-        args.json.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    args.write(figures)
     return int(failed(figures))
+
+
+def write_json(file: Path | None, arguments: Figures, setting: Figures, command: str,
+               figures: Figures) -> None:  # fmt: skip
+    if file:
+        report = {"arguments": arguments, "machine": setting, command: figures}
+        file.write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":
