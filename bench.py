@@ -1431,7 +1431,8 @@ def run_part(command: str, seconds: float) -> Figures:
     is_test = command.startswith("tests/")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out"
-        words = ["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", f"--junitxml={out}"]
+        words = ["-m", "pytest", "-v", "--tb=short", "-W", "default", "-p", "no:cacheprovider",
+                 f"--junitxml={out}"]  # fmt: skip
         if not is_test:
             words = [str(ROOT / "bench.py"), f"--json={out}"]
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -1447,17 +1448,17 @@ def run_part(command: str, seconds: float) -> Figures:
             streams = [x.decode() if isinstance(x, bytes) else x or ""
                        for x in (error.stdout, error.stderr)]  # fmt: skip
             code, (told, ending) = -1, streams
-            ending += f"\nstopped after {seconds:.0f} s"
+            ending += f"\n{told[-500:] if is_test else ''}\nstopped after {seconds:.0f} s"
         figures: Figures = {"command": command, "seconds": time.monotonic() - began}
-        print(told if not is_test else told[-2000:], flush=True)
+        print(scrubbed(told[-2000:]) if is_test else told, flush=True)
         if is_test and out.exists():
             figures |= read_junit(out)
         elif out.exists():
             report = json.loads(out.read_text())
             figures |= {"figures": report[report["arguments"]["command"]]}
     if code:
-        ending = ending.strip() or told.strip()
-        figures["failed"] = scrubbed(ending[-6000:] or f"exit status {code}")
+        ending = ending.strip() or told.strip() or f"exit status {code}"
+        figures["failed"] = scrubbed(ending[-6000:])
         print(figures["failed"][-2000:], flush=True)
     return figures
 
