@@ -24,6 +24,7 @@ import argparse
 import contextlib
 import gc
 import importlib.metadata
+import importlib.util
 import inspect
 import json
 import os
@@ -1128,8 +1129,12 @@ def bench_kernels(args: argparse.Namespace) -> Figures:
         rows.append((name, "FAILED", run["failed"]) if "failed" in run else kernel_row(name, run))
         release_memory(device)
     copy, products = limits["copy_bytes_per_s"] / 1e9, limits["flops_per_s"] / 1e12
+    tries = [(name, *(f"{way}: {run['variants'][way]['median_s'] * 1e6:,.1f}"
+                      for way in run["variants"] if "failed" not in run["variants"][way]))
+             for name, run in figures.items() if isinstance(run, dict) and run.get("variants")]
     table(f"{dtype}, blocks of {args.block_size}; limits: {copy:,.0f} GB/s copied, "
           f"{products:,.2f} TFLOP/s of matrix products", rows)  # fmt: skip
+    table("us by the number of splits; the engine takes the first", tries)
     return figures
 
 
@@ -1145,12 +1150,17 @@ def kernel_row(name: str, run: Figures) -> tuple[str, ...]:
 
 
 def measure(task: Figures, limits: Figures, device: torch.device) -> Figures:
-    """task: `run`, the `work` in bytes or operations, their `limit`, and other ways (`torch`)."""
+    """task: `run`, the `work` in bytes or operations, their `limit`, and other ways (`torch`).
+
+    Its `variants` are our own ways to do it that the engine does not choose.
+    """
     graph = task.get("graph", True)
     run = {"work": task["work"], "limit": task["limit"],
            **kernel_seconds(task["run"], device, graph)}  # fmt: skip
     run["rate"] = run["work"] / run["median_s"]
     run["share"] = run["rate"] / limits[run["limit"]]
+    run["variants"] = {name: attempt(lambda way=way: kernel_seconds(way, device, graph))
+                       for name, way in task.get("variants", {}).items()}  # fmt: skip
     run["torch"] = {}
     ours = task["run"]() if task["torch"] else None
     for name, way in task["torch"].items():
@@ -1200,6 +1210,13 @@ def attention_task(seqs: list[tuple[int, int]], shapes: Figures, args: argparse.
     if new.max() == 1:
         keys = int((past + new).sum())
         task |= {"work": 2 * keys * kv_heads * dim * dtype.itemsize, "limit": "copy_bytes_per_s"}
+        task["variants"] = {}
+        programs = backend.num_programs
+        for factor in (1, 2, 4, 8, 16):  # had the chip room for so many times as many programs
+            backend.num_programs = factor * programs
+            other = backend.prepare(tables, past, new)
+            name = f"{other.tiles[0].num_splits} splits"
+            task["variants"].setdefault(name, partial(backend.attend, q, cache, other))
     else:
         pairs = int((new * past + new * (new + 1) // 2).sum())
         task |= {"work": 4 * heads * dim * pairs, "limit": "flops_per_s"}
@@ -1374,6 +1391,9 @@ ROOT = Path(__file__).resolve().parent
 TINY = "--shape tiny --repeats 1 --threads 1"
 FEW = "--batch-sizes 1 2 --tokens 8 --prompt-len 16"
 SIZES = "--batch-sizes 1 8 32 64 128 256 --tokens 128 --repeats 2"
+SOME = "--batch-sizes 1 32 256 --tokens 96 --repeats 1"
+PART_SECONDS = 180  # one that hangs leaves time for others
+MANY = " -n 6" * (importlib.util.find_spec("xdist") is not None)  # most of its time is compilation
 
 # What is worth most comes first. Name: arguments on a GPU, arguments of --quick, both of bench.py
 # (pytest's where they begin with tests/); a part without the latter cannot do without a GPU.
@@ -1382,16 +1402,16 @@ PARTS: dict[str, tuple[str, str | None]] = {
     "workload": ("workload --full --repeats 2", f"workload --requests 4 {TINY}"),
     "timeline": ("timeline --batch-sizes 1 256 --prompt-len 512 --tokens 108",
                  f"timeline {FEW} {TINY}"),
-    "decode": (f"decode {SIZES}", f"decode {FEW} {TINY}"),
+    "kernel-tests": (f"tests/test_kernels.py{MANY}", None),
     "gpu-tests": ("tests/ -m gpu", None),
-    "decode-no-graphs": (f"decode {SIZES} --enforce-eager", f"decode {FEW} {TINY} --enforce-eager"),
-    "decode-not-ahead": (f"decode {SIZES} --steps-ahead 0", f"decode {FEW} {TINY} --steps-ahead 0"),
+    "decode": (f"decode {SIZES}", f"decode {FEW} {TINY}"),
+    "decode-no-graphs": (f"decode {SOME} --enforce-eager", f"decode {FEW} {TINY} --enforce-eager"),
+    "decode-not-ahead": (f"decode {SOME} --steps-ahead 0", f"decode {FEW} {TINY} --steps-ahead 0"),
     "transformers": ("workload --requests 64 --input-len 100 512 --output-len 32 256 --repeats 1 "
                      "--vs transformers --vs-batch 64",
                      f"workload --requests 4 {TINY} --vs transformers"),
     "workload-not-ahead": ("workload --full --repeats 1 --steps-ahead 0",
                            f"workload --requests 4 {TINY} --steps-ahead 0"),
-    "kernel-tests": ("tests/test_kernels.py", None),
     "workload-no-graphs": ("workload --full --repeats 1 --enforce-eager",
                            f"workload --requests 4 {TINY} --enforce-eager"),
 }  # fmt: skip
@@ -1414,7 +1434,7 @@ def bench_gpu(args: argparse.Namespace) -> Figures:
             figures[name] = {"skipped": f"--minutes {args.minutes:g} were over"}
         else:
             print(f"\n== {name}: {command}", flush=True)
-            figures[name] = run_part(command, left)
+            figures[name] = run_part(command, min(left, PART_SECONDS))
         args.write(figures)
     rows = []
     for name, part in figures.items():
