@@ -172,7 +172,7 @@ class TritonAttention(TorchAttention):
         self.kernels = kernels
         self.rows = [max(rows, next_power_of_2(self.group_size))
                      for rows in (kernels.FEW_ROWS, kernels.MANY_ROWS[dtype.itemsize])]
-        self.dim: int = next_power_of_2(head_dim)
+        self.dim: int = max(16, next_power_of_2(head_dim))  # the least that tl.dot takes
         self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * dtype.itemsize)))
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
         self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time

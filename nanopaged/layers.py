@@ -21,7 +21,7 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     cost little beside the products, and `function` runs as it is written. Weights are arguments, so
     that all layers share one kernel.
     """
-    compiled = cache(lambda: torch.compile(function, dynamic=True))  # at its first use
+    compiled = cache(lambda: torch.compile(function))  # at its first use
     return wraps(function)(lambda x, *rest: (compiled() if x.is_cuda else function)(x, *rest))
 
 

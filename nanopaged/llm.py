@@ -268,7 +268,7 @@ class LLM:
         self._abort([*self.scheduler.waiting, *self.scheduler.running])
         if not self._closed:
             self._closed = True
-            del self.runner.model, self.runner.kv_caches, self.runner.swap_space
+            del self.runner.model, self.runner.kv_caches, self.runner.swap_space, self.runner.graphs
 
     def __enter__(self) -> "LLM":
         return self

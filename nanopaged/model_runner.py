@@ -86,16 +86,16 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> Tensor:
         """The logits [num_samples, vocab_size], by a recorded graph where all sequences decode."""
         n = len(batch.rows)
-        decodes = len(batch.token_ids) == len(batch.samples) == n
+        decodes = len(batch.token_ids) == n and batch.samples == list(range(n))
         size = min((size for size in self.graphs if size >= n and decodes), default=0)
+        width = -(-max(batch.ends) // self.config.block_size)
+        inputs, metadata = self._prepare(padded(batch, size) if size else batch, width)
         if not size:
-            inputs, metadata = self._prepare(batch, -(-max(batch.ends) // self.config.block_size))
             logits: Tensor = self.model(*inputs, self.kv_caches, metadata)
             return logits
-        inputs, metadata = self._prepare(padded(batch, size))
         recorded, replay, logits = self.graphs[size]
         for tensor, new in zip(recorded, [*inputs, *metadata.tensors], strict=True):
-            tensor.copy_(new)
+            tensor[..., : new.shape[-1]].copy_(new)  # of the block tables what is in use
         replay()
         return logits[:n]
 
@@ -128,9 +128,9 @@ class ModelRunner:
         """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""
         if moves:
             pools = (self.num_blocks if pool is self.swap_space else 0 for pool in (source, target))
-            ids = torch.tensor(moves) - torch.tensor(list(pools))  # [num_moves, 2]
-            blocks = source.index_select(1, ids[:, 0].to(source.device))
-            target.index_copy_(1, ids[:, 1].to(target.device), blocks.to(target.device))
+            ids, new_ids = (np.array(moves) - list(pools)).T.copy()  # each [num_moves]
+            blocks = source.index_select(1, to_device(ids, source.device)).to(target.device)
+            target.index_copy_(1, to_device(new_ids, target.device), blocks)
 
     def _load_model(self, model_config: Any, path: Path) -> CausalLM:
         with self.device, local_torch_dtype(self.dtype):
@@ -157,6 +157,7 @@ class ModelRunner:
         """The bytes that the largest step takes beside weights and cache: one is run."""
         num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         ones = [1] * num_tokens
+        torch.cuda.reset_peak_memory_stats()  # who came before in this process does not count
         try:
             inputs, metadata = self._prepare(
                 Batch(ones, ones, ones, [0] * num_tokens, list(range(num_seqs))), 1)

@@ -50,15 +50,16 @@ def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
     return bits.astype(np.float32) * np.float32(2.0**-23)
 
 
-def restrict(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Logits with -inf for all but the likely tokens; every argument but them is [num_rows, 1].
+def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Logits with -inf for all but the likely tokens; top_k, top_p, min_p are [num_rows, 1].
 
     The k most likely of all, of these the fewest whose probabilities reach top_p (the one that
     crosses it included), of these the ones with at least min_p times the highest probability.
     The cut is a value, so that tied tokens stay or go together, however many rows share the call.
+    `most`: no top_k is larger, and the device need not be asked.
     """
     top_k = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1])
-    values = logits.topk(int(top_k.max()), dim=-1).values  # sorted: [num_rows, the largest top_k]
+    values = logits.topk(min(most, logits.shape[1]), dim=-1).values  # sorted: [num_rows, most]
     weights = (values - values[:, :1]).exp()  # probabilities, in units of the highest
     sums = weights.cumsum(-1)
     goal = torch.where(top_p < 1, top_p * sums.gather(1, top_k - 1), torch.inf)
@@ -88,7 +89,7 @@ class Sampler:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]
         asked = np.flatnonzero(params["logprobs"] >= 0)
-        logprobs = logits[asked].float().log_softmax(-1) if asked.size else logits[:0]
+        logprobs = logits[to_device(asked, self.device)].float().log_softmax(-1)
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, params["stops"][i]] = -torch.inf
         drawn = params["temperature"] >= GREEDY
@@ -109,9 +110,11 @@ class Sampler:
         logits = logits / temperature[:, None]  # [num_rows, vocab_size], float32 from here on
         some = np.flatnonzero(params["restricted"])
         if some.size:
+            rows, top_k = to_device(some, self.device), params["top_k"][some]
+            most = int(top_k.max()) if top_k.min() > 0 else logits.shape[1]
             limits = (to_device(params[name][some, None], self.device)
                       for name in ("top_k", "top_p", "min_p"))
-            logits[some] = restrict(logits[some], *limits)
+            logits[rows] = restrict(logits[rows], most, *limits)
         cumulative = logits.softmax(-1).cumsum_(-1)  # in place: fresh pages cost more than sums
         numbers = to_device(uniform(params["seed"], positions), self.device)[:, None]
         return torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)[:, 0]

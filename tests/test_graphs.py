@@ -15,6 +15,8 @@ MOST = 7  # sequences: the sizes are 1, 2, 4 and 7
 
 
 pytest.importorskip("triton", reason="pip install triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/test_gpu.py has real graphs", allow_module_level=True)
 
 def record_calls(runner):
     """Record what `capture_graphs` does, with calls in place of graphs; returns their sizes."""
@@ -94,11 +96,3 @@ def test_every_batch_size_has_a_graph(llama, engine, most):
     assert (min(sizes), max(sizes)) == (1, most)
     for size in range(1, most + 1):  # with less padding than sequences, or 16
         assert min(s for s in sizes if s >= size) < size + max(size, 16)
-
-
-@pytest.mark.gpu
-def test_a_gpu_has_graphs_unless_they_are_turned_off(llama, engine):
-    for eager in (False, True):
-        llm = engine(llama, device="cuda", max_num_seqs=MOST, enforce_eager=eager)
-        assert bool(llm.runner.graphs) != eager
-        answers(llm, seed=1)

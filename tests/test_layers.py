@@ -23,7 +23,7 @@ def count(monkeypatch):
             graphs.append(graph)
             return graph.forward
 
-        return torch.compile(function.__wrapped__, dynamic=True, backend=backend), graphs
+        return torch.compile(function.__wrapped__, backend=backend), graphs
 
     yield compiled
     torch._dynamo.reset()
@@ -47,7 +47,7 @@ def test_layers_and_batch_sizes_share_a_compiled_kernel(count, name):
         for _ in range(3):  # layers
             inputs = arguments(name, size)
             torch.testing.assert_close(compiled(*inputs), function(*inputs))
-    assert len(graphs) <= 2, "one for a single token, one for all other sizes"
+    assert len(graphs) <= 3, "the first size's, that of all sizes, and that of a single token"
 
 
 def test_without_a_gpu_nothing_is_compiled(monkeypatch):

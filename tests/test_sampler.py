@@ -99,8 +99,9 @@ def column(value, dtype=torch.float32):
 
 
 def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
-    out = restrict(torch.tensor([logits], dtype=torch.float32), column(top_k, torch.int64),
-                   column(top_p), column(min_p))[0].tolist()  # fmt: skip
+    rows, most = torch.tensor([logits], dtype=torch.float32), top_k if top_k > 0 else len(logits)
+    limits = column(top_k, torch.int64), column(top_p), column(min_p)
+    out = restrict(rows, most, *limits)[0].tolist()
     tokens = [token for token, value in enumerate(out) if value > -INF]
     assert [out[token] for token in tokens] == [np.float32(logits[token]) for token in tokens]
     return tokens
@@ -171,7 +172,7 @@ def test_every_row_is_restricted_by_its_own_limits():
     top_k = torch.tensor([[0], [2], [5], [1], [3]])
     top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])  # the last: 0.65 / 0.85 reaches it
     min_p = torch.tensor([[0.0], [0.0], [0.3], [0.0], [0.0]])
-    out = restrict(logits, top_k, top_p, min_p)
+    out = restrict(logits, logits.shape[1], top_k, top_p, min_p)
     tokens = [row.isfinite().nonzero()[:, 0].tolist() for row in out]
     assert tokens == [[1, 3], [1, 3], [1, 3, 4], [1], [1, 3]]
 
