@@ -7,6 +7,7 @@ case: some queries at known positions, and keys from position 0 to theirs.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, all sequences one behind the other, no padding
+                   (but in recorded graphs, at position -1)
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim]
@@ -191,7 +192,7 @@ class TritonAttention(TorchAttention):
         tables, launches = self._tensor(block_tables), []
         for size in np.unique(rows).tolist():
             some = tiles[rows[tiles[:, 1]] == size]
-            splits = self._num_splits(len(some), block_tables.shape[1])
+            splits = self._num_splits(len(tiles), block_tables.shape[1])
             most = int(some[:, 3].max())
             launches.append(Launch(self._tensor(some), tables, size, most, splits))
         return AttentionMetadata(self._tensor(blocks), self._tensor(offsets), launches)
@@ -217,7 +218,10 @@ class TritonAttention(TorchAttention):
         return out.flatten(1)
 
     def _num_splits(self, num_tiles: int, max_blocks: int) -> int:
-        """Of the keys, so that few sequences fill the chip too; each has a tile of the longest."""
+        """Of the keys, so that few tiles fill the chip too; each has a tile of the longest.
+
+        All of a step's tiles count: tokens x splits is what there is memory for.
+        """
         most = -(-max_blocks * self.block_size // self.key_tile)
         splits: int = min(self.num_programs // (num_tiles * self.num_kv_heads), most, 64)
         return 1 << (max(1, splits).bit_length() - 1)  # a power of two

@@ -4,7 +4,7 @@ A block belongs to whoever holds a reference to it. Ref count 0 means free *and 
 waits in the free list, least recently used first, until it is taken for something else. The manager
 knows block ids and token ids, not tensors; nobody else changes a ref count.
 
-With block_size=4, a prompt of 6 tokens and free blocks 0, 1, 2: `allocate` gives the block table
+With block_size=4, a prompt of 6 tokens and free blocks 0 to 3: `allocate` gives the block table
 [0, 1]; once computed, block 0 is published, block 1 (half full) is not. A second prompt with the
 same first 4 tokens gets [0, 2]: block 0 has two references, and 4 tokens are not computed. If the
 first one forks, both have [0, 1]; who writes token 7 first takes a copy, [0, 3] (copy-on-write).
@@ -33,7 +33,7 @@ class Block:
     ref_count: int = 0
     hash: int | None = None
     content: Content | None = None
-    prefix_id: int = 0  # once it is full, names all from the start to its end; never used twice
+    prefix_id: int = 0  # set by `publish`: names all tokens from the start to its end
 
 
 class BlockManager:
@@ -153,7 +153,7 @@ class BlockManager:
         """Let others find the full blocks of `seq` that are computed, or will be by this step.
 
         Of two blocks with the same content the first stays published, and lends the other its
-        `prefix_id`. After a collision the block stays private, and so will those behind it.
+        `prefix_id`. After a collision the block stays private, and those behind it are not found.
         """
         known = min(seq.num_computed_tokens, len(seq.token_ids))
         full = known // self.block_size if self.enable_prefix_caching else 0

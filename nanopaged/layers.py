@@ -82,6 +82,7 @@ class RotaryEmbedding(nn.Module):
         # theta^(-2i / head_dim), and the published scalings, where one wrong factor is garbage.
         rope = LlamaRotaryEmbedding(config)
         angles = torch.outer(torch.arange(max_model_len).float(), rope.inv_freq)
+        # Each [max_model_len, head_dim / 2]:
         cos, sin = (f(angles) * rope.attention_scaling for f in (torch.cos, torch.sin))
         self.cos, self.sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
 

@@ -74,13 +74,14 @@ class LLM:
         if not self.scheduler.has_unfinished:
             return
         started = time.perf_counter()
-        batch = self.scheduler.schedule()
         try:
+            batch = self.scheduler.schedule()
             self._launched.append((batch, self.runner.execute(batch)))
             groups = []
+            # On a GPU all but the newest; all, where nobody could be scheduled.
             while len(self._launched) > (self.steps_ahead if batch.rows else 0):
                 groups += self.scheduler.update(*self._launched.pop(0))
-        except BaseException:  # Ctrl-C too: whoever catches it can go on stepping
+        except BaseException:  # Ctrl-C too: whoever catches it may go on with what has not ended
             self._launched.clear()
             self.scheduler.rollback()
             raise
@@ -160,11 +161,11 @@ class LLM:
         return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
-        alone = not isinstance(prompt, dict) or len(prompt) == 1
+        one = not hasattr(prompt, "keys") or len(prompt) == 1  # patterns match more keys, too
         match prompt:
-            case str(text) | {"prompt": str(text)} if alone and self.tokenizer is not None:
+            case str(text) | {"prompt": str(text)} if one and self.tokenizer is not None:
                 return text, self.tokenizer(text).input_ids
-            case [*ids] | {"prompt_token_ids": [*ids]} if alone:
+            case [*ids] | {"prompt_token_ids": [*ids]} if one:
                 check_token_ids("prompt", ids, self.model_config.vocab_size)
                 return None, ids
         raise ValueError("prompt must be a list of token ids or, with a tokenizer, a string, or "
@@ -228,14 +229,16 @@ class LLM:
 
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
         """Step until all have finished; yields a group whenever it got a token."""
-        owner = object()
-        unfinished = len([self._add(group, owner) for group in groups])
+        owner, unfinished = object(), set(groups)
+        for group in groups:
+            self._add(group, owner)
         try:
             while unfinished:
                 self._step()
                 for group in self._news.pop(owner, {}).values():
-                    unfinished -= not group.live
-                    yield group
+                    if group in unfinished:  # else it was aborted meanwhile, and has been told
+                        unfinished -= set() if group.live else {group}
+                        yield group
         finally:  # an error, Ctrl-C, or a stream that is closed early
             self._abort(groups)
             self._news.pop(owner, None)

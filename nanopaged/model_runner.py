@@ -1,4 +1,4 @@
-"""Everything that touches tensors: the model, the KV pool, and a step's inputs.
+"""Everything that touches tensors: the model, the KV pool, a step's inputs, and CUDA graphs.
 
 The scheduler speaks of rows, tokens and block ids. The runner keeps the block tables of all running
 sequences, one row each, so that a step only has to say what changed, and turns a `Batch` into one
@@ -25,9 +25,10 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.layers import Linear
 from nanopaged.loader import load_dummy_weights, load_weights
 from nanopaged.model import CausalLM
-from nanopaged.sampler import Sampler, SamplerOutput
+from nanopaged.sampler import ROW, Sampler, SamplerOutput
 from nanopaged.scheduler import UNREAD, Batch
 
+# Runs a function once, and returns what repeats it and where the result is then.
 Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
 
 CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
@@ -55,7 +56,7 @@ class ModelRunner:
         self.model = self._load_model(model_config, path)
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-        # Entries past a sequence's end are read and masked, so they must name a block: zeros.
+        # Entries past a sequence's end may be read, and masked, so they must name a block: zeros.
         max_blocks = -(-self.max_model_len // config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
         self.num_layers, self.block_shape = layers, (2, heads, config.block_size, head_dim)
@@ -84,7 +85,7 @@ class ModelRunner:
         return output
 
     def _forward(self, batch: Batch) -> Tensor:
-        """The logits [num_samples, vocab_size], by a recorded graph where all sequences decode."""
+        """The logits [num_samples, vocab_size]; by a recorded graph, where all compute a token."""
         n = len(batch.rows)
         decodes = len(batch.token_ids) == n and batch.samples == list(range(n))
         size = min((size for size in self.graphs if size >= n and decodes), default=0)
@@ -100,7 +101,10 @@ class ModelRunner:
         return logits[:n]
 
     def _prepare(self, batch: Batch, width: int | None = None) -> tuple[list[Tensor], Any]:
-        """The model's inputs: token ids, positions, rows that sample; and what attention needs."""
+        """The model's inputs: token ids, positions, rows that sample; and what attention needs.
+
+        width: of the block tables, how many columns are in use.
+        """
         lists = batch.token_ids, batch.rows, batch.counts, batch.ends, batch.samples
         token_ids, rows, counts, ends, samples = (np.array(x, np.int64) for x in lists)
         which, positions = flatten(ends - counts, counts)
@@ -157,21 +161,23 @@ class ModelRunner:
         """The bytes that the largest step takes beside weights and cache: one is run."""
         num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         ones = [1] * num_tokens
+        params = np.array([(0, 1, 0, 1, 0, True, 0, None, 0)] * num_seqs, ROW)  # top_k, top_p, ..
         torch.cuda.reset_peak_memory_stats()  # who came before in this process does not count
+        before = torch.cuda.memory_allocated()
         try:
             inputs, metadata = self._prepare(
                 Batch(ones, ones, ones, [0] * num_tokens, list(range(num_seqs))), 1)
             logits = self.model(*inputs, self._make_pool(self.device, 1), metadata)
-            logits.float().softmax(-1).cumsum(-1)  # as the sampler does
+            self.sampler.draw(logits, params, np.arange(num_seqs))
         except torch.OutOfMemoryError as error:
             raise ValueError(f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must "
                              f"be less for the device's memory: {error}") from error
-        return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        return torch.cuda.max_memory_allocated() - before
 
     def _size_pool(self) -> int:
         """Blocks that fit into memory, or as asked for; shortens max_model_len to fit them.
 
-        Beside the pool there is room for the largest step, and for the graphs once more as much.
+        Beside the pool there is room for the largest step, and about as much for the graphs.
         """
         block_bytes = self.token_bytes * self.config.block_size
         per_seq = -(-self.max_model_len // self.config.block_size)

@@ -56,7 +56,7 @@ def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Ten
     The k most likely of all, of these the fewest whose probabilities reach top_p (the one that
     crosses it included), of these the ones with at least min_p times the highest probability.
     The cut is a value, so that tied tokens stay or go together, however many rows share the call.
-    `most`: no top_k is larger, and the device need not be asked.
+    `most` is the largest top_k, or the number of tokens, so that the device need not be asked.
     """
     top_k = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1])
     values = logits.topk(min(most, logits.shape[1]), dim=-1).values  # sorted: [num_rows, most]
@@ -94,7 +94,7 @@ class Sampler:
             logits[i, params["stops"][i]] = -torch.inf
         drawn = params["temperature"] >= GREEDY
         # The indices of max are argmax's, the first of equals, in a third of its time.
-        draws = self._draw(logits, params, positions) if drawn.any() else None
+        draws = self.draw(logits, params, positions) if drawn.any() else None
         token_ids = draws if draws is not None and drawn.all() else logits.max(-1).indices
         if draws is not None:
             token_ids = torch.where(to_device(drawn, self.device), draws, token_ids)
@@ -105,7 +105,7 @@ class Sampler:
             output.logprobs[i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
         return output
 
-    def _draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
+    def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
         temperature = to_device(np.maximum(params["temperature"], GREEDY), self.device)
         logits = logits / temperature[:, None]  # [num_rows, vocab_size], float32 from here on
         some = np.flatnonzero(params["restricted"])

@@ -28,7 +28,10 @@ UNREAD = -1  # a token that was sampled in the step before and that only the dev
 
 @dataclass
 class Batch:
-    """One step's work in plain numbers: sequence i computes `counts[i]` tokens, up to `ends[i]`."""
+    """One step's work: sequence i computes `counts[i]` tokens, up to `ends[i]`.
+
+    The model's part is plain numbers; who they belong to comes last.
+    """
 
     token_ids: list[int] = field(default_factory=list)  # of all, one sequence behind the other
     counts: list[int] = field(default_factory=list)

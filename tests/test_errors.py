@@ -5,6 +5,7 @@ Each case names the words its message must hold: the field, tensor or file, and 
 
 import json
 import math
+from collections import UserDict
 
 import pytest
 import torch
@@ -141,6 +142,7 @@ PROMPTS = [
     ("unknown key", {"text": "x"}, ["text"]),
     ("no key", {}, ["prompt"]),
     ("both keys", {"prompt": "hello", "prompt_token_ids": [5]}, ["prompt", "hello"]),
+    ("no dict, more keys", UserDict(prompt="hello", mask=[1]), ["prompt", "hello"]),
     ("a key too many", {"prompt_token_ids": [5], "text": "hello"}, ["prompt", "hello"]),
     ("none", None, ["None"]),
     ("bytes", b"abc", ["prompt", "abc"]),

@@ -138,6 +138,13 @@ def test_few_sequences_are_split_so_that_they_fill_the_chip(num_programs, num_sp
     case.check(backend)
 
 
+def test_a_decode_beside_a_long_chunk_is_not_split_for_all_its_tokens():
+    """The parts of a split take memory for every token of the step."""
+    case = TritonCase([(500, 1), (0, 500)], (4, 2, 64), dtype=BF16)
+    launches = case.prepare(case.backend(num_programs=8)).tiles  # alone it would have 4 splits
+    assert [launch.num_splits for launch in launches] == [1, 1]
+
+
 @pytest.mark.parametrize(
     "heads, block_size, dtype", [((4, 1, 64), 16, F32), ((7, 1, 96), 32, BF16)]
 )

@@ -710,3 +710,35 @@ def test_a_constant_hash_costs_hits_and_never_a_token(llama, engine, reference, 
             assert [tokens_of(output) for output in outputs] == expected
         hits.append(llm.stats().prefix_hit_tokens)
     assert 0 < hits[1] < hits[0]
+
+
+def test_ctrl_c_after_scheduling_leaves_nothing_cached_that_was_not_computed(llama, work, engine):
+    prompts, expected = work
+    llm = engine(llama)
+    schedule = llm.scheduler.schedule
+
+    def interrupted():
+        schedule()
+        raise KeyboardInterrupt
+
+    llm.scheduler.schedule = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, greedy(), use_tqdm=False)
+    llm.scheduler.schedule = schedule
+    outputs = llm.generate(prompts, greedy(), use_tqdm=False)
+    assert [tokens_of(output) for output in outputs] == expected
+    assert llm.stats().blocks_cached and not outputs[0].num_cached_tokens
+
+
+def test_a_stream_goes_on_when_its_consumer_aborts_one_of_its_requests(llama, work, engine):
+    prompts, expected = work
+    llm = engine(llama)
+    finished, last = [], {}
+    for output in llm.stream(prompts[:3], greedy()):
+        if not last:
+            assert llm.abort_request("1")  # which is among what this very step has to tell
+        last[output.request_id] = output
+        finished += [output.request_id] * output.finished
+    assert sorted(finished) == ["0", "1", "2"], "each ends once"
+    assert last["1"].outputs[0].finish_reason == "abort"
+    assert [tokens_of(last[name]) for name in ("0", "2")] == [expected[0], expected[2]]

@@ -9,9 +9,11 @@ Protects against leaks, deadlocks and mixed-up K and V that only show after many
 import random
 from collections import Counter, deque
 
+import numpy as np
 import pytest
 
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.sampler import uniform
 
 BLOCKS, SWAP_BLOCKS, BLOCK_SIZE = 64, 32, 4
 LONGEST = 40  # tokens, prompt and answer
@@ -33,7 +35,8 @@ def draw_params(rng, seed):
     return SamplingParams(
         n=rng.randint(2, 8) if kind == "several" else 1,
         temperature=0 if kind == "greedy" else 1.0,
-        top_k=4,  # few cuts between tokens that the order of a sum could move past a draw
+        top_k=4,
+        logprobs=None if kind == "greedy" else 5,  # for `decided`
         max_tokens=count,
         ignore_eos=ignore_eos,
         seed=seed,
@@ -54,6 +57,23 @@ def draw_requests(rng, count):
 
 def width(params):
     return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
+def decided(completion, prompt, params):
+    """How many of its first tokens no order of a float32 sum could change.
+
+    It could where the fourth and the fifth most likely token, between which top_k cuts, are as good
+    as tied, or where the number that decides is as good as a boundary between two tokens.
+    """
+    seed = (params.seed + completion.index * 0xD1B54A32D192ED03) % 2**64
+    for count, logprobs in enumerate(completion.logprobs or []):
+        *kept, next_best = sorted(logprobs, key=logprobs.__getitem__, reverse=True)[:5]
+        weights = np.exp([logprobs[token] for token in sorted(kept)])
+        (number,) = uniform(np.array([seed], np.uint64), np.array([len(prompt) + count]))
+        margin = abs(weights.cumsum() / weights.sum() - number).min()
+        if min(margin, logprobs[kept[-1]] - logprobs[next_best]) < 1e-5:
+            return count
+    return len(completion.token_ids)
 
 
 def answer(output):
@@ -142,21 +162,30 @@ class Stress:
 
 def check_answers(stress, expected):
     assert len(stress.outputs) == len(stress.requests)
-    for number, (_, params) in enumerate(stress.requests):
-        output, whole = stress.outputs[number], answer(expected[number])
+    ties = 0
+    for number, (prompt, params) in enumerate(stress.requests):
+        output, whole = stress.outputs[number], expected[number]
         assert output.finished
-        if number not in stress.aborted:
-            assert answer(output) == whole, (number, params)
-            for one, other in zip(output.outputs, expected[number].outputs, strict=True):
-                assert one.finish_reason == other.finish_reason
-                if isinstance(params, BeamSearchParams):
+        if isinstance(params, BeamSearchParams):
+            if number not in stress.aborted:
+                assert answer(output) == answer(whole), (number, params)
+                for one, other in zip(output.outputs, whole.outputs, strict=True):
+                    assert one.finish_reason == other.finish_reason
                     assert one.cumulative_logprob == pytest.approx(
                         other.cumulative_logprob, abs=1e-4
                     )
-        elif isinstance(params, SamplingParams):
-            assert len(output.outputs) == width(params)
-            for tokens, full in zip(answer(output), whole, strict=True):
-                assert tokens == full[: len(tokens)], (number, params)
+            continue
+        assert len(output.outputs) == width(params)
+        for one, other in zip(output.outputs, whole.outputs, strict=True):
+            sure = decided(other, prompt, params)
+            ties += sure < len(other.token_ids)
+            if number in stress.aborted:
+                sure = min(sure, len(one.token_ids))
+            assert one.token_ids[:sure] == other.token_ids[:sure], (number, params)
+            if sure == len(other.token_ids):
+                assert len(one.token_ids) == sure
+                assert number in stress.aborted or one.finish_reason == other.finish_reason
+    assert ties <= len(stress.requests) / 50, "nothing is proven if much is left out"
 
 
 def stress_engine(engine, llama, swap_space, **options):
