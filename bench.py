@@ -1188,7 +1188,7 @@ def kernel_seconds(function: Callable[[], Any], device: torch.device, graph: boo
     from triton.testing import do_bench
 
     if graph:
-        function = record_cuda_graph(torch.cuda.graph_pool_handle(), function)
+        function, _ = record_cuda_graph(torch.cuda.graph_pool_handle(), function)
     p50, p10, p90 = do_bench(function, warmup=20, rep=200, quantiles=[0.5, 0.1, 0.9])
     return {"median_s": p50 / 1e3, "spread_s": [p10 / 1e3, p90 / 1e3]}
 

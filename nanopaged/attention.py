@@ -190,9 +190,9 @@ class TritonAttention(TorchAttention):
         tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
         tiles = tiles[np.argsort(-positions[firsts] - sizes)]
         tables, launches = self._tensor(block_tables), []
+        splits = self._num_splits(len(tiles), block_tables.shape[1])
         for size in np.unique(rows).tolist():
             some = tiles[rows[tiles[:, 1]] == size]
-            splits = self._num_splits(len(tiles), block_tables.shape[1])
             most = int(some[:, 3].max())
             launches.append(Launch(self._tensor(some), tables, size, most, splits))
         return AttentionMetadata(self._tensor(blocks), self._tensor(offsets), launches)

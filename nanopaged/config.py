@@ -17,7 +17,7 @@ def check(name: str, value: Any, kind: str = "int", low: float = -inf, high: flo
     """Raise unless `value` is of a `kind` as in annotations, within bounds, and a choice."""
     kinds = kind.replace("None", "NoneType").replace("float", "int | float").split(" | ")
     # The exact type: a bool is an int to isinstance, and never what was meant.
-    if type(value).__name__ not in [name.split("[")[0] for name in kinds]:
+    if type(value).__name__ not in [part.split("[")[0] for part in kinds]:
         raise TypeError(f"{name} must be {kind}, got {value!r}")
     if choices and value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")

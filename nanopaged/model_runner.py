@@ -40,7 +40,8 @@ class ModelRunner:
         devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
         self.device = torch.device(devices[0] if config.device == "auto" else config.device)
         check("device, where torch sees these,", self.device.type, "str", choices=devices)
-        keep_freed_memory()
+        if self.device.type == "cpu" and sys.platform == "linux":
+            keep_freed_memory()
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         most = model_config.max_position_embeddings
         check("max_model_len", config.max_model_len or most, high=most)
@@ -53,7 +54,7 @@ class ModelRunner:
         backend = TritonAttention if self.attention == "triton" else TorchAttention
         self.backend = backend(model_config.num_attention_heads, heads, head_dim,
                                config.block_size, self.dtype, self.device)
-        self.model = self._load_model(model_config, path)
+        self.model: Callable[..., Tensor] = self._load_model(model_config, path)
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # Entries past a sequence's end may be read, and masked, so they must name a block: zeros.
@@ -92,8 +93,7 @@ class ModelRunner:
         width = -(-max(batch.ends) // self.config.block_size)
         inputs, metadata = self._prepare(padded(batch, size) if size else batch, width)
         if not size:
-            logits: Tensor = self.model(*inputs, self.kv_caches, metadata)
-            return logits
+            return self.model(*inputs, self.kv_caches, metadata)
         recorded, replay, logits = self.graphs[size]
         for tensor, new in zip(recorded, [*inputs, *metadata.tensors], strict=True):
             tensor[..., : new.shape[-1]].copy_(new)  # of the block tables what is in use
@@ -161,7 +161,8 @@ class ModelRunner:
         """The bytes that the largest step takes beside weights and cache: one is run."""
         num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         ones = [1] * num_tokens
-        params = np.array([(0, 1, 0, 1, 0, True, 0, None, 0)] * num_seqs, ROW)  # top_k, top_p, ..
+        params = np.zeros(num_seqs, ROW)
+        params["restricted"] = True  # top_k=0: all tokens are sorted, which takes most
         torch.cuda.reset_peak_memory_stats()  # who came before in this process does not count
         before = torch.cuda.memory_allocated()
         try:
@@ -222,9 +223,8 @@ def keep_freed_memory() -> None:
     By default large pieces go back to the system, and every step faults their pages in again: a
     tenth of the time of a step. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3) in mallopt(3).
     """
-    if sys.platform == "linux":
-        for parameter in (-1, -3):
-            ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+    for parameter in (-1, -3):
+        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:

@@ -89,19 +89,19 @@ class Sampler:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]
         asked = np.flatnonzero(params["logprobs"] >= 0)
-        logprobs = logits[to_device(asked, self.device)].float().log_softmax(-1)
+        wanted = logits[to_device(asked, self.device)] if asked.size else logits[:0]
+        logprobs = wanted.float().log_softmax(-1)
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, params["stops"][i]] = -torch.inf
         drawn = params["temperature"] >= GREEDY
         # The indices of max are argmax's, the first of equals, in a third of its time.
-        draws = self.draw(logits, params, positions) if drawn.any() else None
-        token_ids = draws if draws is not None and drawn.all() else logits.max(-1).indices
-        if draws is not None:
-            token_ids = torch.where(to_device(drawn, self.device), draws, token_ids)
-        output = SamplerOutput(token_ids)
+        tokens = self.draw(logits, params, positions) if drawn.any() else logits.max(-1).indices
+        if drawn.any() and not drawn.all():
+            tokens = torch.where(to_device(drawn, self.device), tokens, logits.max(-1).indices)
+        output = SamplerOutput(tokens)
         for i, row in zip(asked.tolist(), logprobs, strict=True):
             top = row.topk(int(params["logprobs"][i])).indices
-            chosen = torch.cat((top, token_ids[i : i + 1]))
+            chosen = torch.cat((top, tokens[i : i + 1]))
             output.logprobs[i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
         return output
 
