@@ -103,8 +103,8 @@ class EngineConfig(Checked):
 
     `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
     `swap_space` is in GiB of CPU memory; `preemption_mode="auto"` swaps groups of several sequences
-    and computes single ones again. `enforce_eager` does without CUDA graphs. So that scripts for
-    vLLM run, `tensor_parallel_size` is accepted: it has to be 1.
+    and computes single ones again. `enforce_eager` does without CUDA graphs.
+    `tensor_parallel_size` is the number of ranks: processes, each with a GPU where there are any.
     """
 
     model: str | None = option(None)
@@ -121,7 +121,7 @@ class EngineConfig(Checked):
     preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
     attention_backend: str = option("auto", choices=("auto", "torch", "triton"))
     enforce_eager: bool = option(False)
-    tensor_parallel_size: int = option(1, low=1, high=1)
+    tensor_parallel_size: int = option(1, low=1)
     load_format: str = option("auto", choices=("auto", "dummy"))
     seed: int = option(0, low=0, high=2**63 - 1)
 

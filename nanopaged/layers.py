@@ -1,4 +1,4 @@
-"""The parts of a decoder that are not attention: linear layers, rotary embedding, fusions."""
+"""The parts of a decoder that are not attention: linear layers, and fusions."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, wraps
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 
 def empty(*shape: int) -> nn.Parameter:
@@ -70,29 +69,13 @@ class Linear(nn.Module):
         return y
 
 
-class RotaryEmbedding(nn.Module):
-    """Rotates the two halves of a head's vector by angles that grow with the position (RoFormer).
-
-    The tables repeat every angle for both halves and carry the sign that the rotation needs:
-    (x1 cos - x2 sin, x2 cos + x1 sin) = x * [cos, cos] + [x2, x1] * [-sin, sin].
-    """
-
-    def __init__(self, config: Any, max_model_len: int) -> None:
-        super().__init__()
-        # theta^(-2i / head_dim), and the published scalings, where one wrong factor is garbage.
-        rope = LlamaRotaryEmbedding(config)
-        angles = torch.outer(torch.arange(max_model_len).float(), rope.inv_freq)
-        # Each [max_model_len, head_dim / 2]:
-        cos, sin = (f(angles) * rope.attention_scaling for f in (torch.cos, torch.sin))
-        self.cos, self.sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
-
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions: [num_tokens]; returns cos and sin, [num_tokens, 1, head_dim]."""
-        return self.cos[positions, None].to(dtype), self.sin[positions, None].to(dtype)
-
-
 @fused
 def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [num_tokens, any number of heads, head_dim]; see `RotaryEmbedding`."""
+    """x: [num_tokens, any number of heads, head_dim]; cos, sin: [num_tokens, 1, head_dim].
+
+    The two halves of a head's vector turn by angles that grow with the position (RoFormer):
+    (x1 cos - x2 sin, x2 cos + x1 sin) = [x1, x2] * [cos, cos] + [-x2, x1] * [sin, sin].
+    """
     x = x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)

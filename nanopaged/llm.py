@@ -21,6 +21,7 @@ from nanopaged.detokenizer import Detokenizer
 from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
+from nanopaged.parallel import Ranks
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
@@ -43,7 +44,13 @@ class LLM:
         path = resolve(config)
         self.model_config = load_config(path)
         self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
-        self.runner = runner = ModelRunner(config, self.model_config, path)
+        check("tensor_parallel_size, at most num_attention_heads,", config.tensor_parallel_size,
+              high=self.model_config.num_attention_heads)
+        self.ranks = Ranks(config)
+        with self.ranks.watched():
+            self.runner = runner = ModelRunner(config, self.model_config, path, self.ranks)
+            if self.ranks.rank:
+                self.ranks.serve(runner.execute)
         self.max_model_len = runner.max_model_len
         self.blocks = BlockManager(runner.num_blocks, config.block_size,
                                    config.enable_prefix_caching,
@@ -75,15 +82,18 @@ class LLM:
             return
         started = time.perf_counter()
         try:
-            batch = self.scheduler.schedule()
-            self._launched.append((batch, self.runner.execute(batch)))
-            groups = []
-            # On a GPU all but the newest; all, where nobody could be scheduled.
-            while len(self._launched) > (self.steps_ahead if batch.rows else 0):
-                groups += self.scheduler.update(*self._launched.pop(0))
+            with self.ranks.watched():
+                batch = self.scheduler.schedule()
+                self._launched.append((batch, self.runner.execute(batch)))
+                groups = []
+                # On a GPU all but the newest; all, where nobody could be scheduled.
+                while len(self._launched) > (self.steps_ahead if batch.rows else 0):
+                    groups += self.scheduler.update(*self._launched.pop(0))
         except BaseException:  # Ctrl-C too: whoever catches it may go on with what has not ended
             self._launched.clear()
             self.scheduler.rollback()
+            if self.ranks.size > 1:  # but not with ranks that have been left half-way
+                self.shutdown()
             raise
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
             self._detokenize(seq)
@@ -271,6 +281,7 @@ class LLM:
         self._abort([*self.scheduler.waiting, *self.scheduler.running])
         if not self._closed:
             self._closed = True
+            self.ranks.close()
             del self.runner.model, self.runner.kv_caches, self.runner.swap_space, self.runner.graphs
 
     def __enter__(self) -> "LLM":

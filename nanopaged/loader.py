@@ -83,24 +83,31 @@ def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
     return tokenizer, eos if isinstance(eos, list) else [eos]
 
 
-def load_weights(model: CausalLM, path: Path) -> None:
-    """Copy every tensor of the safetensors files to its place.
+def load_weights(model: CausalLM, whole: CausalLM, starts: dict[str, int], path: Path) -> None:
+    """Copy of every tensor in the safetensors files what the model has a share of to its place.
+
+    `whole` has the shapes of the whole tensors; `starts` says where the shares begin.
 
     Raises ValueError naming the tensors that are missing, unknown or misshapen, or the unreadable
     file; FileNotFoundError naming the absent one.
     """
-    targets, misfits = find_targets(model), {}
+    targets, missing, misfits = find_targets(model), find_targets(whole), {}
     shards = read(path / "model.safetensors.index.json").get("weight_map", {}).values()
     for file in sorted({path / name for name in shards or ["model.safetensors"]}):
         for name, tensor in read(file).items():
-            if name in targets and targets[name].shape == tensor.shape:
-                targets.pop(name).copy_(tensor)
+            if name in missing and missing[name].shape == tensor.shape:
+                del missing[name]
+                if name in targets:  # a bias that is added to a sum is rank 0's
+                    for dim, size in enumerate(targets[name].shape):
+                        start = starts[name.split(".")[-2]] if size < tensor.shape[dim] else 0
+                        tensor = tensor.narrow(dim, start, size)
+                    targets[name].copy_(tensor)
             # Some store what config.json implies: a tied head, the rotary frequencies.
-            elif name in targets or not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+            elif name in missing or not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
                 misfits[name] = list(tensor.shape)
-    if targets or misfits:
-        missing = {name: list(target.shape) for name, target in targets.items()}
-        raise ValueError(f"the weights in {path} must be those of config.json: tensors {missing} "
+    if missing or misfits:
+        shapes = {name: list(target.shape) for name, target in missing.items()}
+        raise ValueError(f"the weights in {path} must be those of config.json: tensors {shapes} "
                          f"are missing, and {misfits} have no place")
 
 

@@ -9,21 +9,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanopaged.attention import AttentionMetadata, TorchAttention
-from nanopaged.layers import Linear, RotaryEmbedding, add_norm, norm_rotate, silu_mul
+from nanopaged.layers import Linear, add_norm, norm_rotate, silu_mul
+from nanopaged.parallel import Ranks
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, backend: TorchAttention) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.ranks = backend, ranks
         self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, config.o_bias)
+        added = config.o_bias and ranks.rank == 0  # once, to the ranks' sum
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, added)
         self.q_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
 
@@ -34,26 +37,27 @@ class Attention(nn.Module):
         q = norm_rotate(q, self.q_norm and self.q_norm.weight, self.eps, *rotation)
         k = norm_rotate(k, self.k_norm and self.k_norm.weight, self.eps, *rotation)
         self.backend.store(k, v, kv_cache, metadata)
-        return self.o_proj(self.backend.attend(q, kv_cache, metadata))
+        return self.ranks.all_reduce(self.o_proj(self.backend.attend(q, kv_cache, metadata)))
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, ranks: Ranks) -> None:
         super().__init__()
+        self.ranks = ranks
         parts = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
         self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias)
         self.down_proj = Linear(config.intermediate_size, {"down_proj": config.hidden_size},
-                                config.mlp_bias)
+                                config.mlp_bias and ranks.rank == 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))
+        return self.ranks.all_reduce(self.down_proj(silu_mul(self.gate_up_proj(x))))
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, backend: TorchAttention) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
-        self.self_attn = Attention(config, backend)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(config, backend, ranks)
+        self.mlp = MLP(config, ranks)
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -67,18 +71,23 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The decoder and its output head; the weights are what memory held until they are loaded."""
+    """The decoder and its output head; the weights are what memory held until they are loaded.
 
-    def __init__(self, config: Any, max_model_len: int, backend: TorchAttention) -> None:
+    config: of this rank's share (`Ranks.share`). Tokens are split too: their embeddings, and the
+    logits.
+    """
+
+    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
+        self.ranks, self.vocab = ranks, (config.starts["lm_head"], config.total_vocab_size)
         num_rows, size = config.vocab_size, config.hidden_size
         embedding: Any = nn.Embedding(num_rows, size, _weight=torch.empty(num_rows, size))
-        layers = (DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        layers = (DecoderLayer(config, backend, ranks) for _ in range(config.num_hidden_layers))
         self.model: Any = nn.ModuleDict({
             "embed_tokens": embedding,
             "layers": nn.ModuleList(layers),
             "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
-            "rotary_emb": RotaryEmbedding(config, max_model_len)})
+            "rotary_emb": LlamaRotaryEmbedding(config)})
         self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
@@ -93,8 +102,11 @@ class CausalLM(nn.Module):
         kv_caches: every layer's cache, stacked.
         """
         embed_tokens, layers, norm, rotary_emb = self.model.values()
-        x = embed_tokens(token_ids)  # [num_tokens, hidden_size]
-        rotation = rotary_emb(positions, x.dtype)
+        ids = token_ids - self.vocab[0]
+        mine = (ids >= 0) & (ids < embed_tokens.num_embeddings)
+        x = self.ranks.all_reduce(embed_tokens(ids * mine) * mine[:, None])
+        # cos and sin of the angles, [num_tokens, 1, head_dim], scaled as long contexts need it
+        cos, sin = (y.transpose(0, 1) for y in rotary_emb(x, positions[None]))
         for layer, kv_cache in zip(layers, kv_caches, strict=True):
-            x = layer(x, rotation, kv_cache, metadata)
-        return self.lm_head(norm(x[sampling_rows]))
+            x = layer(x, (cos, sin), kv_cache, metadata)
+        return self.ranks.gather(self.lm_head(norm(x[sampling_rows])), *self.vocab)

@@ -25,6 +25,7 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.layers import Linear
 from nanopaged.loader import load_dummy_weights, load_weights
 from nanopaged.model import CausalLM
+from nanopaged.parallel import Ranks
 from nanopaged.sampler import ROW, Sampler, SamplerOutput
 from nanopaged.scheduler import UNREAD, Batch
 
@@ -35,8 +36,8 @@ CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unu
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, model_config: Any, path: Path) -> None:
-        self.config = config
+    def __init__(self, config: EngineConfig, model_config: Any, path: Path, ranks: Ranks) -> None:
+        self.config, self.ranks = config, ranks
         devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
         self.device = torch.device(devices[0] if config.device == "auto" else config.device)
         check("device, where torch sees these,", self.device.type, "str", choices=devices)
@@ -46,15 +47,15 @@ class ModelRunner:
         most = model_config.max_position_embeddings
         check("max_model_len", config.max_model_len or most, high=most)
         self.max_model_len = config.max_model_len or most
-        heads, head_dim = model_config.num_key_value_heads, model_config.head_dim
-        layers = model_config.num_hidden_layers
+        share = ranks.share(model_config)
+        heads, head_dim, layers = share.num_key_value_heads, share.head_dim, share.num_hidden_layers
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
         kernels = "triton" if self.device.type == "cuda" and find_spec("triton") else "torch"
         self.attention = config.attention_backend.replace("auto", kernels)
         backend = TritonAttention if self.attention == "triton" else TorchAttention
-        self.backend = backend(model_config.num_attention_heads, heads, head_dim,
-                               config.block_size, self.dtype, self.device)
-        self.model: Callable[..., Tensor] = self._load_model(model_config, path)
+        self.backend = backend(share.num_attention_heads, heads, head_dim, config.block_size,
+                               self.dtype, self.device)
+        self.model: Callable[..., Tensor] = self._load_model(share, model_config, path)
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # Entries past a sequence's end may be read, and masked, so they must name a block: zeros.
@@ -68,8 +69,13 @@ class ModelRunner:
         if self.device.type == "cuda" and self.attention == "triton" and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
+    @torch.inference_mode()
     def execute(self, batch: Batch) -> SamplerOutput:
-        """One step: moves, then a forward pass; the result's tensors are still on the device."""
+        """One step: moves, then a forward pass; the result's tensors are still on the device.
+
+        All ranks do it.
+        """
+        self.ranks.send(batch)
         self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
         self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
         self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
@@ -80,9 +86,11 @@ class ModelRunner:
         if not batch.rows:  # those that run wait for what their beams will be
             return SamplerOutput(self.last_tokens[:0])
         logits = self._forward(batch)
-        drawn = np.array([seq.row for seq in batch.drawn], np.int64)
+        drawn = np.array(batch.drawn_rows, np.int64)
         output = self.sampler.sample(logits, drawn, np.array(batch.ends)[batch.samples])
-        self.last_tokens[to_device(drawn, self.device)] = output.token_ids
+        output.token_ids *= self.ranks.rank == 0  # the one that samples; it tells the others
+        tokens = self.ranks.all_reduce(output.token_ids)
+        self.last_tokens[to_device(drawn, self.device)] = tokens
         return output
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -136,13 +144,16 @@ class ModelRunner:
             blocks = source.index_select(1, to_device(ids, source.device)).to(target.device)
             target.index_copy_(1, to_device(new_ids, target.device), blocks)
 
-    def _load_model(self, model_config: Any, path: Path) -> CausalLM:
+    def _load_model(self, share: Any, model_config: Any, path: Path) -> CausalLM:
         with self.device, local_torch_dtype(self.dtype):
-            model = CausalLM(model_config, self.max_model_len, self.backend)
+            model = CausalLM(share, self.backend, self.ranks)
+        with torch.device("meta"):  # for the shapes
+            alone = Ranks(EngineConfig())
+            whole = CausalLM(alone.share(model_config), self.backend, alone)
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            load_weights(model, path)
+            load_weights(model, whole, share.starts, path)
         has_bf16 = self.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
         if has_bf16 and self.dtype == torch.bfloat16:
             for module in model.modules():
@@ -192,7 +203,11 @@ class ModelRunner:
                 room = int(free - (1 - self.config.gpu_memory_utilization) * total) - 2 * most
             num_blocks = min(room // block_bytes, self.config.max_num_seqs * per_seq)
         swap_blocks = int(self.config.swap_space * 2**30) // block_bytes
-        self.num_swap_blocks = min(swap_blocks, self.config.max_num_seqs * per_seq)
+        swap_blocks = min(swap_blocks, self.config.max_num_seqs * per_seq)
+        # The smallest pool of all ranks is the pool.
+        pools = torch.tensor([[num_blocks], [swap_blocks]], device=self.device)
+        pools = self.ranks.gather(pools, self.ranks.rank, self.ranks.size)  # [2, num_ranks]
+        num_blocks, self.num_swap_blocks = map(int, pools.amin(1))
         if num_blocks < 1 or (num_blocks < per_seq and self.config.max_model_len):
             raise ValueError(f"num_blocks must be at least {per_seq} to hold max_model_len="
                              f"{self.max_model_len} tokens, got {num_blocks}: raise it (or free "

@@ -84,7 +84,6 @@ class Sampler:
         self.params[seq.row] = (seed, p.temperature, p.top_k, p.top_p, p.min_p, restricted,
                                 group.min_len, sorted(group.stop_token_ids), logprobs)
 
-    @torch.inference_mode()
     def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> SamplerOutput:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]

@@ -43,8 +43,13 @@ class Batch:
     copies: Moves = field(default_factory=list)  # then these are copied, and then the model runs
     table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
     """(row, first logical block, physical blocks): what changed in the block tables"""
-    drawn: list[Sequence] = field(default_factory=list)  # who gets the tokens of `samples`
+    drawn_rows: list[int] = field(default_factory=list)  # of those who get the tokens of `samples`
+    drawn: list[Sequence] = field(default_factory=list)  # them
     admitted: list[Sequence] = field(default_factory=list)  # those that have just got their row
+
+    def __getstate__(self) -> dict[str, object]:
+        """What is sent to other ranks: all but the sequences."""
+        return vars(self) | {"drawn": [], "admitted": []}
 
 
 class Scheduler:
@@ -79,6 +84,7 @@ class Scheduler:
             budget -= self._schedule_tokens(running[-1].scheduled, batch, budget)
         for seq in batch.drawn:
             seq.num_unread_tokens += 1
+            batch.drawn_rows.append(seq.row)
         self.stats.steps += 1
         self.stats.blocks_copied += len(batch.copies)
         self.stats.blocks_swapped += len(batch.swaps_out) + len(batch.swaps_in)

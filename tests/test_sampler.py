@@ -321,17 +321,6 @@ def test_no_stop_token_comes_before_min_tokens(temperature):
         assert second == 1  # the row beside it may stop at once
 
 
-def test_what_comes_out_of_an_inference_pass_can_be_sampled():
-    """Tensors made in inference mode must not be written outside of it."""
-    with torch.inference_mode():
-        logits = torch.tensor([[0.0, 30.0, 20.0, 10.0]]).repeat(3, 1)
-    strict = SamplingParams(min_tokens=2, top_k=2, logprobs=1)
-    sampler = make_sampler((0, SamplingParams()), (1, strict),
-                           (2, SamplingParams(temperature=0, min_tokens=2)), stop=(1,))  # fmt: skip
-    out = sampler.sample(logits, np.arange(3), np.full(3, 3))
-    assert out.token_ids.tolist() == [1, 2, 2]
-
-
 # --- log-probabilities ---
 
 
