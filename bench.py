@@ -28,6 +28,7 @@ import importlib.util
 import inspect
 import json
 import os
+import pickle
 import platform
 import random
 import re
@@ -105,6 +106,7 @@ def make_engine(args: argparse.Namespace, **changes: Any) -> LLM:
         "device": args.device, "block_size": args.block_size, "num_blocks": args.num_blocks,
         "max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens,
         "enforce_eager": args.enforce_eager, "seed": args.seed,
+        "tensor_parallel_size": args.tensor_parallel_size,
     }  # fmt: skip
     llm = LLM(**{**options, **changes})
     if args.steps_ahead is not None:
@@ -341,7 +343,8 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
     """The seconds of every call of the parts of a step; model and sampler are inside execute."""
     spent: dict[str, list[float]] = {}
     parts = [(llm.scheduler, "schedule"), (llm.scheduler, "update"), (llm.runner, "execute"),
-             (llm.runner, "model"), (llm.runner.sampler, "sample")]  # fmt: skip
+             (llm.runner, "model"), (llm.runner.sampler, "sample"),
+             (llm.ranks, "send")]  # fmt: skip
     originals = [getattr(owner, name) for owner, name in parts]
 
     def wrap(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -364,12 +367,19 @@ def timed(llm: LLM) -> Iterator[dict[str, list[float]]]:
 
 
 def host_parts(spent: dict[str, list[float]]) -> list[Figures]:
-    """What every step cost outside model and sampler: the scheduler's part and the inputs'."""
-    columns = zip(*(spent[name] for name in ("schedule", "update", "execute", "model", "sample")),
-                  strict=True)  # fmt: skip
-    return [{"schedule_s": schedule, "inputs_s": execute - model - sample, "update_s": update,
-             "step_s": schedule + execute - model - sample + update, "sampler_s": sample}
-            for schedule, update, execute, model, sample in columns]  # fmt: skip
+    """What every step cost outside model and sampler: the scheduler's part and the inputs'.
+
+    Not counted either, and told by itself: the message to other ranks.
+    """
+    parts = []
+    for values in zip(*spent.values(), strict=True):
+        seconds = dict(zip(spent, values, strict=True))
+        inputs = seconds["execute"] - seconds["model"] - seconds["sample"] - seconds["send"]
+        parts.append({
+            "schedule_s": seconds["schedule"], "inputs_s": inputs, "update_s": seconds["update"],
+            "step_s": seconds["schedule"] + inputs + seconds["update"],
+            "sampler_s": seconds["sample"], "message_s": seconds["send"]})  # fmt: skip
+    return parts
 
 
 def summary(values: list[float]) -> Figures:
@@ -571,7 +581,8 @@ def bench_host(args: argparse.Namespace) -> Figures:
         raise SystemExit("host needs --shape: it runs no model, so it takes no --model")
     write_config(Path(args.model), args.shape, num_hidden_layers=1, vocab_size=HOST_VOCAB)
     figures: Figures = {}
-    header = ("sequences", "schedule", "inputs", "update", "step", "a sequence", "(sampler)")
+    header = ("sequences", "schedule", "inputs", "update", "step", "a sequence", "(sampler)",
+              "(message)", "(its bytes)")  # fmt: skip
     rows: list[tuple[str, ...]] = [header]
     for size in args.host_sizes:
         per_seq = -(-(args.prompt_len + args.tokens) // args.block_size)
@@ -581,9 +592,10 @@ def bench_host(args: argparse.Namespace) -> Figures:
                           num_blocks=num_blocks, enforce_eager=True)  # fmt: skip
         llm.steps_ahead = 0
         figures[str(size)] = run = host_cost(llm, size, args)
-        keys = ("schedule_s", "inputs_s", "update_s", "step_s", "sampler_s")
-        *parts, sampler = (f"{run[key] * 1e6:,.0f}" for key in keys)
-        rows.append((f"{size:,}", *parts, f"{run['step_s'] / size * 1e6:.2f}", sampler))
+        keys = ("schedule_s", "inputs_s", "update_s", "step_s", "sampler_s", "message_s")
+        *parts, sampler, message = (f"{run[key] * 1e6:,.0f}" for key in keys)
+        rows.append((f"{size:,}", *parts, f"{run['step_s'] / size * 1e6:.2f}", sampler, message,
+                     f"{run['message_bytes']:,}"))  # fmt: skip
         llm.shutdown()
     table(f"host cost of a decode step, us; {args.prompt_len} tokens and more a sequence", rows)
     return figures
@@ -600,6 +612,8 @@ def host_cost(llm: LLM, size: int, args: argparse.Namespace) -> Figures:
     for _ in range(size):
         prompt = random_prompt(args.prompt_len, HOST_VOCAB)
         llm.add_request(prompt, sampling(0.0, args.tokens))
+    messages: list[bytes] = []  # what every step would be to other ranks
+    llm.ranks.send = lambda batch: messages.append(pickle.dumps(batch))  # type: ignore[method-assign]
     decoding: list[int] = []  # the steps in which all sequences do, and none ends
     with timed(llm) as spent:
         while llm.has_unfinished_requests():
@@ -609,7 +623,8 @@ def host_cost(llm: LLM, size: int, args: argparse.Namespace) -> Figures:
                 decoding.append(len(spent["update"]) - 1)
     parts = host_parts(spent)
     steps = [parts[number] for number in decoding]
-    return {**{key: median(step[key] for step in steps) for key in steps[0]}, "steps": steps}
+    return {**{key: median(step[key] for step in steps) for key in steps[0]}, "steps": steps,
+            "message_bytes": max(len(messages[number]) for number in decoding)}  # fmt: skip
 
 
 def bench_prefix(args: argparse.Namespace) -> Figures:
@@ -1566,6 +1581,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=8192)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--tensor-parallel-size", type=int, default=1, help="ranks; the limit is one device's")
     add("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU, 0 on a CPU")
     add("--vs", choices=["transformers"], help="workload, decode: measure this one too")
     add("--vs-batch", type=int, default=16, help="its static batches")
