@@ -64,7 +64,7 @@ from nanopaged.attention import TorchAttention, TritonAttention
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.detokenizer import Detokenizer
-from nanopaged.layers import Linear
+from nanopaged.model import Linear
 from nanopaged.model_runner import ModelRunner, record_cuda_graph
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Scheduler

@@ -1,7 +1,7 @@
 """nanopaged: the engine of the PagedAttention paper, readable in one sitting.
 
 Read in this order: llm, config, sequence, block_manager, scheduler, beam_search, model_runner,
-attention, kernels, model, layers, loader, sampler, detokenizer, outputs.
+attention, kernels, model, parallel, loader, sampler, detokenizer, outputs.
 """
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams

@@ -22,9 +22,8 @@ from transformers.modeling_utils import local_torch_dtype
 from nanopaged.attention import TorchAttention, TritonAttention, flatten, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check
-from nanopaged.layers import Linear
 from nanopaged.loader import load_dummy_weights, load_weights
-from nanopaged.model import CausalLM
+from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import ROW, Sampler, SamplerOutput
 from nanopaged.scheduler import UNREAD, Batch

@@ -55,7 +55,7 @@ class Ranks:
 
     def _connect(self, config: EngineConfig) -> None:
         if os.environ.get("WORLD_SIZE") == str(self.size):
-            found = dist.rendezvous("env://", timeout=timedelta(seconds=10))
+            found = dist.rendezvous("env://", timeout=timedelta(seconds=3))
             self.store, self.rank, _ = next(found)
         else:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

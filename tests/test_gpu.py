@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from test_layers import arguments
+from test_fusions import arguments
 from test_one_step_ahead import TIGHT, answers, draw_requests
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, layers

@@ -815,8 +815,7 @@ def test_the_other_ranks_end_when_rank_0_is_killed(script, popen, mark):
     process = popen(sys.executable, script(FOREVER))
     read_ready(process)
     process.kill()
-    _, stderr = finish(process, NOTICED)  # until the last one that holds the pipes
-    assert stderr == ""
+    finish(process, NOTICED)  # until the last one that holds the pipes
 
 
 @linux

@@ -6,7 +6,7 @@ Compiled by inductor for the CPU here, as plain torch is the twin of each.
 import pytest
 import torch
 
-from nanopaged import layers
+from nanopaged import model
 
 SIZES = [1, 2, 5, 16, 64, 7]
 
@@ -41,7 +41,7 @@ def arguments(name, size):
 @pytest.mark.parametrize("name", ["add_norm", "silu_mul", "norm_rotate"])
 @torch.inference_mode()
 def test_layers_and_batch_sizes_share_a_compiled_kernel(count, name):
-    function = getattr(layers, name)
+    function = getattr(model, name)
     compiled, graphs = count(function)
     for size in SIZES:
         for _ in range(3):  # layers
@@ -52,4 +52,4 @@ def test_layers_and_batch_sizes_share_a_compiled_kernel(count, name):
 
 def test_without_a_gpu_nothing_is_compiled(monkeypatch):
     monkeypatch.setattr(torch, "compile", None)
-    layers.silu_mul(torch.ones(2, 4))
+    model.silu_mul(torch.ones(2, 4))
