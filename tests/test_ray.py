@@ -6,6 +6,7 @@ that one engine gives it, and the results come in the prompts' order.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,25 +16,8 @@ import pytest
 import nanopaged
 from nanopaged import LLM, SamplingParams
 
-RECIPE = '''
-import ray
-from nanopaged import LLM, SamplingParams
-
-class Worker:
-    def __init__(self):
-        self.llm = LLM(dtype="float32")
-
-    def __call__(self, batch):
-        params = SamplingParams(temperature=0, max_tokens=16)
-        outputs = self.llm.generate(batch["prompt"].tolist(), params, use_tqdm=False)
-        return batch | {"text": [output.outputs[0].text for output in outputs]}
-
-ray.data.DataContext.get_current().execution_options.preserve_order = True
-prompts = ray.data.from_items([{"prompt": f"ACT {i}:\\n"} for i in range(64)])
-workers = ray.data.ActorPoolStrategy(size=2)
-results = prompts.map_batches(Worker, batch_size=16, compute=workers, num_cpus=1)  # or num_gpus=1
-rows = results.take_all()
-'''  # fmt: skip
+README = Path(nanopaged.__file__).parent.parent / "README.md"
+RECIPE = re.search(r"```py\n(import ray\n.*?)```", README.read_text("utf-8"), re.DOTALL)[1]
 BEFORE = """
 import ray
 ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
