@@ -387,7 +387,7 @@ def summary(values: list[float]) -> Figures:
 
 
 def serve_once(llm: LLM, requests: Requests, temperature: float) -> Figures:
-    llm.blocks.forget()  # no run profits from the one before it
+    llm.blocks.published.clear()  # no run profits from the one before it
     before, running, filled = asdict(llm.stats()), [], []
     every = max(1, max(length for _, length in requests) // 16)
     with timed(llm) as parts:

@@ -14,6 +14,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import TypeAlias
 
 import xxhash
@@ -28,12 +29,12 @@ Content: TypeAlias = tuple[int | str | None, list[int]]
 
 @dataclass(slots=True)
 class Block:
-    """One physical block. `hash` is None unless it is published; then `content` says as what."""
+    """One physical block, and what `publish` says of it until it is taken for something else."""
 
     ref_count: int = 0
-    hash: int | None = None
+    hash: int = 0  # it is published while `BlockManager.published` has it under this hash
     content: Content | None = None
-    prefix_id: int = 0  # set by `publish`: names all tokens from the start to its end
+    prefix_id: int = 0  # names all tokens from the start to its end
 
 
 class BlockManager:
@@ -49,7 +50,7 @@ class BlockManager:
         self.free_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks))
         self.free_swap_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks, len(self.blocks)))
         self.published: dict[int, int] = {}  # chained hash -> physical block
-        self.last_prefix_id = 0
+        self.prefix_ids = count(1)
 
     def match_prefix(self, seq: Sequence) -> list[int]:
         """The physical blocks that hold the longest cached prefix of `seq`.
@@ -145,7 +146,7 @@ class BlockManager:
             if block.ref_count == 0:
                 free = self.free_blocks if block_id < self.num_blocks else self.free_swap_blocks
                 free[block_id] = None  # with nothing to remember it is the first to be taken again
-                free.move_to_end(block_id, last=block.hash is not None)
+                free.move_to_end(block_id, last=self.published.get(block.hash) == block_id)
         seq.block_table = []
         seq.num_published = seq.num_sent_blocks = 0
 
@@ -159,27 +160,20 @@ class BlockManager:
         full = known // self.block_size if self.enable_prefix_caching else 0
         for index in range(seq.num_published, full):
             block_id = seq.block_table[index]
-            hash, content = self._identify(seq, seq.block_table, index)
-            first = self.blocks[self.published.setdefault(hash, block_id)]
-            self.last_prefix_id += 1
-            if first.hash is None:
-                first.hash, first.content, first.prefix_id = hash, content, self.last_prefix_id
-            same = first.content == content
-            self.blocks[block_id].prefix_id = first.prefix_id if same else self.last_prefix_id
+            block = self.blocks[block_id]
+            block.hash, content = self._identify(seq, seq.block_table, index)
+            first = self.blocks[self.published.setdefault(block.hash, block_id)]
+            same = first.content == content  # also if it is this one, and has been published before
+            block.prefix_id = first.prefix_id if same else next(self.prefix_ids)
+            block.content = content
             seq.num_published = index + 1
-
-    def forget(self) -> None:
-        """Withdraw every publication: a step failed, and what blocks hold is not known."""
-        for block_id in self.published.values():
-            self.blocks[block_id].hash = None
-        self.published.clear()
 
     def _take(self, free: FreeList) -> int:
         block_id, _ = free.popitem(last=False)
         block = self.blocks[block_id]
-        if block.hash is not None:
+        if self.published.get(block.hash) == block_id:
             del self.published[block.hash]
-        block.hash, block.ref_count = None, 1
+        block.content, block.ref_count = None, 1
         return block_id
 
     def _hold(self, seq: Sequence, block_table: list[int]) -> None:

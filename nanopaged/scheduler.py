@@ -146,7 +146,7 @@ class Scheduler:
             for seq in group.live:
                 self._release(seq)
                 seq.num_unread_tokens = 0  # their seed will draw them again
-        self.blocks.forget()
+        self.blocks.published.clear()
 
     def measure(self) -> EngineStats:
         size = self.blocks.block_size

@@ -108,7 +108,6 @@ def state(manager, *sequences):
         list(manager.free_blocks),
         list(manager.free_swap_blocks),
         list(manager.published.items()),
-        manager.last_prefix_id,
         [(b.ref_count, b.hash, b.content, b.prefix_id) for b in manager.blocks],
         [
             (s.token_ids[:], s.block_table[:], s.num_published, s.num_computed_tokens,
@@ -338,7 +337,7 @@ def test_no_identity_is_given_twice():
         seq = run(manager, content + content)
         seen.update(manager.blocks[block_id].prefix_id for block_id in seq.block_table)
         manager.free(seq)
-        manager.forget()
+        manager.published.clear()
     assert len(seen) == 12
 
 
@@ -542,15 +541,14 @@ def test_blocks_that_are_freed_while_swapped_go_back_to_their_own_pool():
     assert references(manager) == [0] * 7
 
 
-# --- forget ---
+# --- withdrawing all publications ---
 
 
-def test_after_forget_nothing_is_found_and_nothing_is_lost():
+def test_after_a_failed_step_nothing_is_found_and_nothing_is_lost():
     manager = BlockManager(6, 4)
     manager.free(run(manager, A + B))
     holder = run(manager, C + [9])
-    manager.forget()
-    assert manager.published == {}
+    manager.published.clear()
     for tokens in (A + B, C):
         assert hits(manager, tokens + [9]) == []
     assert holder.block_table == [2, 3]
@@ -878,8 +876,7 @@ class Machine(RuleBasedStateMachine):
         """As after a failed step: all give back their blocks. Rare, or no cache grows old."""
         for group in self.groups + self.swapped:
             self.release(group)
-        self.manager.forget()
-        assert self.manager.published == {}
+        self.manager.published.clear()
         self.gone = []
         self.counts["forgotten"] += 1
 
@@ -895,7 +892,7 @@ class Machine(RuleBasedStateMachine):
         assert free == {*self.free_order, *self.free_swap_order}
         assert all(block < manager.num_blocks for block in self.free_order)
         published = manager.published
-        assert published == {b.hash: i for i, b in enumerate(manager.blocks) if b.hash is not None}
+        assert all(manager.blocks[block].hash == hash for hash, block in published.items())
         assert len(set(published.values())) == len(published)
         ids = [manager.blocks[block].prefix_id for block in published.values()]
         assert len(set(ids)) == len(ids)

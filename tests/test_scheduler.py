@@ -85,10 +85,9 @@ class World:
         batch = scheduler.schedule()
         assert bool(batch.rows) == bool(live), "a step without work"
         self.move(batch.swaps_out)
+        found = set(self.blocks.published.values())
         for i in free:  # what was taken, and is not a hit, has lost its content
-            if blocks[i].ref_count and (
-                blocks[i].hash is None or settled.get(i) != blocks[i].prefix_id
-            ):
+            if blocks[i].ref_count and (i not in found or settled.get(i) != blocks[i].prefix_id):
                 self.content[i] = [None] * self.block_size
         self.move(batch.swaps_in)
         self.move(batch.copies)
@@ -196,7 +195,8 @@ class World:
                 assert (block, offset) not in written, "two sequences write one slot"
                 written.add((block, offset))
                 old = settled.get(block) == blocks[block].prefix_id
-                assert blocks[block].hash is None or not old, "a published block is written"
+                found = block in self.blocks.published.values()
+                assert not (found and old), "a published block is written"
                 self.content[block][offset] = names[seq][position]
         for seq, past in names.items():  # after all writes, as in each layer of the model
             read = [slot for block in seq.block_table for slot in self.content[block]]
