@@ -118,7 +118,6 @@ class BlockManager:
         self.free(child)
         computed, size = parent.num_computed_tokens, self.block_size
         child.num_published, child.num_computed_tokens = parent.num_published, computed
-        child.block_hashes = parent.block_hashes[: computed // size]
         self._hold(child, parent.block_table[: -(-computed // size)])
 
     def swap(self, seqs: list[Sequence], free: FreeList, spare: int = 0) -> Moves:
@@ -184,13 +183,11 @@ class BlockManager:
         seq.block_table = list(block_table)
 
     def _identify(self, seq: Sequence, table: list[int], index: int) -> tuple[int, Content]:
-        """How a full block is found (a hash of it, chained to its parent's) and what proves it.
+        """How a full block is found, a hash, and what proves it; the blocks before are in `table`.
 
-        The blocks before it are in `table`, and their hashes are known.
+        The hash is chained: it covers the `prefix_id` of the block before, which names all of them.
         """
-        salt, hashes = seq.group.params.cache_salt, seq.block_hashes
+        before = self.blocks[table[index - 1]].prefix_id if index else seq.group.params.cache_salt
         tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-        if index == len(hashes):
-            before = hashes[-1] if hashes else self.hash_function((salt or "").encode())
-            hashes.append(self.hash_function(array("Q", [before, *tokens]).tobytes()))
-        return hashes[index], (self.blocks[table[index - 1]].prefix_id if index else salt, tokens)
+        data = array("q", [hash(before), *tokens])  # an int is its own hash, a salt is not
+        return self.hash_function(data.tobytes()), (before, tokens)

@@ -36,7 +36,6 @@ class Sequence:
         self.num_unread_tokens = 0  # sampled, but only the device knows them yet
         self.row = -1  # its row in the runner's table of block tables, while it is running
         self.block_table: list[int] = []  # physical block of every logical block
-        self.block_hashes: list[int] = []  # chained hash of every full block, as far as needed yet
         self.num_published = 0  # leading blocks that the prefix cache knows
         self.num_sent_blocks = 0  # leading blocks that the runner's table knows
         self.detokenizer = copy(detokenizer)
