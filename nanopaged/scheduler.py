@@ -141,11 +141,9 @@ class Scheduler:
         """A step failed half-way: trust no block, and compute again whatever had one."""
         self.waiting.extendleft(group for group in self.running[::-1] if group.live)
         self.running = []
-        for group in self.waiting:
-            group.swapped = False
-            for seq in group.live:
-                self._release(seq)
-                seq.num_unread_tokens = 0  # their seed will draw them again
+        for seq in (seq for group in self.waiting for seq in group.live):
+            self._release(seq)
+            seq.num_unread_tokens = 0  # their seed will draw them again
         self.blocks.published.clear()
 
     def measure(self) -> EngineStats:
@@ -209,13 +207,12 @@ class Scheduler:
         spare = blocks.num_blocks // 100 if self.running else 0
         if len(self.free_rows) < len(group.live):
             return False
-        if group.swapped:
+        if leader.block_table:  # it was swapped
             spare += blocks.missing(group.scheduled)
             moves = blocks.swap(group.live, blocks.free_blocks, spare)
             if not moves:
                 return False
             batch.swaps_in += moves
-            group.swapped = False
         else:
             room = blocks.room(group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
             if not blocks.allocate(leader, blocks.match_prefix(leader), room, spare):
@@ -235,14 +232,13 @@ class Scheduler:
         """Back to the head of the queue. The tokens stay, so what was sampled is not lost."""
         self.waiting.appendleft(group)
         mode, several = self.config.preemption_mode, len(group.live) > 1
-        if mode == "swap" or (mode == "auto" and several):
-            moves = self.blocks.swap(group.live, self.blocks.free_swap_blocks)
-            batch.swaps_out += moves
-            group.swapped = bool(moves)  # if the CPU's pool is full as well, recompute
-        self.stats.preemptions_swap += group.swapped
-        self.stats.preemptions_recompute += not group.swapped
+        swap = mode == "swap" or (mode == "auto" and several)
+        moves = self.blocks.swap(group.live, self.blocks.free_swap_blocks) if swap else []
+        batch.swaps_out += moves  # none, if the CPU's pool is full as well: then recompute
+        self.stats.preemptions_swap += bool(moves)
+        self.stats.preemptions_recompute += not moves
         for seq in group.live:
-            self._release(seq, keep_blocks=group.swapped)
+            self._release(seq, keep_blocks=bool(moves))
 
     def _release(self, seq: Sequence, keep_blocks: bool = False) -> None:
         if seq.row >= 0:

@@ -96,7 +96,6 @@ class SequenceGroup:
                 seq.cumulative_logprob = -math.inf
         self.live = list(self.sequences)  # those that have not finished
         self.finished: list[Sequence] = []  # of a beam search: the best complete beams, best first
-        self.swapped = False  # then its blocks are in CPU memory
         self.metrics = RequestMetrics(time.perf_counter())
 
     @property

@@ -25,6 +25,11 @@ LENGTHS = [5, 8, 11, 6]  # of the prompts of a case: within a block, on a bounda
 POOLS = ["roomy", "recompute", "swap"]
 
 
+def is_swapped(group):
+    """It waits, and its blocks are in CPU memory."""
+    return any(seq.row < 0 and seq.block_table for seq in group.live)
+
+
 class Watch(LogitsProcessor):
     """Follows a search of transformers, and how near it came to choosing otherwise."""
 
@@ -454,10 +459,10 @@ def test_abort_while_swapped_frees_the_swap_blocks(
     requests = [llm.add_request(prompt, param) for prompt in prompts]
     total = len(llm.blocks.free_swap_blocks)
     assert total == 100
-    while not any(group.swapped for group in llm.scheduler.waiting):
+    while not any(is_swapped(group) for group in llm.scheduler.waiting):
         assert llm.has_unfinished_requests(), "nothing was swapped"
         llm.step()
-    (swapped,) = (group for group in llm.scheduler.waiting if group.swapped)
+    (swapped,) = (group for group in llm.scheduler.waiting if is_swapped(group))
     distinct = {block for seq in swapped.live for block in seq.block_table}
     assert len(llm.blocks.free_swap_blocks) == total - len(distinct)
     llm.abort_request(swapped.request_id)

@@ -24,6 +24,11 @@ PROMPT = [5, 9, 33, 2, 8, 60, 61]
 # --- the block manager: what a fork and a copy do ---
 
 
+def is_swapped(group):
+    """It waits, and its blocks are in CPU memory."""
+    return any(seq.row < 0 and seq.block_table for seq in group.live)
+
+
 def new_group(tokens, n):
     params = SamplingParams(n=n, max_tokens=None)
     return SequenceGroup(None, list(tokens), params, set(), 10**6, None)
@@ -801,12 +806,12 @@ def test_a_copy_that_finds_no_block_sends_the_youngest_away_as_a_whole(
     assert groups_of(llm) == [first] and list(llm.scheduler.waiting) == [second]
     assert tables(first.live) == [[0, 1, 4]]
     if mode == "swap":
-        assert second.swapped
+        assert is_swapped(second)
         assert batches[-1].swaps_out == [(2, 5), (3, 6)]
         assert tables(second.live) == [[5, 6], [5, 6]]
         assert ref_counts(llm.blocks) == [1, 1, 0, 0, 1, 2, 2, 0, 0]
     else:
-        assert not second.swapped
+        assert not is_swapped(second)
         assert ref_counts(llm.blocks) == [1, 1, 0, 0, 1, 0, 0, 0, 0]
     last = drain_checked(llm)
     assert [tokens_of(last[request]) for request in requests] == expected
@@ -894,7 +899,7 @@ def test_the_youngest_goes_first_and_all_come_back_in_order(
         assert gone == before[len(before) - len(gone) :] or not gone
         preempted += gone
         for group in gone:
-            assert group.swapped == (mode == "swap")
+            assert is_swapped(group) == (mode == "swap")
         for group in after:
             assert len({len(seq.token_ids) for seq in group.live}) == 1, "one has fallen behind"
             seen.add((group.request_id, len(group.live[0].token_ids)))
@@ -922,7 +927,7 @@ def test_what_is_swapped_keeps_its_sharing_and_moves_once_each_way(
         for pairs in (batch.swaps_out, batch.swaps_in):
             assert len(dict(pairs)) == len({target for _, target in pairs}) == len(pairs)
         for group in llm.scheduler.waiting:
-            if group.swapped:
+            if is_swapped(group):
                 assert group not in [seq.group for seq in batch.drawn]
                 assert all(seq.row < 0 for seq in group.live)
                 first, second, third = tables(group.live)
@@ -1135,7 +1140,7 @@ def test_abort_at_any_step_gives_back_all_blocks_and_changes_no_other_token(
         if group is None:
             drain_checked(llm)
             continue
-        stages["swapped" if group.swapped else "running" if group in groups_of(llm) else
+        stages["swapped" if is_swapped(group) else "running" if group in groups_of(llm) else
                "waiting"] += 1  # fmt: skip
         check_invariants(llm)
         last.update(drain_checked(llm))
@@ -1157,10 +1162,10 @@ def test_abort_while_swapped_gives_back_the_swap_blocks(
     llm = engine(llama, **constrained(llama, 3, "swap", True, 1, swap_space))
     requests = [llm.add_request(*pair) for pair in zip(*work(3), strict=True)]
     total = len(llm.blocks.free_swap_blocks)
-    while not any(group.swapped for group in llm.scheduler.waiting):
+    while not any(is_swapped(group) for group in llm.scheduler.waiting):
         assert llm.has_unfinished_requests(), "nothing was swapped"
         llm.step()
-    (group,) = (group for group in llm.scheduler.waiting if group.swapped)
+    (group,) = (group for group in llm.scheduler.waiting if is_swapped(group))
     assert len(llm.blocks.free_swap_blocks) == total - len(blocks_of(group))
     assert llm.abort_request(group.request_id)
     check_invariants(llm)
@@ -1175,7 +1180,7 @@ def test_abort_of_all_while_some_are_swapped(llama, engine, swap_space, check_in
     llm = engine(llama, **constrained(llama, 3, "swap", True, 1, swap_space))
     requests = [llm.add_request(*pair) for pair in zip(*work(3), strict=True)]
     total = len(llm.blocks.free_swap_blocks)
-    while not any(group.swapped for group in llm.scheduler.waiting):
+    while not any(is_swapped(group) for group in llm.scheduler.waiting):
         assert llm.has_unfinished_requests(), "nothing was swapped"
         llm.step()
     for request in requests:

@@ -31,6 +31,11 @@ def likely(tokens, count):
     return {token: -4 * rng.random() for token in rng.sample(range(count + 2), count)}
 
 
+def is_swapped(group):
+    """It waits, and its blocks are in CPU memory."""
+    return any(seq.row < 0 and seq.block_table for seq in group.live)
+
+
 class World:
     def __init__(self, num_blocks=8, block_size=4, max_num_seqs=4, budget=64, caching=True,
                  max_model_len=None, num_swap_blocks=0, mode="auto"):  # fmt: skip
@@ -173,13 +178,13 @@ class World:
         for group in [group for group in before["held"] if group not in running][::-1]:
             several = self.mode == "swap" or (self.mode == "auto" and len(group.live) > 1)
             need = len(before["held"][group])
-            assert group.swapped == (several and need <= room)
-            self.events["no room"] += several and not group.swapped
+            assert is_swapped(group) == (several and need <= room)
+            self.events["no room"] += several and not is_swapped(group)
             within = group.live[0].num_computed_tokens < group.num_prompt_tokens
-            self.events["swapped within its prompt"] += group.swapped and within
-            room -= need * group.swapped
-            swapped += need * group.swapped
-            expected["swaps" if group.swapped else "again"] += 1
+            self.events["swapped within its prompt"] += is_swapped(group) and within
+            room -= need * is_swapped(group)
+            swapped += need * is_swapped(group)
+            expected["swaps" if is_swapped(group) else "again"] += 1
         assert len(batch.swaps_out) == swapped
         expected.update(copied=len(batch.copies), swapped=swapped + len(batch.swaps_in))
         assert self.counted() - before["counted"] == +expected
@@ -211,11 +216,11 @@ class World:
         assert sorted(rows + scheduler.free_rows) == list(range(self.max_num_seqs))
         for group in scheduler.waiting:
             assert all(seq.row == -1 for seq in group.live)
-            if not group.swapped:
+            if not is_swapped(group):
                 assert not any(s.block_table or s.num_computed_tokens for s in group.live)
         for group in [*scheduler.running, *scheduler.waiting]:
             swapped = {block >= manager.num_blocks for block in self.held(group)}
-            assert swapped <= {group.swapped}
+            assert swapped <= {is_swapped(group)}
         slots = {(seq.block_table[i // self.block_size], i % self.block_size)
                  for seq in live for i in range(seq.num_computed_tokens)}  # fmt: skip
         assert scheduler.measure().tokens_held == len(slots)
@@ -624,7 +629,7 @@ def test_the_mode_and_the_room_in_the_cpu_decide_who_is_swapped(mode, n, num_swa
     first, second = world.add(prompt(7), 7), world.add(prompt(7, 1), 5, n=n)
     while second in world.step():
         pass
-    assert second.swapped == swaps
+    assert is_swapped(second) == swaps
     assert len(world.held(second)) == (n + 1) * swaps
     stats = world.scheduler.stats
     assert (stats.preemptions_swap, stats.preemptions_recompute) == (swaps, not swaps)
@@ -693,8 +698,8 @@ def stage(group):
         return "finished"
     seq = group.live[0]
     if seq.row < 0:
-        started = group.swapped or len(seq.token_ids) > group.num_prompt_tokens
-        return "swapped" if group.swapped else "preempted" if started else "waiting"
+        started = is_swapped(group) or len(seq.token_ids) > group.num_prompt_tokens
+        return "swapped" if is_swapped(group) else "preempted" if started else "waiting"
     within = seq.num_computed_tokens < group.num_prompt_tokens
     return "within its prompt" if within else "decoding"
 
@@ -753,7 +758,7 @@ def test_after_a_failed_step_all_is_computed_again_in_the_old_order(mode):
             world.step()
         tokens = [seq.token_ids[:] for group in world.groups for seq in group.sequences]
         world.schedule()
-        swapped += any(group.swapped for group in world.groups)
+        swapped += any(is_swapped(group) for group in world.groups)
         world.fail()
         assert tokens == [seq.token_ids for group in world.groups for seq in group.sequences]
         world.finish()

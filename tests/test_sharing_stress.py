@@ -21,6 +21,11 @@ UNDER_WAY = 14  # requests that the engine knows at a time, at most
 FEATURES = {"preemptions_swap", "preemptions_recompute", "blocks_copied", "prefix_hit_tokens"}
 
 
+def is_swapped(group):
+    """It waits, and its blocks are in CPU memory."""
+    return any(seq.row < 0 and seq.block_table for seq in group.live)
+
+
 def draw_params(rng, seed):
     count, ignore_eos = rng.randint(1, 16), rng.random() < 0.6
     kind = rng.choice(["greedy", "sampled", "several", "several", "beams"])
@@ -127,10 +132,10 @@ class Stress:
         if self.ids and self.rng.random() < 0.08:
             groups = [*self.llm.scheduler.running, *self.llm.scheduler.waiting]
             groups = [group for group in groups if group.live]
-            swapped = [group for group in groups if group.swapped]
+            swapped = [group for group in groups if is_swapped(group)]
             group = self.rng.choice(self.rng.choice([swapped, groups]) or groups)
             request = group.request_id
-            place = "swapped" if group.swapped else "queue"
+            place = "swapped" if is_swapped(group) else "queue"
             place = place if group in self.llm.scheduler.waiting else "running"
             self.seen["aborted", place] += 1
             self.aborted.add(self.ids[request])
