@@ -47,8 +47,6 @@ class EngineStats:
     blocks_cached: int = 0  # findable by their content, held or free
     tokens_held: int = 0  # whose K and V sequences hold, shared ones once
     kv_utilisation: float = 0.0  # tokens held over the room in the used blocks
-    requests_waiting: int = 0
-    requests_running: int = 0
     steps: int = 0
     prompt_tokens: int = 0  # of the requests admitted so far, cached or not
     output_tokens: int = 0

@@ -148,17 +148,15 @@ class Scheduler:
 
     def measure(self) -> EngineStats:
         size = self.blocks.block_size
-        seqs = sorted((seq for group in self.running for seq in group.live),
-                      key=lambda seq: seq.num_computed_tokens)
-        # Physical block -> tokens whose K and V are in it: who has computed most says it last.
+        # Physical block -> tokens whose K and V are in it: as many for all who share it.
         filled = {block_id: min(size, max(0, seq.num_computed_tokens - index * size))
-                  for seq in seqs for index, block_id in enumerate(seq.block_table)}
+                  for group in self.running for seq in group.live
+                  for index, block_id in enumerate(seq.block_table)}
         held = sum(filled.values())
         return replace(
             self.stats, tokens_held=held, kv_utilisation=held / max(1, len(filled) * size),
             blocks_used=self.blocks.num_blocks - len(self.blocks.free_blocks),
-            blocks_cached=len(self.blocks.published), requests_waiting=len(self.waiting),
-            requests_running=sum(bool(group.live) for group in self.running))
+            blocks_cached=len(self.blocks.published))
 
     def _make_room(self, seqs: list[Sequence], batch: Batch) -> bool:
         """Give a group's sequences the blocks for what they compute next, if there are enough."""
