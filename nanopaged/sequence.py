@@ -40,7 +40,8 @@ class Sequence:
         self.num_sent_blocks = 0  # leading blocks that the runner's table knows
         self.detokenizer = copy(detokenizer)
         self.logprobs: list[dict[int, float]] = []
-        self.cumulative_logprob = 0.0
+        # All beams begin alike: the first one's continuations are to be the first beams.
+        self.cumulative_logprob = -math.inf if group.beams and index else 0.0
         self.candidates: dict[int, float] = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
 
@@ -91,9 +92,6 @@ class SequenceGroup:
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
         self.sequences = [Sequence(self, index, detokenizer) for index in range(params.n)]
-        if beams:  # all begin alike: the first one's continuations are to be the first beams
-            for seq in self.sequences[1:]:
-                seq.cumulative_logprob = -math.inf
         self.live = list(self.sequences)  # those that have not finished
         self.finished: list[Sequence] = []  # of a beam search: the best complete beams, best first
         self.metrics = RequestMetrics(time.perf_counter())
