@@ -55,7 +55,7 @@ class ModelRunner:
         self.backend = backend(share.num_attention_heads, heads, head_dim, config.block_size,
                                self.dtype, self.device)
         self.model: Callable[..., Tensor] = self._load_model(share, model_config, path)
-        self.sampler = Sampler(config.max_num_seqs, self.device)
+        self.sampler = Sampler(config.max_num_seqs)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
         # Entries past a sequence's end may be read, and masked, so they must name a block: zeros.
         max_blocks = -(-self.max_model_len // config.block_size)

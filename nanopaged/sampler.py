@@ -72,8 +72,7 @@ def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Ten
 class Sampler:
     """Holds the parameters of the sequence in every row, so that a step only has to index them."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, max_num_seqs: int) -> None:
         self.params = np.zeros(max_num_seqs, ROW)
 
     def set_row(self, seq: Sequence) -> None:
@@ -88,7 +87,7 @@ class Sampler:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]
         asked = np.flatnonzero(params["logprobs"] >= 0)
-        wanted = logits[to_device(asked, self.device)] if asked.size else logits[:0]
+        wanted = logits[to_device(asked, logits.device)] if asked.size else logits[:0]
         logprobs = wanted.float().log_softmax(-1)
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, params["stops"][i]] = -torch.inf
@@ -96,7 +95,7 @@ class Sampler:
         # The indices of max are argmax's, the first of equals, in a third of its time.
         tokens = self.draw(logits, params, positions) if drawn.any() else logits.max(-1).indices
         if drawn.any() and not drawn.all():
-            tokens = torch.where(to_device(drawn, self.device), tokens, logits.max(-1).indices)
+            tokens = torch.where(to_device(drawn, logits.device), tokens, logits.max(-1).indices)
         output = SamplerOutput(tokens)
         for i, row in zip(asked.tolist(), logprobs, strict=True):
             top = row.topk(int(params["logprobs"][i])).indices
@@ -105,15 +104,15 @@ class Sampler:
         return output
 
     def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
-        temperature = to_device(np.maximum(params["temperature"], GREEDY), self.device)
+        temperature = to_device(np.maximum(params["temperature"], GREEDY), logits.device)
         logits = logits / temperature[:, None]  # [num_rows, vocab_size], float32 from here on
         some = np.flatnonzero(params["restricted"])
         if some.size:
-            rows, top_k = to_device(some, self.device), params["top_k"][some]
+            rows, top_k = to_device(some, logits.device), params["top_k"][some]
             most = int(top_k.max()) if top_k.min() > 0 else logits.shape[1]
-            limits = (to_device(params[name][some, None], self.device)
+            limits = (to_device(params[name][some, None], logits.device)
                       for name in ("top_k", "top_p", "min_p"))
             logits[rows] = restrict(logits[rows], most, *limits)
         cumulative = logits.softmax(-1).cumsum_(-1)  # in place: fresh pages cost more than sums
-        numbers = to_device(uniform(params["seed"], positions), self.device)[:, None]
+        numbers = to_device(uniform(params["seed"], positions), logits.device)[:, None]
         return torch.searchsorted(cumulative, numbers * cumulative[:, -1:], right=True)[:, 0]

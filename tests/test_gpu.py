@@ -147,7 +147,7 @@ def test_samples_are_the_cpus_and_never_excluded_tokens(top_k, top_p):
     for position in range(10):
         drawn = []
         for device in (torch.device("cpu"), DEVICE):
-            sampler = Sampler(256, device)
+            sampler = Sampler(256)
             rows = set_rows(sampler, top_k, top_p)
             output = sampler.sample(logits.to(device, copy=True), rows, np.full(256, position))
             drawn.append(torch.tensor(output.read()))

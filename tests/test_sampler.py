@@ -17,14 +17,13 @@ from nanopaged import SamplingParams
 from nanopaged.sampler import Sampler, restrict, uniform
 from nanopaged.sequence import SequenceGroup
 
-CPU = torch.device("cpu")
 MASK = 2**64 - 1
 INF = math.inf
 
 
 def make_sampler(*requests, prompt=(1, 2, 3), stop=()):
     """A sampler whose row i holds request i, each a pair of seed and SamplingParams."""
-    sampler = Sampler(len(requests), CPU)
+    sampler = Sampler(len(requests))
     for row, (seed, params) in enumerate(requests):
         stops = {*stop, *(params.stop_token_ids or ())}
         group = SequenceGroup(None, list(prompt), params, stops, 10**6, None)
