@@ -3,11 +3,12 @@
 A beam is a sequence, and the group has always as many as the search is wide. A step gives every
 beam's most likely next tokens. The best of all these continuations that are not complete are the
 new beams: a beam's best child takes its place, other children the places of beams that have none.
-This file decides; the scheduler moves the blocks.
+This file decides; the block manager's `fork` shares the blocks.
 
 The rules are those of transformers' `generate(num_beams=..)`, so the results are too.
 """
 
+from collections.abc import Callable
 from heapq import nlargest
 from typing import NamedTuple
 
@@ -28,10 +29,10 @@ def num_candidates(beam_width: int, num_stop_tokens: int) -> int:
     return beam_width * max(2, 1 + num_stop_tokens)
 
 
-def advance(group: SequenceGroup) -> list[tuple[Sequence, Sequence]] | None:
-    """Replace the live beams by their best continuations; returns the forks: (parent, new beam).
+def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) -> bool:
+    """Replace the live beams by their best continuations, and `fork` parents to new beams.
 
-    None says that the search is over; then `group.finished` has the best complete beams.
+    True says that the search is over; then `group.finished` has the best complete beams.
     """
     assert group.beams, "only the group of a beam search has beams"
     width, ends = group.beams.beam_width, group.stop_token_ids
@@ -47,16 +48,16 @@ def advance(group: SequenceGroup) -> list[tuple[Sequence, Sequence]] | None:
             group.finished.append(complete)
     group.finished = nlargest(width, group.finished, lambda seq: seq.score)
     if at_end:
-        return None
+        return True
     kept = [child for child in best if child.token not in ends][:width]
     parents = {child.parent: child for child in reversed(kept)}  # and the best child of each
     others = [child for child in kept if parents[child.parent] is not child]
     idle = [seq for seq in group.live if seq not in parents]
-    forks = list(zip(others, idle, strict=True))
-    # The parents at last: until then their other children need what they have said before.
-    for child, seq in [*forks, *((child, child.parent) for child in parents.values())]:
+    for child, seq in zip(others, idle, strict=True):
+        fork(child.parent, seq)
         seq.extend(*child[1:])
-    full = len(group.finished) == width
-    if full and (group.beams.early_stopping or kept[0].parent.score <= group.finished[-1].score):
-        return None
-    return [(child.parent, seq) for child, seq in forks]
+    for child in parents.values():  # at last: what they said before is their other children's, too
+        child.parent.extend(*child[1:])
+    if len(group.finished) < width:
+        return False
+    return group.beams.early_stopping or kept[0].parent.score <= group.finished[-1].score

@@ -115,10 +115,7 @@ class Scheduler:
             elif length >= group.max_len:
                 self.finish(seq, "length")
         for group in (group for group in groups if group.beams):
-            forks = advance(group)
-            for parent, seq in forks or ():
-                self.blocks.fork(parent, seq)
-            if forks is None:  # the search is over
+            if advance(group, self.blocks.fork):  # the search is over
                 self.abort(group, "length")
                 group.sequences = group.finished
         return list(groups)
