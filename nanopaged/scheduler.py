@@ -93,13 +93,12 @@ class Scheduler:
     def update(self, batch: Batch, sampled: SamplerOutput) -> list[SequenceGroup]:
         """Append what was sampled, finish what is complete; returns the groups that got a token."""
         tokens = sampled.read()  # the one place that waits for the device
-        groups: dict[SequenceGroup, None] = {}
+        groups = dict.fromkeys(seq.group for seq in batch.drawn if not seq.finish_reason)
         for i, (seq, token) in enumerate(zip(batch.drawn, tokens, strict=True)):
             group, length = seq.group, len(seq.token_ids) + 1
             seq.num_unread_tokens -= 1
             if seq.finish_reason:  # found out only now that this step was one too many for it
                 continue
-            groups[group] = None
             self.stats.output_tokens += 1
             if length == group.num_prompt_tokens + 1:
                 group.metrics.first_token_time = time.perf_counter()
