@@ -171,8 +171,7 @@ class ModelRunner:
         """The bytes that the largest step takes beside weights and cache: one is run."""
         num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         ones = [1] * num_tokens
-        params = np.zeros(num_seqs, ROW)
-        params["restricted"] = True  # top_k=0: all tokens are sorted, which takes most
+        params = np.zeros(num_seqs, ROW)  # top_k=0, top_p=0: all tokens are sorted: it takes most
         torch.cuda.reset_peak_memory_stats()  # who came before in this process does not count
         before = torch.cuda.memory_allocated()
         try:

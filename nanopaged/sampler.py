@@ -18,7 +18,7 @@ from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # temperatures below are greedy: dividing by them would overflow
 ROW = [("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4"),
-       ("restricted", "?"), ("min_len", "i8"), ("stops", "O"), ("logprobs", "i8")]
+       ("min_len", "i8"), ("stops", "O"), ("logprobs", "i8")]
 
 
 @dataclass
@@ -78,9 +78,8 @@ class Sampler:
     def set_row(self, seq: Sequence) -> None:
         group, p = seq.group, seq.group.params
         seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64  # n=1 draws what index 0 does
-        restricted = p.top_k > 0 or p.top_p < 1 or p.min_p > 0
         logprobs = -1 if p.logprobs is None else p.logprobs
-        self.params[seq.row] = (seed, p.temperature, p.top_k, p.top_p, p.min_p, restricted,
+        self.params[seq.row] = (seed, p.temperature, p.top_k, p.top_p, p.min_p,
                                 group.min_len, sorted(group.stop_token_ids), logprobs)
 
     def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> SamplerOutput:
@@ -106,7 +105,8 @@ class Sampler:
     def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
         temperature = to_device(np.maximum(params["temperature"], GREEDY), logits.device)
         logits = logits / temperature[:, None]  # [num_rows, vocab_size], float32 from here on
-        some = np.flatnonzero(params["restricted"])
+        restricted = (params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
+        some = np.flatnonzero(restricted)
         if some.size:
             rows, top_k = to_device(some, logits.device), params["top_k"][some]
             most = int(top_k.max()) if top_k.min() > 0 else logits.shape[1]

@@ -133,8 +133,7 @@ def test_a_sample_depends_on_its_seed_and_position_alone(on_gpu, llama):
 
 def set_rows(sampler, top_k, top_p):
     for row in range(len(sampler.params)):
-        restricted = top_k > 0 or top_p < 1
-        sampler.params[row] = (row, 0.9, top_k, top_p, 0, restricted, 0, [], -1)
+        sampler.params[row] = (row, 0.9, top_k, top_p, 0, 0, [], -1)
     return np.arange(len(sampler.params))
 
 
