@@ -68,35 +68,45 @@ class TorchAttention:
         self.num_kv_heads, self.group_size = num_kv_heads, num_heads // num_kv_heads
         self.head_dim, self.block_size, self.device = head_dim, block_size, device
         self.block_bytes = 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
+        self.query_tile = QUERY_TILE
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
         seqs, positions = flatten(starts, counts)
         indices, offsets = np.divmod(positions, self.block_size)
-        blocks = block_tables[seqs, indices]
-        # Cut every sequence's queries into tiles: some rows of the flat batch each.
-        firsts = np.flatnonzero((positions - starts[seqs]) % QUERY_TILE == 0)
+        blocks = np.where(positions < 0, -1, block_tables[seqs, indices])
+        # Cut every sequence's queries into tiles: some rows of the flat batch each. Those with the
+        # most keys come first, since a chip should run empty on short ones.
+        firsts = np.flatnonzero((positions - starts[seqs]) % self.query_tile == 0)
         sizes = np.diff(firsts, append=len(seqs))
-        num_blocks = indices[firsts + sizes - 1] + 1  # up to the one of a tile's last query
-        # Take as many of one size as may be gathered together, those of the longest context first.
-        order = np.lexsort((-num_blocks, sizes))
-        firsts, lengths, widths = firsts[order], sizes[order].tolist(), num_blocks[order].tolist()
-        heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
-        tiles, begin = [], 0
-        while begin < len(firsts):
-            size, width = lengths[begin], widths[begin]
-            end = begin + max(1, TILE_BYTES // (width * self.block_bytes))
-            end = begin + lengths[begin:end].count(size)
-            queries = firsts[begin:end, None] + np.arange(size)  # [num_tiles, num_queries]
-            table = block_tables[seqs[firsts[begin:end]], None, :width]
-            cache_rows = table * heads.size + heads  # [2, num_tiles, num_kv_heads, num_blocks]
-            keys = np.arange(width * self.block_size)
-            hidden = keys > positions[queries][:, None, None, :, None]
-            arrays = queries.ravel(), cache_rows.ravel(), hidden
-            tiles.append(Tiles(*(to_device(array, self.device) for array in arrays)))
-            begin = end
+        tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
+        tiles = tiles[np.argsort(-positions[firsts] - sizes)]
         return AttentionMetadata(to_device(blocks, self.device), to_device(offsets, self.device),
-                                 tiles)
+                                 self._group(tiles, counts, block_tables))
+
+    def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
+        """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries.
+
+        Here as many of one size as may be gathered together, those of the longest context first.
+        """
+        groups: list[Any] = []
+        heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
+        for size in np.unique(tiles[:, 3]).tolist():
+            seqs, firsts, positions, _ = tiles[tiles[:, 3] == size].T[:, :, None]
+            queries, positions = firsts + np.arange(size), positions + np.arange(size)
+            widths = (positions[:, -1] // self.block_size + 1).tolist()  # blocks up to its last one
+            begin = 0
+            while begin < len(seqs):
+                width = widths[begin]
+                some = slice(begin, begin + max(1, TILE_BYTES // (width * self.block_bytes)))
+                # [2, num_tiles, num_kv_heads, num_blocks]:
+                cache_rows = block_tables[seqs[some], :width] * heads.size + heads
+                keys = np.arange(width * self.block_size)
+                hidden = keys > positions[some][:, None, None, :, None]
+                arrays = queries[some].ravel(), cache_rows.ravel(), hidden
+                groups.append(Tiles(*(to_device(array, self.device) for array in arrays)))
+                begin = some.stop
+        return groups
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         kv_cache[metadata.blocks, :, :, metadata.offsets] = torch.stack((k, v), 1)
@@ -173,29 +183,20 @@ class TritonAttention(TorchAttention):
         self.kernels = kernels
         self.rows = [max(rows, next_power_of_2(self.group_size))
                      for rows in (kernels.FEW_ROWS, kernels.MANY_ROWS[dtype.itemsize])]
+        self.query_tile = self.rows[1] // self.group_size
         self.dim: int = max(16, next_power_of_2(head_dim))  # the least that tl.dot takes
         self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * dtype.itemsize)))
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
         self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
 
-    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
-        seqs, positions = flatten(starts, counts)
-        indices, offsets = np.divmod(positions, self.block_size)
-        blocks = np.where(positions < 0, -1, block_tables[seqs, indices])
-        # Tiles have the rows that their sequence needs; those with the most keys come first, since
-        # the chip should run empty on short ones.
-        rows = np.where(counts * self.group_size <= self.rows[0], *self.rows)[seqs]
-        firsts = np.flatnonzero((positions - starts[seqs]) % (rows // self.group_size) == 0)
-        sizes = np.diff(firsts, append=len(seqs))
-        tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
-        tiles = tiles[np.argsort(-positions[firsts] - sizes)]
-        tables, launches = self._tensor(block_tables), []
+    def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
+        """Tiles have the rows that their sequence needs."""
+        tables = self._tensor(block_tables)
         splits = self._num_splits(len(tiles), block_tables.shape[1])
-        for size in np.unique(rows).tolist():
-            some = tiles[rows[tiles[:, 1]] == size]
-            most = int(some[:, 3].max())
-            launches.append(Launch(self._tensor(some), tables, size, most, splits))
-        return AttentionMetadata(self._tensor(blocks), self._tensor(offsets), launches)
+        few = counts[tiles[:, 0]] * self.group_size <= self.rows[0]
+        return [Launch(self._tensor(some), tables, rows, int(some[:, 3].max()), splits)
+                for rows, some in zip(self.rows, (tiles[few], tiles[~few]), strict=True)
+                if len(some)]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](

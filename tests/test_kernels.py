@@ -360,13 +360,13 @@ cases = [
      dict(NUM_HEADS=16, HEAD_DIM=128, NUM_SPLITS=16, DIM=128), 4, 3),
 ]
 floats = {"lse", "parts"}
-ints = {"blocks", "offsets", "block_tables", "tiles"}
+ints = {"blocks": "i64", "offsets": "i64", "block_tables": "i32", "tiles": "i32"}
 for arch in (80, 90):
     for title, name, constants, num_warps, num_stages in cases:
         kernel = getattr(kernels, name)
         signature, attributes = {}, {}
         for i, arg in enumerate(kernel.arg_names):
-            kind = "fp32" if arg in floats else "i32" if arg in ints else "bf16"
+            kind = "fp32" if arg in floats else ints.get(arg, "bf16")
             signature[arg] = ("constexpr" if arg in constants else
                               "i32" if arg.endswith("_stride") else "*" + kind)
             if arg not in constants and arg != "table_stride":
