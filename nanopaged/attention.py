@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -38,7 +39,7 @@ class Tiles:
 
     queries: Tensor  # [num_tiles * num_queries]: their rows in the flat batch
     cache_rows: Tensor  # [2 * num_tiles * num_kv_heads * num_keys / block_size]: all K, then all V
-    hidden: Tensor  # [num_tiles, 1, 1, num_queries, num_keys]: True where a query must not look
+    seen: Tensor  # [num_tiles, 1, num_queries * group_size, num_keys]: True where a query looks
 
 
 @dataclass
@@ -57,7 +58,7 @@ class AttentionMetadata:
 
 
 class TorchAttention:
-    """Plain torch, on any device: gather whole blocks, two batched matrix products, a softmax.
+    """Plain torch, on any device: gather whole blocks, then torch's own attention.
 
     Tiles of equal size are batched until their K and V fill the processor's caches: one gather for
     all of them would go through memory twice, one at a time would drown in calls.
@@ -94,6 +95,7 @@ class TorchAttention:
         for size in np.unique(tiles[:, 3]).tolist():
             seqs, firsts, positions, _ = tiles[tiles[:, 3] == size].T[:, :, None]
             queries, positions = firsts + np.arange(size), positions + np.arange(size)
+            rows = np.repeat(positions, self.group_size, 1)  # a query has one for each head
             widths = (positions[:, -1] // self.block_size + 1).tolist()  # blocks up to its last one
             begin = 0
             while begin < len(seqs):
@@ -101,9 +103,8 @@ class TorchAttention:
                 some = slice(begin, begin + max(1, TILE_BYTES // (width * self.block_bytes)))
                 # [2, num_tiles, num_kv_heads, num_blocks]:
                 cache_rows = block_tables[seqs[some], :width] * heads.size + heads
-                keys = np.arange(width * self.block_size)
-                hidden = keys > positions[some][:, None, None, :, None]
-                arrays = queries[some].ravel(), cache_rows.ravel(), hidden
+                seen = np.arange(width * self.block_size) <= rows[some, None, :, None]
+                arrays = queries[some].ravel(), cache_rows.ravel(), seen
                 groups.append(Tiles(*(to_device(array, self.device) for array in arrays)))
                 begin = some.stop
         return groups
@@ -113,7 +114,7 @@ class TorchAttention:
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
-        q, out = q * self.head_dim**-0.5, torch.empty_like(q)
+        out = torch.empty_like(q)
         cache = kv_cache.view(-1, self.block_size * self.head_dim)  # rows: (block, K or V, head)
         for tiles in metadata.tiles:
             result = self._attend(q.index_select(0, tiles.queries), cache, tiles)
@@ -125,16 +126,12 @@ class TorchAttention:
 
         A function of its own, so that the next tiles get the memory of these, warm in the caches.
         """
-        n, _, _, num_queries, num_keys = tiles.hidden.shape
-        heads, dim = self.num_kv_heads, self.head_dim
-        k, v = cache.index_select(0, tiles.cache_rows).view(2, n * heads, num_keys, dim)
+        n, _, _, num_keys = tiles.seen.shape
+        k, v = cache.index_select(0, tiles.cache_rows).view(2, n, self.num_kv_heads, num_keys, -1)
         # The query heads of one KV head become rows of one matrix: K and V are read once.
-        rows = q.view(n, num_queries, heads, self.group_size, dim).permute(0, 2, 3, 1, 4)
-        scores = torch.bmm(rows.reshape(n * heads, -1, dim), k.transpose(1, 2))
-        scores = scores.view(n, heads, -1, num_queries, num_keys)
-        probs = scores.masked_fill_(tiles.hidden, -torch.inf).softmax(-1)
-        result = torch.bmm(probs.view(n * heads, -1, num_keys), v).view(rows.shape)
-        return result.permute(0, 3, 1, 2, 4).reshape(q.shape)
+        rows = q.view(n, -1, self.num_kv_heads, self.group_size, self.head_dim).transpose(1, 2)
+        result = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, tiles.seen)
+        return result.view(rows.shape).transpose(1, 2).reshape(q.shape)
 
 
 def flatten(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
