@@ -149,12 +149,11 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 @dataclass
 class Launch:
-    """Tiles of queries that are computed together."""
+    """Tiles of queries that are computed together; the same splits in all of a step."""
 
     tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, number of queries
     block_tables: Tensor  # [num_seqs, max_blocks]
     rows: int  # of the matrix that a tile is: its queries times the group's heads, and padding
-    max_queries: int
     num_splits: int  # of the keys; a power of two
 
 
@@ -191,7 +190,7 @@ class TritonAttention(TorchAttention):
         tables = self._tensor(block_tables)
         splits = self._num_splits(len(tiles), block_tables.shape[1])
         few = counts[tiles[:, 0]] * self.group_size <= self.rows[0]
-        return [Launch(self._tensor(some), tables, rows, int(some[:, 3].max()), splits)
+        return [Launch(self._tensor(some), tables, rows, splits)
                 for rows, some in zip(self.rows, (tiles[few], tiles[~few]), strict=True)
                 if len(some)]
 
@@ -201,18 +200,18 @@ class TritonAttention(TorchAttention):
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        out = q.new_empty(q.shape)
+        out, num_splits = q.new_empty(q.shape), metadata.tiles[0].num_splits
+        lse = torch.empty(*q.shape[:2], num_splits, device=q.device)
+        parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if num_splits > 1 else out
         for launch in metadata.tiles:
-            tiles, tables, splits = launch.tiles, launch.block_tables, launch.num_splits
-            lse = torch.empty(*q.shape[:2], splits, device=q.device)
-            parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if splits > 1 else out
-            self.kernels.paged_attention[len(tiles) * self.num_kv_heads, splits](
+            tiles, tables = launch.tiles, launch.block_tables
+            self.kernels.paged_attention[len(tiles) * self.num_kv_heads, num_splits](
                 q, kv_cache, tables, tiles, parts, lse, q.stride(0), tables.stride(0),
                 self.num_kv_heads, self.group_size, self.head_dim, self.block_size, launch.rows,
                 self.key_tile, self.dim, num_warps=max(4, launch.rows // 16), num_stages=3)
-            if splits > 1:
-                self.kernels.merge_splits[len(tiles), launch.max_queries, q.shape[1]](
-                    parts, lse, tiles, out, q.shape[1], self.head_dim, splits, self.dim)
+        if num_splits > 1:
+            self.kernels.merge_splits[q.shape[:2]](
+                parts, lse, out, self.head_dim, num_splits, self.dim)
         return out.flatten(1)
 
     def _num_splits(self, num_tiles: int, max_blocks: int) -> int:

@@ -107,21 +107,18 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
 
 
 @triton.jit
-def merge_splits(parts, lse, tiles, out,
-                 NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr,
-                 DIM: tl.constexpr):
-    """The mean of a query's splits, weighted by their sums (log-sum-exp merge), for one head.
+def merge_splits(parts, lse, out,
+                 HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, DIM: tl.constexpr):
+    """The mean of a token's splits, weighted by their sums (log-sum-exp merge), for one head.
 
-    parts, lse: `out` and `lse` of `paged_attention`; tiles; out [num_tokens, num_heads, head_dim].
-    Grid: [num_tiles, queries of the largest, num_heads]. In torch: there, splits change nothing.
+    parts, lse: `out` and `lse` of `paged_attention`; out [num_tokens, num_heads, head_dim]. Grid:
+    [num_tokens, num_heads]. In torch: there, splits change nothing.
     """
-    tile, query, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if query < tl.load(tiles + tile * 4 + 3):
-        split, dim = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM)
-        row = (tl.load(tiles + tile * 4 + 1) + query).to(tl.int64) * NUM_HEADS + head
-        weight = tl.load(lse + row * NUM_SPLITS + split)
-        weight = tl.exp2(weight - tl.max(weight, 0))
-        at = (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :]
-        part = tl.load(parts + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-        mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-        tl.store(out + row * HEAD_DIM + dim, mean, mask=dim < HEAD_DIM)
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    split, dim = tl.arange(0, NUM_SPLITS), tl.arange(0, DIM)
+    weight = tl.load(lse + row * NUM_SPLITS + split)
+    weight = tl.exp2(weight - tl.max(weight, 0))
+    at = (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :]
+    part = tl.load(parts + at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
+    mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
+    tl.store(out + row * HEAD_DIM + dim, mean, mask=dim < HEAD_DIM)
