@@ -187,12 +187,12 @@ class TritonAttention(TorchAttention):
 
     def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
         """Tiles have the rows that their sequence needs."""
-        tables = self._tensor(block_tables)
+        tables = to_device(block_tables.astype(np.int32), self.device)
         splits = self._num_splits(len(tiles), block_tables.shape[1])
         few = counts[tiles[:, 0]] * self.group_size <= self.rows[0]
-        return [Launch(self._tensor(some), tables, rows, splits)
-                for rows, some in zip(self.rows, (tiles[few], tiles[~few]), strict=True)
-                if len(some)]
+        both = zip(self.rows, (tiles[few], tiles[~few]), strict=True)
+        return [Launch(to_device(some.astype(np.int32), self.device), tables, rows, splits)
+                for rows, some in both if len(some)]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
@@ -222,6 +222,3 @@ class TritonAttention(TorchAttention):
         most = -(-max_blocks * self.block_size // self.key_tile)
         splits: int = min(self.num_programs // (num_tiles * self.num_kv_heads), most, 64)
         return 1 << (max(1, splits).bit_length() - 1)  # a power of two
-
-    def _tensor(self, values: Ints) -> Tensor:
-        return to_device(values.astype(np.int32), self.device)
