@@ -25,7 +25,7 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.loader import load_dummy_weights, load_weights
 from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
-from nanopaged.sampler import ROW, Sampler, SamplerOutput
+from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import UNREAD, Batch
 
 # Runs a function once, and returns what repeats it and where the result is then.
@@ -61,10 +61,10 @@ class ModelRunner:
         max_blocks = -(-self.max_model_len // config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
         self.num_layers, self.block_shape = layers, (2, heads, config.block_size, head_dim)
-        self.num_blocks = self._size_pool()
+        self.graphs: dict[int, tuple[list[Tensor], Callable[[], object], Tensor]] = {}  # by size
+        self.num_blocks, self.num_swap_blocks = self._size_pools()
         self.kv_caches = self._make_pool(self.device, self.num_blocks)
         self.swap_space = self._make_pool(torch.device("cpu"), self.num_swap_blocks)
-        self.graphs: dict[int, tuple[list[Tensor], Callable[[], object], Tensor]] = {}  # by size
         if self.device.type == "cuda" and self.attention == "triton" and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
@@ -167,51 +167,47 @@ class ModelRunner:
         # NumPy's zeros are calloc's: the system hands out a page when it is first written.
         return torch.from_numpy(np.zeros(shape, f"i{self.dtype.itemsize}")).view(self.dtype)
 
-    def _measure_step(self) -> int:
-        """The bytes that the largest step takes beside weights and cache: one is run."""
+    def _free_bytes(self) -> int:
+        """What K and V may take on the device. One of the largest steps is run to measure it.
+
+        Beside the pool there is room for that step, and about as much for the graphs.
+        """
+        if self.device.type == "cpu":
+            return CPU_POOL_BYTES
         num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
         ones = [1] * num_tokens
-        params = np.zeros(num_seqs, ROW)  # top_k=0, top_p=0: all tokens are sorted: it takes most
+        batch = Batch(ones, ones, ones, [0] * num_tokens, list(range(num_seqs)))
+        self.kv_caches = self._make_pool(self.device, 1)
+        # Until sequences set their rows: top_k=0, top_p=0, so all tokens are sorted: it takes most.
         torch.cuda.reset_peak_memory_stats()  # who came before in this process does not count
         before = torch.cuda.memory_allocated()
         try:
-            inputs, metadata = self._prepare(
-                Batch(ones, ones, ones, [0] * num_tokens, list(range(num_seqs))), 1)
-            logits = self.model(*inputs, self._make_pool(self.device, 1), metadata)
-            self.sampler.draw(logits, params, np.arange(num_seqs))
+            self.sampler.draw(self._forward(batch), self.sampler.params, np.arange(num_seqs))
         except torch.OutOfMemoryError as error:
             raise ValueError(f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must "
                              f"be less for the device's memory: {error}") from error
-        return torch.cuda.max_memory_allocated() - before
+        step = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self.device)
+        return int(free - (1 - self.config.gpu_memory_utilization) * total) - 2 * step
 
-    def _size_pool(self) -> int:
-        """Blocks that fit into memory, or as asked for; shortens max_model_len to fit them.
+    def _size_pools(self) -> tuple[int, int]:
+        """Blocks on the device and in CPU memory: what fits, or was asked for, or could be used.
 
-        Beside the pool there is room for the largest step, and about as much for the graphs.
+        Shortens max_model_len to fit them, unless that was asked for too.
         """
-        block_bytes = self.token_bytes * self.config.block_size
-        per_seq = -(-self.max_model_len // self.config.block_size)
-        num_blocks = self.config.num_blocks
-        if num_blocks is None:
-            room = CPU_POOL_BYTES
-            if self.device.type == "cuda":
-                most = self._measure_step()
-                torch.cuda.empty_cache()
-                free, total = torch.cuda.mem_get_info(self.device)
-                room = int(free - (1 - self.config.gpu_memory_utilization) * total) - 2 * most
-            num_blocks = min(room // block_bytes, self.config.max_num_seqs * per_seq)
-        swap_blocks = int(self.config.swap_space * 2**30) // block_bytes
-        swap_blocks = min(swap_blocks, self.config.max_num_seqs * per_seq)
-        # The smallest pool of all ranks is the pool.
+        config, block_bytes = self.config, self.token_bytes * self.config.block_size
+        per_seq, most = self.block_tables.shape[1], self.block_tables.size
+        num_blocks = config.num_blocks or min(self._free_bytes() // block_bytes, most)
+        swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
+        # The smallest pools of all ranks are the pools.
         pools = torch.tensor([[num_blocks], [swap_blocks]], device=self.device)
         pools = self.ranks.gather(pools, self.ranks.rank, self.ranks.size)  # [2, num_ranks]
-        num_blocks, self.num_swap_blocks = map(int, pools.amin(1))
-        if num_blocks < 1 or (num_blocks < per_seq and self.config.max_model_len):
-            raise ValueError(f"num_blocks must be at least {per_seq} to hold max_model_len="
-                             f"{self.max_model_len} tokens, got {num_blocks}: raise it (or free "
-                             "memory), or lower max_model_len")
-        self.max_model_len = min(self.max_model_len, num_blocks * self.config.block_size)
-        return num_blocks
+        num_blocks, swap_blocks = map(int, pools.amin(1))
+        check(f"num_blocks (raise it, free memory, or lower max_model_len={self.max_model_len})",
+              num_blocks, low=per_seq if config.max_model_len else 1)
+        self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
+        return num_blocks, swap_blocks
 
 
 def padded(batch: Batch, size: int) -> Batch:
