@@ -115,11 +115,9 @@ class ModelRunner:
         lists = batch.token_ids, batch.rows, batch.counts, batch.ends, batch.samples
         token_ids, rows, counts, ends, samples = (np.array(x, np.int64) for x in lists)
         which, positions = flatten(ends - counts, counts)
-        arrays = token_ids, positions, np.cumsum(counts)[samples] - 1
-        tokens, *inputs = (to_device(array, self.device) for array in arrays)
-        if (token_ids == UNREAD).any():
-            last = self.last_tokens[to_device(rows[which], self.device)]
-            tokens = torch.where(tokens == UNREAD, last, tokens)
+        arrays = rows[which], token_ids, positions, np.cumsum(counts)[samples] - 1
+        token_rows, tokens, *inputs = (to_device(array, self.device) for array in arrays)
+        tokens = torch.where(tokens == UNREAD, self.last_tokens[token_rows], tokens)
         metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
         return [tokens, *inputs], metadata
 
