@@ -604,7 +604,7 @@ def bench_host(args: argparse.Namespace) -> Figures:
 def host_cost(llm: LLM, size: int, args: argparse.Namespace) -> Figures:
     logits = torch.zeros(size, HOST_VOCAB, device=llm.runner.device)
 
-    def stand_in(token_ids: Tensor, positions: Tensor, sampling_rows: Tensor, *_: Any) -> Tensor:
+    def stand_in(token_ids: Tensor, sampling_rows: Tensor, *_: Any) -> Tensor:
         return logits[: len(sampling_rows)]
 
     llm.runner.model = stand_in  # type: ignore[assignment]

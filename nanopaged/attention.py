@@ -44,17 +44,21 @@ class Tiles:
 
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens are stored and what they attend to; the same for every layer."""
+    """Where this step's tokens are, where they are stored and what they attend to.
 
-    blocks: Tensor  # [num_tokens]: the physical block that a token is stored in
-    offsets: Tensor  # [num_tokens]: its place in there
+    The same for every layer.
+    """
+
     tiles: list[Any]  # those done together are one element: Tiles, or a Launch
+    positions: Tensor  # [num_tokens]: of a token in its sequence
+    blocks: Tensor  # [num_tokens]: the physical block that it is stored in
+    offsets: Tensor  # [num_tokens]: its place in there
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Of Launches: whose contents say which step this is, if the shapes stay the same."""
-        both = [(launch.tiles, launch.block_tables) for launch in self.tiles]
-        return [self.blocks, self.offsets, *sum(both, ())]
+        """Of decodes, one Launch: whose contents say which step this is, if the shapes stay."""
+        (launch,) = self.tiles
+        return [self.positions, self.blocks, self.offsets, launch.tiles, launch.block_tables]
 
 
 class TorchAttention:
@@ -73,7 +77,9 @@ class TorchAttention:
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
-        seqs, positions = flatten(starts, counts)
+        # starts=[5, 0], counts=[2, 3] -> seqs=[0, 0, 1, 1, 1], positions=[5, 6, 0, 1, 2]
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        positions = np.arange(len(seqs)) + (starts - np.cumsum(counts) + counts)[seqs]
         indices, offsets = np.divmod(positions, self.block_size)
         blocks = np.where(positions < 0, -1, block_tables[seqs, indices])
         # Cut every sequence's queries into tiles: some rows of the flat batch each. Those with the
@@ -82,8 +88,8 @@ class TorchAttention:
         sizes = np.diff(firsts, append=len(seqs))
         tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
         tiles = tiles[np.argsort(-positions[firsts] - sizes)]
-        return AttentionMetadata(to_device(blocks, self.device), to_device(offsets, self.device),
-                                 self._group(tiles, counts, block_tables))
+        tensors = (to_device(array, self.device) for array in (positions, blocks, offsets))
+        return AttentionMetadata(self._group(tiles, counts, block_tables), *tensors)
 
     def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
         """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries.
@@ -132,12 +138,6 @@ class TorchAttention:
         rows = q.view(n, -1, self.num_kv_heads, self.group_size, self.head_dim).transpose(1, 2)
         result = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, tiles.seen)
         return result.view(rows.shape).transpose(1, 2).reshape(q.shape)
-
-
-def flatten(starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """starts=[5, 0], counts=[2, 3] -> which=[0, 0, 1, 1, 1], values=[5, 6, 0, 1, 2]"""
-    which = np.repeat(np.arange(len(counts)), counts)
-    return which, np.arange(len(which)) + (starts - np.cumsum(counts) + counts)[which]
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:

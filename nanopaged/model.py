@@ -165,19 +165,19 @@ class CausalLM(nn.Module):
         self.requires_grad_(False)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, positions: Tensor, sampling_rows: Tensor,
-                kv_caches: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, token_ids: Tensor, sampling_rows: Tensor, kv_caches: Tensor,
+                metadata: AttentionMetadata) -> Tensor:
         """One pass over a flat batch; returns logits [num_rows, vocab_size] of `sampling_rows`.
 
-        token_ids, positions: [num_tokens]; sampling_rows: [num_rows], rows of the batch;
-        kv_caches: every layer's cache, stacked.
+        token_ids: [num_tokens]; sampling_rows: [num_rows], rows of the batch; kv_caches: every
+        layer's cache, stacked.
         """
         embed_tokens, layers, norm, rotary_emb = self.model.values()
         ids = token_ids - self.vocab[0]
         mine = (ids >= 0) & (ids < embed_tokens.num_embeddings)
         x = self.ranks.all_reduce(embed_tokens(ids * mine) * mine[:, None])
         # cos and sin of the angles, [num_tokens, 1, head_dim], scaled as long contexts need it
-        cos, sin = (y.transpose(0, 1) for y in rotary_emb(x, positions[None]))
+        cos, sin = (y.transpose(0, 1) for y in rotary_emb(x, metadata.positions[None]))
         for layer, kv_cache in zip(layers, kv_caches, strict=True):
             x = layer(x, (cos, sin), kv_cache, metadata)
         return self.ranks.gather(self.lm_head(norm(x[sampling_rows])), *self.vocab)

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import TorchAttention, TritonAttention, flatten, to_device
+from nanopaged.attention import TorchAttention, TritonAttention, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -108,18 +108,17 @@ class ModelRunner:
         return logits[:n]
 
     def _prepare(self, batch: Batch, width: int | None = None) -> tuple[list[Tensor], Any]:
-        """The model's inputs: token ids, positions, rows that sample; and what attention needs.
+        """The model's inputs: token ids, rows that sample; and what the backend makes of the rest.
 
         width: of the block tables, how many columns are in use.
         """
         lists = batch.token_ids, batch.rows, batch.counts, batch.ends, batch.samples
         token_ids, rows, counts, ends, samples = (np.array(x, np.int64) for x in lists)
-        which, positions = flatten(ends - counts, counts)
-        arrays = rows[which], token_ids, positions, np.cumsum(counts)[samples] - 1
-        token_rows, tokens, *inputs = (to_device(array, self.device) for array in arrays)
+        arrays = np.repeat(rows, counts), token_ids, np.cumsum(counts)[samples] - 1
+        token_rows, tokens, sampling_rows = (to_device(array, self.device) for array in arrays)
         tokens = torch.where(tokens == UNREAD, self.last_tokens[token_rows], tokens)
         metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
-        return [tokens, *inputs], metadata
+        return [tokens, sampling_rows], metadata
 
     def capture_graphs(self, record: Record) -> None:
         """Record the forward pass of decodes for some batch sizes; others are padded to the next.
