@@ -188,7 +188,11 @@ class TritonAttention(TorchAttention):
     def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
         """Tiles have the rows that their sequence needs."""
         tables = to_device(block_tables.astype(np.int32), self.device)
-        splits = self._num_splits(len(tiles), block_tables.shape[1])
+        # Few tiles are split, so that they fill the chip too; each split has a tile of the longest.
+        # All of a step's tiles count: tokens x splits is what there is memory for.
+        most = -(-block_tables.shape[1] * self.block_size // self.key_tile)
+        splits = min(self.num_programs // (len(tiles) * self.num_kv_heads), most, 64)
+        splits = 1 << (max(1, splits).bit_length() - 1)  # a power of two
         few = counts[tiles[:, 0]] * self.group_size <= self.rows[0]
         both = zip(self.rows, (tiles[few], tiles[~few]), strict=True)
         return [Launch(to_device(some.astype(np.int32), self.device), tables, rows, splits)
@@ -213,12 +217,3 @@ class TritonAttention(TorchAttention):
             self.kernels.merge_splits[q.shape[:2]](
                 parts, lse, out, self.head_dim, num_splits, self.dim)
         return out.flatten(1)
-
-    def _num_splits(self, num_tiles: int, max_blocks: int) -> int:
-        """Of the keys, so that few tiles fill the chip too; each has a tile of the longest.
-
-        All of a step's tiles count: tokens x splits is what there is memory for.
-        """
-        most = -(-max_blocks * self.block_size // self.key_tile)
-        splits: int = min(self.num_programs // (num_tiles * self.num_kv_heads), most, 64)
-        return 1 << (max(1, splits).bit_length() - 1)  # a power of two
