@@ -102,10 +102,9 @@ class TorchAttention:
             seqs, firsts, positions, _ = tiles[tiles[:, 3] == size].T[:, :, None]
             queries, positions = firsts + np.arange(size), positions + np.arange(size)
             rows = np.repeat(positions, self.group_size, 1)  # a query has one for each head
-            widths = (positions[:, -1] // self.block_size + 1).tolist()  # blocks up to its last one
             begin = 0
             while begin < len(seqs):
-                width = widths[begin]
+                width = int(positions[begin, -1]) // self.block_size + 1  # blocks of the longest
                 some = slice(begin, begin + max(1, TILE_BYTES // (width * self.block_bytes)))
                 # [2, num_tiles, num_kv_heads, num_blocks]:
                 cache_rows = block_tables[seqs[some], :width] * heads.size + heads
