@@ -101,14 +101,14 @@ class TorchAttention:
         for size in np.unique(tiles[:, 3]).tolist():
             seqs, firsts, positions, _ = tiles[tiles[:, 3] == size].T[:, :, None]
             queries, positions = firsts + np.arange(size), positions + np.arange(size)
-            rows = np.repeat(positions, self.group_size, 1)  # a query has one for each head
             begin = 0
             while begin < len(seqs):
                 width = int(positions[begin, -1]) // self.block_size + 1  # blocks of the longest
                 some = slice(begin, begin + max(1, TILE_BYTES // (width * self.block_bytes)))
                 # [2, num_tiles, num_kv_heads, num_blocks]:
                 cache_rows = block_tables[seqs[some], :width] * heads.size + heads
-                seen = np.arange(width * self.block_size) <= rows[some, None, :, None]
+                seen = np.arange(width * self.block_size) <= positions[some, None, :, None]
+                seen = seen.repeat(self.group_size, 2)  # a query has a row for each of these heads
                 arrays = queries[some].ravel(), cache_rows.ravel(), seen
                 groups.append(Tiles(*(to_device(array, self.device) for array in arrays)))
                 begin = some.stop
