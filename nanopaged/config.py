@@ -32,15 +32,16 @@ def check_token_ids(name: str, ids: Iterable[Any], vocab_size: float = inf) -> N
 
 
 def option(default: Any, low: float = -inf, high: float = inf, choices: Sequence[Any] = ()) -> Any:
-    """A dataclass field that `Checked` checks against its annotation and these bounds."""
+    """A dataclass field with bounds, or choices, for `Checked`."""
     return field(default=default, metadata={"low": low, "high": high, "choices": choices})
 
 
 class Checked:
+    """Checks every field against its annotation, and against its bounds if it is an `option`."""
+
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]  # always mixed into a dataclass
-            if f.metadata:
-                check(f.name, getattr(self, f.name), str(f.type), **f.metadata)
+            check(f.name, getattr(self, f.name), str(f.type), **f.metadata)
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class SamplingParams(Checked):
     min_p: float = option(0.0, low=0, high=1)
     max_tokens: int | None = option(16, low=1)
     min_tokens: int = option(0, low=0)
-    stop: str | list[str] | tuple[str, ...] | None = option(None)
-    stop_token_ids: list[int] | tuple[int, ...] | set[int] | None = option(None)
-    ignore_eos: bool = option(False)
+    stop: str | list[str] | tuple[str, ...] | None = None
+    stop_token_ids: list[int] | tuple[int, ...] | set[int] | None = None
+    ignore_eos: bool = False
     seed: int | None = option(None, low=0, high=2**63 - 1)
     logprobs: int | None = option(None, low=0)
-    cache_salt: str | None = option(None)
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -93,8 +94,8 @@ class BeamSearchParams(Checked):
     beam_width: int = option(MISSING, low=1)
     max_tokens: int = option(MISSING, low=1)
     length_penalty: float = option(1.0, low=-10, high=10)
-    early_stopping: bool = option(False)
-    ignore_eos: bool = option(False)
+    early_stopping: bool = False
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class EngineConfig(Checked):
     `tensor_parallel_size` is the number of ranks: processes, each with a GPU where there are any.
     """
 
-    model: str | None = option(None)
+    model: str | None = None
     dtype: str = option("auto", choices=("auto", "float32", "float16", "bfloat16"))
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     block_size: int = option(16, choices=[2**i for i in range(11)])  # kernels need powers of two
@@ -117,10 +118,10 @@ class EngineConfig(Checked):
     max_num_batched_tokens: int = option(8192, low=1)
     gpu_memory_utilization: float = option(0.9, low=0.01, high=1)
     swap_space: float = option(4, low=0)
-    enable_prefix_caching: bool = option(True)
+    enable_prefix_caching: bool = True
     preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
     attention_backend: str = option("auto", choices=("auto", "torch", "triton"))
-    enforce_eager: bool = option(False)
+    enforce_eager: bool = False
     tensor_parallel_size: int = option(1, low=1)
     load_format: str = option("auto", choices=("auto", "dummy"))
     seed: int = option(0, low=0, high=2**63 - 1)
