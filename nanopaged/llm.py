@@ -139,8 +139,7 @@ class LLM:
             most = num_candidates(beams.beam_width, len(self.eos_token_ids))
             params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
                                     ignore_eos=beams.ignore_eos, logprobs=min(most, vocab_size))
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"sampling_params must be SamplingParams, got {params!r}")
+        check("sampling_params", params, "SamplingParams")
         text, ids = self._encode(prompt)
         check(f"prompt tokens, with max_model_len={longest},", len(ids), "int", 1, longest - 1)
         check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
@@ -151,15 +150,13 @@ class LLM:
         stop_token_ids = {*(params.stop_token_ids or ()), *eos_token_ids}
         if params.min_tokens and len(stop_token_ids) == vocab_size:
             raise ValueError("stop_token_ids must leave a token for min_tokens, got all of them")
-        name = "beam_width" if beams else "n"
-        check(f"{name}, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
+        check("n or beam_width, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
         detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
         group = SequenceGroup(text, ids, params, stop_token_ids, longest, detokenizer, beams)
         # Never: a group runs as a whole, so all its sequences must fit at their longest.
         room = self.blocks.room(len(ids), [group.max_len] * params.n)
-        if room > self.blocks.num_blocks:
-            raise ValueError(f"{name} must be less, or max_tokens: {params.n} of {group.max_len} "
-                             f"tokens need {room} blocks, num_blocks={self.blocks.num_blocks}")
+        check(f"blocks for n or beam_width={params.n} (lower it or max_tokens), within num_blocks,",
+              room, high=self.blocks.num_blocks)
         return group
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:

@@ -359,7 +359,7 @@ def test_a_group_larger_than_the_pool_is_refused(llama, engine, good):
     llm = engine(llama, num_blocks=16, block_size=8, max_model_len=128)
     prompt = good[0][0]  # 6 tokens
     assert llm.add_request(prompt, greedy(n=4, max_tokens=26))  # 4 blocks each
-    words = ["n must be less", "17 blocks", "num_blocks", "16", "max_tokens"]
+    words = ["blocks for n", "lower it or max_tokens", "num_blocks", "16", "got 17"]
     assert_refused(lambda: llm.add_request(prompt[:1], greedy(n=17, max_tokens=7)), words)
     while llm.has_unfinished_requests():
         llm.step()
