@@ -56,7 +56,6 @@ class LLM:
                                    config.enable_prefix_caching,
                                    num_swap_blocks=runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.blocks)
-        self._news: dict[object, dict[str, SequenceGroup]] = {}  # by owner: not told yet
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
         # On a GPU the next step is prepared and launched before this one's tokens are read.
@@ -74,7 +73,7 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Run one step; returns what is new of the requests made by `add_request`, each so far."""
         self._step()
-        return [self._output(group) for group in self._news.pop(None, {}).values()]
+        return [self._output(group) for group in self.scheduler.news.pop(None, {}).values()]
 
     def _step(self) -> None:
         """The whole engine: who runs, one forward pass, what came out."""
@@ -97,12 +96,7 @@ class LLM:
             raise
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
             self._detokenize(seq)
-        for group in groups:
-            self._report(group)
         self.scheduler.stats.step_seconds += time.perf_counter() - started
-
-    def _report(self, group: SequenceGroup) -> None:
-        self._news.setdefault(group.owner, {})[group.request_id] = group
 
     # -- prompts in ----------------------------------------------------------------------------
 
@@ -115,19 +109,15 @@ class LLM:
 
         What it has so far comes out of the next `step`, with finish_reason "abort".
         """
-        unfinished = [*self.scheduler.waiting, *self.scheduler.running]
-        return self._abort([group for group in unfinished if group.request_id == request_id])
-
-    def _abort(self, groups: list[SequenceGroup]) -> bool:
-        live = [group for group in groups if group.live]
-        for group in live:
-            self.scheduler.abort(group)
-            self._report(group)
-        return bool(live)
+        for group in [*self.scheduler.waiting, *self.scheduler.running]:
+            if group.request_id == request_id and group.live:
+                self.scheduler.abort(group)
+                return True
+        return False
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return self.scheduler.has_unfinished or None in self._news
+        return self.scheduler.has_unfinished or None in self.scheduler.news
 
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that the engine can serve; ValueError or TypeError if it never will."""
@@ -242,13 +232,14 @@ class LLM:
         try:
             while unfinished:
                 self._step()
-                for group in self._news.pop(owner, {}).values():
+                for group in self.scheduler.news.pop(owner, {}).values():
                     if group in unfinished:  # else it was aborted meanwhile, and has been told
                         unfinished -= set() if group.live else {group}
                         yield group
         finally:  # an error, Ctrl-C, or a stream that is closed early
-            self._abort(groups)
-            self._news.pop(owner, None)
+            for group in groups:
+                self.scheduler.abort(group)
+            self.scheduler.news.pop(owner, None)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         asked = group.params.logprobs is not None
@@ -275,7 +266,8 @@ class LLM:
 
     def shutdown(self) -> None:
         """Abort what runs and give back the memory; the engine serves nothing afterwards."""
-        self._abort([*self.scheduler.waiting, *self.scheduler.running])
+        for group in [*self.scheduler.waiting, *self.scheduler.running]:
+            self.scheduler.abort(group)
         if not self._closed:
             self._closed = True
             self.ranks.close()

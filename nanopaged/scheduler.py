@@ -13,7 +13,7 @@ oldest group always fits into the pool and is the last to be preempted.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from nanopaged.beam_search import advance
@@ -59,6 +59,8 @@ class Scheduler:
         self.running: list[SequenceGroup] = []  # oldest first, all older than those who wait
         self.free_rows = list(range(config.max_num_seqs))[::-1]
         self.stats = EngineStats(blocks.num_blocks)
+        # By owner: the groups that got a token or have ended, until the owner takes them out.
+        self.news: dict[object, dict[str, SequenceGroup]] = defaultdict(dict)
 
     @property
     def has_unfinished(self) -> bool:
@@ -99,6 +101,7 @@ class Scheduler:
             seq.num_unread_tokens -= 1
             if seq.finish_reason:  # found out only now that this step was one too many for it
                 continue
+            self.news[group.owner][group.request_id] = group
             self.stats.output_tokens += 1
             if length == group.num_prompt_tokens + 1:
                 group.metrics.first_token_time = time.perf_counter()
@@ -127,6 +130,7 @@ class Scheduler:
             if not group.live and seq.row < 0:
                 self.waiting.remove(group)
             self._release(seq)
+            self.news[group.owner][group.request_id] = group
             group.metrics.finished_time = time.perf_counter()
 
     def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
