@@ -207,12 +207,11 @@ class LLM:
         """Answer a conversation, a list of {"role": .., "content": ..}, or each of several."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError("chat needs a tokenizer with a chat template, which the model has not")
-        several = messages if isinstance(messages, list) and messages else [messages]
-        several = [several] if isinstance(several[0], dict) else several
-        for conversation in several:
-            if not isinstance(conversation, list) or {*map(type, conversation)} != {dict}:
-                raise TypeError(f"messages must be dicts with role and content, got {messages!r}")
-        ids = self.tokenizer.apply_chat_template(several, add_generation_prompt=True,
+        check("messages", messages, "list")
+        several = any(isinstance(message, list) for message in messages)
+        for message in itertools.chain(*messages) if several else messages:
+            check("every message, with role and content,", message, "dict")
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
                                                  return_dict=False)
         return self.generate(ids, sampling_params, use_tqdm)
 
