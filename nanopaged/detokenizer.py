@@ -18,7 +18,6 @@ class Detokenizer:
         self.stops = stops
         self.text = ""
         self.stopped = False
-        self.longest = max(map(len, stops), default=1)
         self.known = num_prompt_tokens  # tokens whose text is in `text` (or in the prompt)
         self.context = max(0, num_prompt_tokens - NUM_CONTEXT_TOKENS)
         self.searched = 0  # no stop string begins before this character
@@ -38,7 +37,7 @@ class Detokenizer:
             hits = [at for stop in self.stops if (at := self.text.find(stop, self.searched)) >= 0]
             if hits and check_stops:
                 self.text, self.stopped = self.text[: min(hits)], True
-            overlap = self.longest - 1 if check_stops else 0
+            overlap = max(map(len, self.stops), default=1) - 1 if check_stops else 0
             self.searched = max(self.searched, len(self.text) - overlap)
         return self.stopped
 
