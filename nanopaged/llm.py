@@ -267,10 +267,9 @@ class LLM:
         """Abort what runs and give back the memory; the engine serves nothing afterwards."""
         for group in [*self.scheduler.waiting, *self.scheduler.running]:
             self.scheduler.abort(group)
-        if not self._closed:
-            self._closed = True
-            self.ranks.close()
-            del self.runner.model, self.runner.kv_caches, self.runner.swap_space, self.runner.graphs
+        self._closed = True
+        self.ranks.close()
+        vars(self.runner).clear()  # whoever holds the engine still does not hold its tensors
 
     def __enter__(self) -> "LLM":
         return self
