@@ -7,7 +7,6 @@ into text, and every other file explains one of that method's lines.
 import itertools
 import logging
 import random
-import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, TypeAlias
@@ -184,14 +183,12 @@ class LLM:
         A prompt is a string, a list of token ids, {"prompt": ..} or {"prompt_token_ids": ..}.
         """
         groups = self._make_groups(prompts, sampling_params)
-        stats, started = self.scheduler.stats, time.perf_counter()
-        before = stats.output_tokens
-        with tqdm(total=len(groups), desc="requests", disable=not use_tqdm) as bar:
+        before, finished = self.scheduler.stats.output_tokens, 0
+        with tqdm(unit=" tokens", disable=not use_tqdm) as bar:
             for group in self._run(groups):
-                if not group.live:
-                    rate = (stats.output_tokens - before) / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
-                    bar.update()
+                finished += not group.live
+                bar.set_description_str(f"{finished}/{len(groups)} requests", refresh=False)
+                bar.update(self.scheduler.stats.output_tokens - before - bar.n)
         return [self._output(group) for group in groups]
 
     def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
