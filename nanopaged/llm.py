@@ -7,6 +7,7 @@ into text, and every other file explains one of that method's lines.
 import itertools
 import logging
 import random
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any, TypeAlias
