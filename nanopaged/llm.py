@@ -44,8 +44,6 @@ class LLM:
         path = resolve(config)
         self.model_config = load_config(path)
         self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
-        check("tensor_parallel_size, at most num_attention_heads,", config.tensor_parallel_size,
-              high=self.model_config.num_attention_heads)
         self.ranks = Ranks(config)
         with self.ranks.watched():
             self.runner = runner = ModelRunner(config, self.model_config, path, self.ranks)
@@ -88,10 +86,11 @@ class LLM:
                 # On a GPU all but the newest; all, where nobody could be scheduled.
                 while len(self._launched) > (self.steps_ahead if batch.rows else 0):
                     groups += self.scheduler.update(*self._launched.pop(0))
-        except BaseException:  # Ctrl-C too: whoever catches it may go on with what has not ended
+        except BaseException:  # Ctrl-C too: who catches it may go on, with other requests
             self._launched.clear()
-            self.scheduler.rollback()
-            if self.ranks.size > 1:  # but not with ranks that have been left half-way
+            self.scheduler.abort_all()
+            self.blocks.published.clear()  # nobody knows what is in the blocks
+            if self.ranks.size > 1:  # and ranks that have been left half-way
                 self.shutdown()
             raise
         for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
@@ -138,8 +137,6 @@ class LLM:
             raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         stop_token_ids = {*(params.stop_token_ids or ()), *eos_token_ids}
-        if params.min_tokens and len(stop_token_ids) == vocab_size:
-            raise ValueError("stop_token_ids must leave a token for min_tokens, got all of them")
         check("n or beam_width, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
         detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
         group = SequenceGroup(text, ids, params, stop_token_ids, longest, detokenizer, beams)
@@ -263,8 +260,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Abort what runs and give back the memory; the engine serves nothing afterwards."""
-        for group in [*self.scheduler.waiting, *self.scheduler.running]:
-            self.scheduler.abort(group)
+        self.scheduler.abort_all()
         self._closed = True
         self.ranks.close()
         vars(self.runner).clear()  # whoever holds the engine still does not hold its tensors

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from nanopaged.parallel import Ranks
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import UNREAD, Batch
 
-# Runs a function once, and returns what repeats it and where the result is then.
-Record: TypeAlias = Callable[[Callable[[], Tensor]], tuple[Callable[[], object], Tensor]]
-
 CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
 
 
@@ -43,9 +40,8 @@ class ModelRunner:
         if self.device.type == "cpu" and sys.platform == "linux":
             keep_freed_memory()
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
-        most = model_config.max_position_embeddings
-        check("max_model_len", config.max_model_len or most, high=most)
-        self.max_model_len = config.max_model_len or most
+        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
+        check("max_model_len", self.max_model_len, high=model_config.max_position_embeddings)
         share = ranks.share(model_config)
         heads, head_dim, layers = share.num_key_value_heads, share.head_dim, share.num_hidden_layers
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
@@ -120,10 +116,11 @@ class ModelRunner:
         metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
         return [tokens, sampling_rows], metadata
 
-    def capture_graphs(self, record: Record) -> None:
+    def capture_graphs(self, record: Callable[..., Any]) -> None:
         """Record the forward pass of decodes for some batch sizes; others are padded to the next.
 
-        A graph repeats the same kernels on the same tensors: a step copies its own into them.
+        `record` runs a function once, and returns what repeats it and where the result is then. A
+        graph repeats the same kernels on the same tensors: a step copies its own into them.
         """
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from nanopaged.config import EngineConfig
+from nanopaged.config import EngineConfig, check
 
 dist: Any = torch.distributed
 
@@ -79,6 +79,7 @@ class Ranks:
         Query heads stay with their KV head. Where ranks outnumber KV heads, several have the same
         one and share its query heads.
         """
+        check("tensor_parallel_size", self.size, high=config.num_attention_heads)
         share, num_kv_heads, rank = copy(config), config.num_key_value_heads, self.rank
         firsts = [num_kv_heads * i // self.size for i in range(self.size + 1)]  # of every rank
         kv, mates = firsts[rank], firsts.count(firsts[rank])
@@ -137,9 +138,7 @@ class Ranks:
                     self.workers.join(2)  # raises if one has failed: that is why we have
                 raise
             except ProcessException as failure:
-                hint = "" if self.group else ", maybe since the script has no `if __name__ == ..`"
-                rank = failure.error_index + 1  # among all
-                raise RuntimeError(f"rank {rank} failed{hint}: {failure}") from error
+                raise RuntimeError(f"rank {failure.error_index + 1} failed: {failure}") from error
             finally:
                 self.close()
 

@@ -137,14 +137,9 @@ class Scheduler:
         for seq in list(group.live):
             self.finish(seq, reason)
 
-    def rollback(self) -> None:
-        """A step failed half-way: trust no block, and compute again whatever had one."""
-        self.waiting.extendleft(group for group in self.running[::-1] if group.live)
-        self.running = []
-        for seq in (seq for group in self.waiting for seq in group.live):
-            self._release(seq)
-            seq.num_unread_tokens = 0  # their seed will draw them again
-        self.blocks.published.clear()
+    def abort_all(self) -> None:
+        for group in [*self.waiting, *self.running]:
+            self.abort(group)
 
     def measure(self) -> EngineStats:
         size = self.blocks.block_size
