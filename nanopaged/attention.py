@@ -39,7 +39,7 @@ class Tiles:
 
     queries: Tensor  # [num_tiles * num_queries]: their rows in the flat batch
     cache_rows: Tensor  # [2 * num_tiles * num_kv_heads * num_keys / block_size]: all K, then all V
-    seen: Tensor  # [num_tiles, 1, num_queries * group_size, num_keys]: True where a query looks
+    seen: Tensor  # [num_tiles, 1, num_queries, num_keys]: True where a query looks
 
 
 @dataclass
@@ -108,7 +108,6 @@ class TorchAttention:
                 # [2, num_tiles, num_kv_heads, num_blocks]:
                 cache_rows = block_tables[seqs[some], :width] * heads.size + heads
                 seen = np.arange(width * self.block_size) <= positions[some, None, :, None]
-                seen = seen.repeat(self.group_size, 2)  # a query has a row for each of these heads
                 arrays = queries[some].ravel(), cache_rows.ravel(), seen
                 groups.append(Tiles(*(to_device(array, self.device) for array in arrays)))
                 begin = some.stop
@@ -133,10 +132,9 @@ class TorchAttention:
         """
         n, _, _, num_keys = tiles.seen.shape
         k, v = cache.index_select(0, tiles.cache_rows).view(2, n, self.num_kv_heads, num_keys, -1)
-        # The query heads of one KV head become rows of one matrix: K and V are read once.
-        rows = q.view(n, -1, self.num_kv_heads, self.group_size, self.head_dim).transpose(1, 2)
-        result = F.scaled_dot_product_attention(rows.flatten(2, 3), k, v, tiles.seen)
-        return result.view(rows.shape).transpose(1, 2).reshape(q.shape)
+        rows = q.view(n, -1, *q.shape[1:]).transpose(1, 2)
+        result = F.scaled_dot_product_attention(rows, k, v, tiles.seen, enable_gqa=True)
+        return result.transpose(1, 2).reshape(q.shape)
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
