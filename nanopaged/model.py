@@ -61,11 +61,13 @@ class Linear(nn.Linear):
     def pack(self) -> None:
         """Reorder W once into oneDNN's own layout: 1.3 to 2.7 times as fast for few rows.
 
-        These are the operators that torch.compile's freezing emits. They are private to torch, so
-        nothing else here names them, and where they are missing `forward` does without.
+        On CPUs with instructions for bfloat16. These are the operators that torch.compile's
+        freezing emits. They are private to torch, so nothing else here names them, and where they
+        are missing `forward` does without.
         """
-        if hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, None)
+        ops, fits = torch.ops.mkldnn, self.weight.is_cpu and self.weight.dtype == torch.bfloat16
+        if fits and torch.cpu._is_avx512_bf16_supported() and hasattr(ops, "_reorder_linear_weight"):
+            self.packed = ops._reorder_linear_weight(self.weight, None)
             self.weight = nn.Parameter(torch.empty(0), False)  # free the plain one
 
     def forward(self, x: Tensor) -> Tensor:

@@ -147,11 +147,9 @@ class ModelRunner:
             load_dummy_weights(model, self.config.seed)
         else:
             load_weights(model, whole, share.starts, path)
-        has_bf16 = self.device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()
-        if has_bf16 and self.dtype == torch.bfloat16:
-            for module in model.modules():
-                if isinstance(module, Linear):
-                    module.pack()
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.pack()
         return model
 
     def _make_pool(self, device: torch.device, num_blocks: int) -> Tensor:
