@@ -65,9 +65,10 @@ class Linear(nn.Linear):
         freezing emits. They are private to torch, so nothing else here names them, and where they
         are missing `forward` does without.
         """
-        ops, fits = torch.ops.mkldnn, self.weight.is_cpu and self.weight.dtype == torch.bfloat16
-        if fits and torch.cpu._is_avx512_bf16_supported() and hasattr(ops, "_reorder_linear_weight"):
-            self.packed = ops._reorder_linear_weight(self.weight, None)
+        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+        fits = self.weight.is_cpu and self.weight.dtype == torch.bfloat16
+        if reorder and fits and torch.cpu._is_avx512_bf16_supported():
+            self.packed = reorder(self.weight, None)
             self.weight = nn.Parameter(torch.empty(0), False)  # free the plain one
 
     def forward(self, x: Tensor) -> Tensor:
