@@ -8,8 +8,7 @@ import itertools
 import logging
 import random
 import time
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
@@ -24,12 +23,12 @@ from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Batch, Scheduler
-from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.sequence import SequenceGroup
 
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
-Prompts: TypeAlias = Prompt | Seq[Prompt]
+Prompts: TypeAlias = Prompt | Sequence[Prompt]
 AnyParams: TypeAlias = SamplingParams | BeamSearchParams
-Params: TypeAlias = AnyParams | Seq[AnyParams] | None
+Params: TypeAlias = AnyParams | Sequence[AnyParams] | None
 
 
 class LLM:
@@ -82,10 +81,9 @@ class LLM:
             with self.ranks.watched():
                 batch = self.scheduler.schedule()
                 self._launched.append((batch, self.runner.execute(batch)))
-                groups = []
                 # On a GPU all but the newest; all, where nobody could be scheduled.
                 while len(self._launched) > (self.steps_ahead if batch.rows else 0):
-                    groups += self.scheduler.update(*self._launched.pop(0))
+                    self.scheduler.update(*self._launched.pop(0))
         except BaseException:  # Ctrl-C too: who catches it may go on, with other requests
             self._launched.clear()
             self.scheduler.abort_all()
@@ -93,8 +91,6 @@ class LLM:
             if self.ranks.size > 1:  # and ranks that have been left half-way
                 self.shutdown()
             raise
-        for seq in (seq for group in groups if group.params.stop for seq in group.sequences):
-            self._detokenize(seq)
         self.scheduler.stats.step_seconds += time.perf_counter() - started
 
     # -- prompts in ----------------------------------------------------------------------------
@@ -239,19 +235,12 @@ class LLM:
         asked = group.params.logprobs is not None
         return RequestOutput(
             group.request_id, group.prompt, group.prompt_token_ids,
-            [CompletionOutput(index, self._detokenize(seq).visible(seq.finish_reason is not None),
+            [CompletionOutput(index, seq.detokenize().visible(seq.finish_reason is not None),
                               seq.token_ids[group.num_prompt_tokens :],
                               seq.cumulative_logprob if asked else None,
                               list(seq.logprobs) if asked else None, seq.finish_reason)
              for index, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, group.metrics)
-
-    def _detokenize(self, seq: Sequence) -> Detokenizer:
-        """Turn new tokens into text, and finish the sequence if that completes a stop string."""
-        check_stops = len(seq.token_ids) > seq.group.min_len
-        if seq.detokenizer.update(seq.token_ids, check_stops, seq.finish_reason is not None):
-            self.scheduler.finish(seq, "stop")
-        return seq.detokenizer
 
     # -- the rest ------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 First come, first served, under one budget of tokens a step: running sequences first (one token
 each where they decode, a chunk where their prompt is not computed yet), then whoever waits. The
-scheduler knows no tensors and no text.
+scheduler knows no tensors, and of the text only whether a stop string has come.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool is full the
 youngest goes back to the head of the queue. Its blocks move to CPU memory (swap), or its tokens are
@@ -116,6 +116,8 @@ class Scheduler:
                 self.finish(seq, "stop")
             elif length >= group.max_len:
                 self.finish(seq, "length")
+            if group.params.stop and seq.detokenize().stopped:
+                self.finish(seq, "stop")
         for group in (group for group in groups if group.beams):
             if advance(group, self.blocks.fork):  # the search is over
                 self.abort(group, "length")

@@ -63,6 +63,12 @@ class Sequence:
         length = len(self.token_ids) - self.group.num_prompt_tokens
         return self.cumulative_logprob / math.pow(length, self.group.beams.length_penalty)
 
+    def detokenize(self) -> Detokenizer:
+        """Turn its new tokens into text, and look for a stop string there."""
+        check_stops = len(self.token_ids) > self.group.min_len
+        self.detokenizer.update(self.token_ids, check_stops, self.finish_reason is not None)
+        return self.detokenizer
+
     def extend(self, parent: Sequence, token: int, logprob: float) -> None:
         """Become what `parent` says, and `token`."""
         self.token_ids = [*parent.token_ids, token]
