@@ -818,7 +818,8 @@ def serve_paged(lengths: Lengths, block_size: int, width: int = 1,
             states.append(paged_state(scheduler))
         rows = draw.choices(choices, k=len(batch.samples)) if choices else ()
         sampled = SamplerOutput(zeros[: len(batch.samples)], dict(enumerate(rows)))
-        finished += sum(not group.live for group in scheduler.update(batch, sampled))
+        scheduler.update(batch, sampled)
+        finished += sum(not group.live for group in {seq.group for seq in batch.drawn})
     tokens, reserved, internal, used, listed, running = np.mean(states, axis=0).tolist()
     figures = {"tokens": tokens, "reserved": reserved, "internal": internal,
                "free": SLOTS - used * block_size}  # fmt: skip

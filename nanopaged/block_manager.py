@@ -41,8 +41,8 @@ class BlockManager:
     """Blocks 0 to num_blocks - 1 are the device's, those behind them the CPU's, for swapping."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest,
-                 num_swap_blocks: int = 0) -> None:
+                 num_swap_blocks: int = 0,
+                 hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.hash_function = hash_function

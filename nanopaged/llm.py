@@ -21,8 +21,7 @@ from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanopaged.parallel import Ranks
-from nanopaged.sampler import SamplerOutput
-from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import SequenceGroup
 
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
@@ -50,14 +49,13 @@ class LLM:
                 self.ranks.serve(runner.execute)
         self.max_model_len = runner.max_model_len
         self.blocks = BlockManager(runner.num_blocks, config.block_size,
-                                   config.enable_prefix_caching,
-                                   num_swap_blocks=runner.num_swap_blocks)
+                                   config.enable_prefix_caching, runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.blocks)
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
         # On a GPU the next step is prepared and launched before this one's tokens are read.
         self.steps_ahead = 1 if runner.device.type == "cuda" else 0
-        self._launched: list[tuple[Batch, SamplerOutput]] = []  # oldest first
+        self._launched: list[Any] = []  # steps, and what the runner gave for them, oldest first
         self._closed = False
         room = runner.num_blocks * config.block_size / self.max_model_len
         logging.getLogger("nanopaged").info(
@@ -99,16 +97,14 @@ class LLM:
         """Queue a request for `step` and return its id. A bad one raises and changes nothing."""
         return self._add(self._make_group(prompt, sampling_params or SamplingParams()))
 
-    def abort_request(self, request_id: str) -> bool:
-        """End a request and free its blocks; False if there is no such unfinished request.
+    def abort_request(self, request_id: str) -> None:
+        """End a request, if it has not finished, and free its blocks.
 
         What it has so far comes out of the next `step`, with finish_reason "abort".
         """
         for group in [*self.scheduler.waiting, *self.scheduler.running]:
-            if group.request_id == request_id and group.live:
+            if group.request_id == request_id:
                 self.scheduler.abort(group)
-                return True
-        return False
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""

@@ -192,9 +192,9 @@ class ModelRunner:
         per_seq, most = self.block_tables.shape[1], self.block_tables.size
         num_blocks = config.num_blocks or min(self._free_bytes() // block_bytes, most)
         swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
-        # The smallest pools of all ranks are the pools.
+        # The smallest pools of all ranks are the pools: [2, num_ranks]
         pools = torch.tensor([[num_blocks], [swap_blocks]], device=self.device)
-        pools = self.ranks.gather(pools, self.ranks.rank, self.ranks.size)  # [2, num_ranks]
+        pools = self.ranks.gather(pools, self.ranks.rank, self.ranks.size)
         num_blocks, swap_blocks = map(int, pools.amin(1))
         check(f"num_blocks (raise it, free memory, or lower max_model_len={self.max_model_len})",
               num_blocks, low=per_seq if config.max_model_len else 1)
@@ -209,8 +209,7 @@ def padded(batch: Batch, size: int) -> Batch:
                  list(range(size)))
 
 
-def record_cuda_graph(
-        pool: Any, run: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
+def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
     run()  # what is set up by a first call must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):

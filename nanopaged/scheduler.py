@@ -92,10 +92,10 @@ class Scheduler:
         self.stats.blocks_swapped += len(batch.swaps_out) + len(batch.swaps_in)
         return batch
 
-    def update(self, batch: Batch, sampled: SamplerOutput) -> list[SequenceGroup]:
-        """Append what was sampled, finish what is complete; returns the groups that got a token."""
+    def update(self, batch: Batch, sampled: SamplerOutput) -> None:
+        """Append what was sampled, and finish what is complete."""
         tokens = sampled.read()  # the one place that waits for the device
-        groups = dict.fromkeys(seq.group for seq in batch.drawn if not seq.finish_reason)
+        searches = dict.fromkeys(seq.group for seq in batch.drawn if seq.group.beams)
         for i, (seq, token) in enumerate(zip(batch.drawn, tokens, strict=True)):
             group, length = seq.group, len(seq.token_ids) + 1
             seq.num_unread_tokens -= 1
@@ -118,11 +118,10 @@ class Scheduler:
                 self.finish(seq, "length")
             if group.params.stop and seq.detokenize().stopped:
                 self.finish(seq, "stop")
-        for group in (group for group in groups if group.beams):
-            if advance(group, self.blocks.fork):  # the search is over
+        for group in searches:
+            if group.live and advance(group, self.blocks.fork):  # the search is over
                 self.abort(group, "length")
                 group.sequences = group.finished
-        return list(groups)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """Take a sequence out, wherever it is, and give back its blocks and its row."""

@@ -437,7 +437,7 @@ def test_abort_of_a_search_at_any_step_frees_all_its_blocks(
         last = {}
         for _ in range(steps):
             last.update({output.request_id: output for output in llm.step()})
-        assert llm.abort_request(requests[victim])
+        llm.abort_request(requests[victim])
         check_invariants(llm)
         last.update(drain_checked(llm))
         aborted = last[requests[victim]]

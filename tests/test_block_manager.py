@@ -598,7 +598,7 @@ class Machine(RuleBasedStateMachine):
     def start(self, hash_function, caching, block_size, num_slots, num_swap_slots):
         num_blocks, num_swap_blocks = num_slots // block_size, num_swap_slots // block_size
         self.manager = BlockManager(
-            num_blocks, block_size, caching, hash_function, num_swap_blocks=num_swap_blocks
+            num_blocks, block_size, caching, num_swap_blocks, hash_function
         )
         total = num_blocks + num_swap_blocks
         self.content = [[None] * block_size for _ in range(total)]
