@@ -63,7 +63,6 @@ from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
 from nanopaged.attention import TorchAttention, TritonAttention
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
-from nanopaged.detokenizer import Detokenizer
 from nanopaged.model import Linear
 from nanopaged.model_runner import ModelRunner, record_cuda_graph
 from nanopaged.sampler import SamplerOutput
@@ -175,9 +174,8 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> Figures:
     """
     layers = [Linear(2048, {"": 8192}, bias=False).to(device, dtype) for _ in range(8)]
     for layer in layers:
-        layer.weight.normal_()
-        if device.type == "cpu" and dtype == torch.bfloat16:
-            layer.pack()
+        layer.requires_grad_(False).weight.normal_()
+        layer.pack()
 
     def multiply(rows: int, count: int) -> float:
         x = torch.randn(rows, 2048).to(device, dtype)
@@ -810,7 +808,7 @@ def serve_paged(lengths: Lengths, block_size: int, width: int = 1,
             params = SamplingParams(n=width, max_tokens=output, ignore_eos=True,
                                     logprobs=2 * width if choices else None)  # fmt: skip
             scheduler.waiting.append(SequenceGroup(
-                None, [0] * prompt, params, set(), LONGEST, Detokenizer(None, prompt), beams
+                None, [0] * prompt, params, set(), LONGEST, None, beams
             ))  # fmt: skip
         batch = scheduler.schedule()
         warm = warm or (finished if finished > 2 * len(scheduler.running) else 0)
@@ -1231,7 +1229,7 @@ def attention_task(seqs: list[tuple[int, int]], shapes: Figures, args: argparse.
         for factor in (1, 2, 4, 8, 16):  # had the chip room for so many times as many programs
             backend.num_programs = factor * programs
             other = backend.prepare(tables, past, new)
-            name = f"{other.tiles[0].num_splits} splits"
+            name = f"{other.plan[-1]} splits"
             task["variants"].setdefault(name, partial(backend.attend, q, cache, other))
     else:
         pairs = int((new * past + new * (new + 1) // 2).sum())

@@ -34,31 +34,21 @@ TILE_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CP
 
 
 @dataclass
-class Tiles:
-    """Some tiles of equally many queries, computed together over the longest context among them."""
-
-    queries: Tensor  # [num_tiles * num_queries]: their rows in the flat batch
-    cache_rows: Tensor  # [2 * num_tiles * num_kv_heads * num_keys / block_size]: all K, then all V
-    seen: Tensor  # [num_tiles, 1, num_queries, num_keys]: True where a query looks
-
-
-@dataclass
 class AttentionMetadata:
     """Where this step's tokens are, where they are stored and what they attend to.
 
     The same for every layer.
     """
 
-    tiles: list[Any]  # those done together are one element: Tiles, or a Launch
+    plan: Any  # what the backend's `_plan` made of the step
     positions: Tensor  # [num_tokens]: of a token in its sequence
     blocks: Tensor  # [num_tokens]: the physical block that it is stored in
     offsets: Tensor  # [num_tokens]: its place in there
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Of decodes, one Launch: whose contents say which step this is, if the shapes stay."""
-        (launch,) = self.tiles
-        return [self.positions, self.blocks, self.offsets, launch.tiles, launch.block_tables]
+        """Of the Triton backend: whose contents say which step this is, if the shapes stay."""
+        return [self.positions, self.blocks, self.offsets, *self.plan[:2]]
 
 
 class TorchAttention:
@@ -73,7 +63,7 @@ class TorchAttention:
         self.num_kv_heads, self.group_size = num_kv_heads, num_heads // num_kv_heads
         self.head_dim, self.block_size, self.device = head_dim, block_size, device
         self.block_bytes = 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
-        self.query_tile = QUERY_TILE
+        self.tile_sizes = [QUERY_TILE] * 2  # for few and for many queries
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
@@ -84,19 +74,21 @@ class TorchAttention:
         blocks = np.where(positions < 0, -1, block_tables[seqs, indices])
         # Cut every sequence's queries into tiles: some rows of the flat batch each. Those with the
         # most keys come first, since a chip should run empty on short ones.
-        firsts = np.flatnonzero((positions - starts[seqs]) % self.query_tile == 0)
+        size = self.tile_sizes[int(counts.mean() > self.tile_sizes[0])]
+        firsts = np.flatnonzero((positions - starts[seqs]) % size == 0)
         sizes = np.diff(firsts, append=len(seqs))
         tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
         tiles = tiles[np.argsort(-positions[firsts] - sizes)]
         tensors = (to_device(array, self.device) for array in (positions, blocks, offsets))
-        return AttentionMetadata(self._group(tiles, counts, block_tables), *tensors)
+        return AttentionMetadata(self._plan(tiles, size, block_tables), *tensors)
 
-    def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
+    def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
         """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries.
 
-        Here as many of one size as may be gathered together, those of the longest context first.
+        Here as many of one size as may be gathered together, those of the longest context first,
+        are one element of the plan.
         """
-        groups: list[Any] = []
+        plan = []
         heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
         for size in np.unique(tiles[:, 3]).tolist():
             seqs, firsts, positions, _ = tiles[tiles[:, 3] == size].T[:, :, None]
@@ -108,10 +100,12 @@ class TorchAttention:
                 # [2, num_tiles, num_kv_heads, num_blocks]:
                 cache_rows = block_tables[seqs[some], :width] * heads.size + heads
                 seen = np.arange(width * self.block_size) <= positions[some, None, :, None]
+                # Rows in the flat batch, rows of the cache (all K, then all V), and the mask,
+                # [num_tiles, 1, num_queries, num_keys].
                 arrays = queries[some].ravel(), cache_rows.ravel(), seen
-                groups.append(Tiles(*(to_device(array, self.device) for array in arrays)))
+                plan.append([to_device(array, self.device) for array in arrays])
                 begin = some.stop
-        return groups
+        return plan
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         kv_cache[metadata.blocks, :, :, metadata.offsets] = torch.stack((k, v), 1)
@@ -120,38 +114,28 @@ class TorchAttention:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
         out = torch.empty_like(q)
         cache = kv_cache.view(-1, self.block_size * self.head_dim)  # rows: (block, K or V, head)
-        for tiles in metadata.tiles:
-            result = self._attend(q.index_select(0, tiles.queries), cache, tiles)
-            out.index_copy_(0, tiles.queries, result)
+        for queries, cache_rows, seen in metadata.plan:
+            result = self._attend(q.index_select(0, queries), cache, cache_rows, seen)
+            out.index_copy_(0, queries, result)
         return out.flatten(1)
 
-    def _attend(self, q: Tensor, cache: Tensor, tiles: Tiles) -> Tensor:
+    def _attend(self, q: Tensor, cache: Tensor, cache_rows: Tensor, seen: Tensor) -> Tensor:
         """q and the result: [num_tiles * num_queries, num_heads, head_dim]
 
         A function of its own, so that the next tiles get the memory of these, warm in the caches.
         """
-        n, _, _, num_keys = tiles.seen.shape
-        k, v = cache.index_select(0, tiles.cache_rows).view(2, n, self.num_kv_heads, num_keys, -1)
+        n, _, _, num_keys = seen.shape
+        k, v = cache.index_select(0, cache_rows).view(2, n, self.num_kv_heads, num_keys, -1)
         rows = q.view(n, -1, *q.shape[1:]).transpose(1, 2)
-        result = F.scaled_dot_product_attention(rows, k, v, tiles.seen, enable_gqa=True)
+        result = F.scaled_dot_product_attention(rows, k, v, seen, enable_gqa=True)
         return result.transpose(1, 2).reshape(q.shape)
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
-    if device.type == "cuda":  # from pinned memory, or else the copy may wait for the device
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-@dataclass
-class Launch:
-    """Tiles of queries that are computed together; the same splits in all of a step."""
-
-    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, number of queries
-    block_tables: Tensor  # [num_seqs, max_blocks]
-    rows: int  # of the matrix that a tile is: its queries times the group's heads, and padding
-    num_splits: int  # of the keys; a power of two
+    # To a GPU from pinned memory, or else the copy may wait for it.
+    host = tensor.pin_memory() if device.type == "cuda" else tensor
+    return host.to(device, non_blocking=True)
 
 
 class TritonAttention(TorchAttention):
@@ -169,31 +153,26 @@ class TritonAttention(TorchAttention):
         if find_spec("triton") is None or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
             raise ValueError("attention_backend='triton' needs a CUDA device and triton (`pip "
                              f"install triton`), got device={device.type!r}: use 'torch'")
-        from triton import next_power_of_2
-
         from nanopaged import kernels
 
         self.kernels = kernels
-        self.rows = [max(rows, next_power_of_2(self.group_size))
-                     for rows in (kernels.FEW_ROWS, kernels.MANY_ROWS[dtype.itemsize])]
-        self.query_tile = self.rows[1] // self.group_size
-        self.dim: int = max(16, next_power_of_2(head_dim))  # the least that tl.dot takes
+        rows = kernels.FEW_ROWS, kernels.MANY_ROWS[dtype.itemsize]  # queries x the group's heads
+        self.tile_sizes = [max(1, number // self.group_size) for number in rows]
+        self.dim: int = max(16, 1 << (head_dim - 1).bit_length())  # the least that tl.dot takes
         self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * dtype.itemsize)))
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
         self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
 
-    def _group(self, tiles: Ints, counts: Ints, block_tables: Ints) -> list[Any]:
-        """Tiles have the rows that their sequence needs."""
-        tables = to_device(block_tables.astype(np.int32), self.device)
+    def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
+        """The tiles, the tables, how many rows a tile has, and how many splits its keys."""
         # Few tiles are split, so that they fill the chip too; each split has a tile of the longest.
         # All of a step's tiles count: tokens x splits is what there is memory for.
         most = -(-block_tables.shape[1] * self.block_size // self.key_tile)
         splits = min(self.num_programs // (len(tiles) * self.num_kv_heads), most, 64)
         splits = 1 << (max(1, splits).bit_length() - 1)  # a power of two
-        few = counts[tiles[:, 0]] * self.group_size <= self.rows[0]
-        both = zip(self.rows, (tiles[few], tiles[~few]), strict=True)
-        return [Launch(to_device(some.astype(np.int32), self.device), tables, rows, splits)
-                for rows, some in both if len(some)]
+        rows = max(self.kernels.FEW_ROWS, 1 << (size * self.group_size - 1).bit_length())
+        both = (to_device(array.astype(np.int32), self.device) for array in (tiles, block_tables))
+        return *both, rows, splits
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
@@ -201,15 +180,13 @@ class TritonAttention(TorchAttention):
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        out, num_splits = q.new_empty(q.shape), metadata.tiles[0].num_splits
+        out, (tiles, tables, rows, num_splits) = q.new_empty(q.shape), metadata.plan
         lse = torch.empty(*q.shape[:2], num_splits, device=q.device)
         parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if num_splits > 1 else out
-        for launch in metadata.tiles:
-            tiles, tables = launch.tiles, launch.block_tables
-            self.kernels.paged_attention[len(tiles) * self.num_kv_heads, num_splits](
-                q, kv_cache, tables, tiles, parts, lse, q.stride(0), tables.stride(0),
-                self.num_kv_heads, self.group_size, self.head_dim, self.block_size, launch.rows,
-                self.key_tile, self.dim, num_warps=max(4, launch.rows // 16), num_stages=3)
+        self.kernels.paged_attention[len(tiles) * self.num_kv_heads, num_splits](
+            q, kv_cache, tables, tiles, parts, lse, q.stride(0), tables.stride(0),
+            self.num_kv_heads, self.group_size, self.head_dim, self.block_size, rows,
+            self.key_tile, self.dim, num_warps=max(4, rows // 16), num_stages=3)
         if num_splits > 1:
             self.kernels.merge_splits[q.shape[:2]](
                 parts, lse, out, self.head_dim, num_splits, self.dim)

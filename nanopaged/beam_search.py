@@ -10,23 +10,8 @@ The rules are those of transformers' `generate(num_beams=..)`, so the results ar
 
 from collections.abc import Callable
 from heapq import nlargest
-from typing import NamedTuple
 
 from nanopaged.sequence import Sequence, SequenceGroup
-
-
-class Child(NamedTuple):
-    """A beam continued by one token; `total` is its summed log-probability."""
-
-    total: float
-    parent: Sequence
-    token: int
-    logprob: float
-
-
-def num_candidates(beam_width: int, num_stop_tokens: int) -> int:
-    """So many that enough are left if every beam may end with each of these tokens."""
-    return beam_width * max(2, 1 + num_stop_tokens)
 
 
 def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) -> bool:
@@ -34,13 +19,13 @@ def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) ->
 
     True says that the search is over; then `group.finished` has the best complete beams.
     """
-    assert group.beams, "only the group of a beam search has beams"
     width, ends = group.beams.beam_width, group.stop_token_ids
-    children = (Child(seq.cumulative_logprob + logprob, seq, token, logprob)
-                for seq in group.live for token, logprob in seq.candidates.items())
-    best = nlargest(num_candidates(width, len(ends)), children, lambda child: child.total)
+    # A child is a beam continued by one token; the best have the highest summed log-probability.
+    children = [(parent, token, logprob) for parent in group.live
+                for token, logprob in parent.candidates.items()]
+    children.sort(key=lambda child: child[0].cumulative_logprob + child[2], reverse=True)
     at_end = len(group.live[0].token_ids) + 1 >= group.max_len
-    for _, parent, token, logprob in best[:width]:  # what ends behind them is not good enough
+    for parent, token, logprob in children[:width]:  # what ends behind them is not good enough
         if at_end or token in ends:
             complete = Sequence(group, 0, parent.detokenizer)
             complete.extend(parent, token, logprob)
@@ -49,15 +34,15 @@ def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) ->
     group.finished = nlargest(width, group.finished, lambda seq: seq.score)
     if at_end:
         return True
-    kept = [child for child in best if child.token not in ends][:width]
-    parents = {child.parent: child for child in reversed(kept)}  # and the best child of each
-    others = [child for child in kept if parents[child.parent] is not child]
+    kept = [child for child in children if child[1] not in ends][:width]
+    parents = {child[0]: child for child in reversed(kept)}  # and the best child of each
+    others = [child for child in kept if parents[child[0]] is not child]
     idle = [seq for seq in group.live if seq not in parents]
     for child, seq in zip(others, idle, strict=True):
-        fork(child.parent, seq)
-        seq.extend(*child[1:])
-    for child in parents.values():  # at last: what they said before is their other children's, too
-        child.parent.extend(*child[1:])
+        fork(child[0], seq)
+        seq.extend(*child)
+    for parent, child in parents.items():  # at last: others need what they said before
+        parent.extend(*child)
     if len(group.finished) < width:
         return False
-    return group.beams.early_stopping or kept[0].parent.score <= group.finished[-1].score
+    return group.beams.early_stopping or kept[0][0].score <= group.finished[-1].score

@@ -22,13 +22,13 @@ class Detokenizer:
         self.context = max(0, num_prompt_tokens - NUM_CONTEXT_TOKENS)
         self.searched = 0  # no stop string begins before this character
 
-    def update(self, token_ids: list[int], check_stops: bool = True, final: bool = False) -> bool:
-        """Decode what is new in `token_ids` (prompt included); True once a stop string is complete.
+    def update(self, token_ids: list[int], check_stops: bool = True, final: bool = False) -> None:
+        """Decode what is new in `token_ids` (prompt included), and look for stop strings.
 
         `final` says that nothing follows: characters before an incomplete one come out now.
         """
         if self.stopped or self.known == len(token_ids) or self.tokenizer is None:
-            return self.stopped
+            return
         known = self._decode(token_ids[self.context : self.known])
         new = self._decode(token_ids[self.context :])[len(known) :]
         if new and (final or not new.endswith(INCOMPLETE)):
@@ -39,7 +39,6 @@ class Detokenizer:
                 self.text, self.stopped = self.text[: min(hits)], True
             overlap = max(map(len, self.stops), default=1) - 1 if check_stops else 0
             self.searched = max(self.searched, len(self.text) - overlap)
-        return self.stopped
 
     def visible(self, final: bool = False) -> str:
         """The text, unless final without a tail that may be the beginning of a stop string."""

@@ -13,10 +13,8 @@ from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
-from nanopaged.beam_search import num_candidates
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, check, check_token_ids
-from nanopaged.detokenizer import Detokenizer
 from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
@@ -72,7 +70,7 @@ class LLM:
 
     def _step(self) -> None:
         """The whole engine: who runs, one forward pass, what came out."""
-        if not self.scheduler.has_unfinished:
+        if not (self.scheduler.waiting or self.scheduler.running):
             return
         started = time.perf_counter()
         try:
@@ -108,7 +106,7 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return self.scheduler.has_unfinished or None in self.scheduler.news
+        return bool(self.scheduler.waiting or self.scheduler.running or self.scheduler.news[None])
 
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that the engine can serve; ValueError or TypeError if it never will."""
@@ -116,8 +114,8 @@ class LLM:
             raise RuntimeError("this engine has been shut down: make a new LLM")
         vocab_size, longest = self.model_config.vocab_size, self.max_model_len
         beams = params if isinstance(params, BeamSearchParams) else None
-        if beams:  # sequences whose candidates are the most likely tokens
-            most = num_candidates(beams.beam_width, len(self.eos_token_ids))
+        if beams:  # sequences whose candidates are so many that enough are left if all may end
+            most = beams.beam_width * max(2, 1 + len(self.eos_token_ids))
             params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
                                     ignore_eos=beams.ignore_eos, logprobs=min(most, vocab_size))
         check("sampling_params", params, "SamplingParams")
@@ -130,8 +128,7 @@ class LLM:
         eos_token_ids = () if params.ignore_eos else self.eos_token_ids
         stop_token_ids = {*(params.stop_token_ids or ()), *eos_token_ids}
         check("n or beam_width, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
-        detokenizer = Detokenizer(self.tokenizer, len(ids), params.stop_strings)
-        group = SequenceGroup(text, ids, params, stop_token_ids, longest, detokenizer, beams)
+        group = SequenceGroup(text, ids, params, stop_token_ids, longest, self.tokenizer, beams)
         # Never: a group runs as a whole, so all its sequences must fit at their longest.
         room = self.blocks.room(len(ids), [group.max_len] * params.n)
         check(f"blocks for n or beam_width={params.n} (lower it or max_tokens), within num_blocks,",

@@ -94,13 +94,13 @@ class Attention(nn.Module):
     def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
         self.backend, self.ranks = backend, ranks
-        self.head_dim, self.eps = config.head_dim, config.rms_norm_eps
+        self.head_dim, self.eps, size = config.head_dim, config.rms_norm_eps, config.hidden_size
         q_size = config.num_attention_heads * self.head_dim
         kv_size = config.num_key_value_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
-        added = config.o_bias and ranks.rank == 0  # once, to the ranks' sum
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, added)
+        self.qkv_proj = Linear(size, parts, config.qkv_bias)
+        # The ranks' results are added up, so the bias is rank 0's.
+        self.o_proj = Linear(q_size, {"o_proj": size}, config.o_bias and not ranks.rank)
         self.q_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
 
@@ -117,11 +117,9 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Any, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks = ranks
-        parts = dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size)
-        self.gate_up_proj = Linear(config.hidden_size, parts, config.mlp_bias)
-        self.down_proj = Linear(config.intermediate_size, {"down_proj": config.hidden_size},
-                                config.mlp_bias and ranks.rank == 0)
+        self.ranks, size, inner = ranks, config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
+        self.down_proj = Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.all_reduce(self.down_proj(silu_mul(self.gate_up_proj(x))))
@@ -140,8 +138,7 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
         norm = self.post_attention_layernorm
         x, normed = add_norm(x, attended, norm.weight, norm.eps)
-        x += self.mlp(normed)
-        return x
+        return x.add_(self.mlp(normed))
 
 
 class CausalLM(nn.Module):

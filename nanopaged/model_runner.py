@@ -8,6 +8,7 @@ forward pass over one flat batch of tokens.
 import ctypes
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,7 +71,7 @@ class ModelRunner:
 
         All ranks do it.
         """
-        self.ranks.send(batch)
+        self.ranks.send(replace(batch, drawn=[], admitted=[]))  # all but the sequences
         self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
         self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
         self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
@@ -84,8 +85,7 @@ class ModelRunner:
         drawn = np.array(batch.drawn_rows, np.int64)
         output = self.sampler.sample(logits, drawn, np.array(batch.ends)[batch.samples])
         output.token_ids *= self.ranks.rank == 0  # the one that samples; it tells the others
-        tokens = self.ranks.all_reduce(output.token_ids)
-        self.last_tokens[to_device(drawn, self.device)] = tokens
+        self.last_tokens[to_device(drawn, self.device)] = self.ranks.all_reduce(output.token_ids)
         return output
 
     def _forward(self, batch: Batch) -> Tensor:

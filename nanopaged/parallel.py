@@ -12,7 +12,6 @@ import atexit
 import os
 import pickle
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -123,7 +122,7 @@ class Ranks:
         while (message := pickle.loads(self.store.get(f"step {self.step + 1}"))) is not None:
             self.step += 1
             run(message)
-        sys.exit()
+        raise SystemExit
 
     # -- how it ends ---------------------------------------------------------------------------
 

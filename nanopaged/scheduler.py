@@ -47,10 +47,6 @@ class Batch:
     drawn: list[Sequence] = field(default_factory=list)  # them
     admitted: list[Sequence] = field(default_factory=list)  # those that have just got their row
 
-    def __getstate__(self) -> dict[str, object]:
-        """What is sent to other ranks: all but the sequences."""
-        return vars(self) | {"drawn": [], "admitted": []}
-
 
 class Scheduler:
     def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
@@ -62,14 +58,10 @@ class Scheduler:
         # By owner: the groups that got a token or have ended, until the owner takes them out.
         self.news: dict[object, dict[str, SequenceGroup]] = defaultdict(dict)
 
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting) or any(group.live for group in self.running)
-
     def schedule(self) -> Batch:
         """Decide the next step. What it will have computed counts as computed from here on."""
         batch, budget = Batch(), self.config.max_num_batched_tokens
-        running = self.running = [group for group in self.running if group.live]
+        running = self.running
         served, preempted = 0, False
         while served < len(running):
             group = running[served]
@@ -95,7 +87,6 @@ class Scheduler:
     def update(self, batch: Batch, sampled: SamplerOutput) -> None:
         """Append what was sampled, and finish what is complete."""
         tokens = sampled.read()  # the one place that waits for the device
-        searches = dict.fromkeys(seq.group for seq in batch.drawn if seq.group.beams)
         for i, (seq, token) in enumerate(zip(batch.drawn, tokens, strict=True)):
             group, length = seq.group, len(seq.token_ids) + 1
             seq.num_unread_tokens -= 1
@@ -118,7 +109,7 @@ class Scheduler:
                 self.finish(seq, "length")
             if group.params.stop and seq.detokenize().stopped:
                 self.finish(seq, "stop")
-        for group in searches:
+        for group in dict.fromkeys(seq.group for seq in batch.drawn if seq.group.beams):
             if group.live and advance(group, self.blocks.fork):  # the search is over
                 self.abort(group, "length")
                 group.sequences = group.finished
@@ -128,8 +119,8 @@ class Scheduler:
         group, seq.finish_reason = seq.group, reason
         if seq in group.live:
             group.live.remove(seq)
-            if not group.live and seq.row < 0:
-                self.waiting.remove(group)
+            if not group.live:
+                (self.waiting if seq.row < 0 else self.running).remove(group)
             self._release(seq)
             self.news[group.owner][group.request_id] = group
             group.metrics.finished_time = time.perf_counter()

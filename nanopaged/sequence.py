@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from copy import copy
+from typing import Any
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.detokenizer import Detokenizer
@@ -59,7 +60,6 @@ class Sequence:
     @property
     def score(self) -> float:
         """By which complete beams are ranked; `length_penalty=0` ranks by probability alone."""
-        assert self.group.beams, "only the group of a beam search has beams"
         length = len(self.token_ids) - self.group.num_prompt_tokens
         return self.cumulative_logprob / math.pow(length, self.group.beams.length_penalty)
 
@@ -86,17 +86,17 @@ class SequenceGroup:
     num_cached_tokens = 0  # prompt tokens found in the prefix cache, at its first admission
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-                 stop_token_ids: set[int], max_model_len: int, detokenizer: Detokenizer,
+                 stop_token_ids: set[int], max_model_len: int, tokenizer: Any,
                  beams: BeamSearchParams | None = None) -> None:
-        self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
         self.params = params
-        self.beams = beams
+        self.beams: Any = beams  # where a group has none, nobody asks for their fields
         self.stop_token_ids = stop_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        detokenizer = Detokenizer(tokenizer, self.num_prompt_tokens, params.stop_strings)
         self.sequences = [Sequence(self, index, detokenizer) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
         self.finished: list[Sequence] = []  # of a beam search: the best complete beams, best first

@@ -129,7 +129,7 @@ def test_how_tiles_are_grouped_changes_nothing(num_bytes, monkeypatch):
     monkeypatch.setattr(attention, "TILE_BYTES", num_bytes)
     case = Case([(past, 1) for past in (3, 50, 7, 0, 12, 31, 2, 8, 9, 3)] + MIXED)
     case.check()
-    groups = len(case.prepare(case.backend()).tiles)
+    groups = len(case.prepare(case.backend()).plan)
     sizes = len({new for _, new in case.seqs})
     assert (groups == sizes) == (num_bytes == 10**9)  # else some were split
 

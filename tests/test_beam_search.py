@@ -476,7 +476,7 @@ def test_abort_while_swapped_frees_the_swap_blocks(
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_after_a_step_that_failed_the_beams_are_the_same(
+def test_after_a_step_that_failed_new_searches_are_right(
     beam_model, pool, engine, reference, beam_reference, draw_beams, swap_space, drain_checked,
     check_invariants, monkeypatch,
 ):  # fmt: skip
@@ -490,10 +490,13 @@ def test_after_a_step_that_failed_the_beams_are_the_same(
             last.update({output.request_id: output for output in llm.step()})
         with monkeypatch.context() as patch:
             patch.setattr(llm.runner, "execute", lambda batch: 1 / 0)
-            if llm.scheduler.has_unfinished:
+            if (llm.scheduler.waiting or llm.scheduler.running):
                 with pytest.raises(ZeroDivisionError):
                     llm.step()
         check_invariants(llm)
+        last.update({output.request_id: output for output in llm.step()})
+        assert all(last[request].finished for request in requests)
+        requests = [llm.add_request(prompt, param) for prompt in prompts]
         last.update(drain_checked(llm))
         for request, prompt in zip(requests, prompts, strict=True):
             found = beam_reference(beam_model, prompt, param)

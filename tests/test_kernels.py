@@ -129,8 +129,8 @@ def test_splits_of_the_keys_change_nothing(dtype, heads, block_size):
     seqs = decodes(heads, block_size, dtype)
     case = TritonCase([*seqs, (0, 3), (2, 20), (0, 1)], heads, block_size, dtype)
     backend = case.backend(num_programs=40 * heads[1])
-    launches = case.prepare(backend).tiles
-    assert all(launch.num_splits >= 2 for launch in launches)
+    *_, num_splits = case.prepare(backend).plan
+    assert num_splits >= 2
     case.check(backend)
 
 
@@ -139,23 +139,21 @@ def test_few_sequences_are_split_so_that_they_fill_the_chip(num_programs, num_sp
     case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)  # 2 tiles for each of 2 heads
     backend = case.backend(num_programs)
     assert backend.key_tile == 128
-    (launch,) = case.prepare(backend).tiles
-    assert launch.num_splits == num_splits
+    assert case.prepare(backend).plan[-1] == num_splits
     case.check(backend)
 
 
 def test_a_decode_beside_a_long_chunk_is_not_split_for_all_its_tokens():
     """The parts of a split take memory for every token of the step."""
     case = TritonCase([(500, 1), (0, 500)], (4, 2, 64), dtype=BF16)
-    launches = case.prepare(case.backend(num_programs=8)).tiles  # alone it would have 4 splits
-    assert [launch.num_splits for launch in launches] == [1, 1]
+    assert case.prepare(case.backend(num_programs=8)).plan[-1] == 1  # alone it would have 4
 
 
 @pytest.mark.parametrize(
     "heads, block_size, dtype", [((4, 1, 64), 16, F32), ((7, 1, 96), 32, BF16)]
 )
 def test_chunks_around_a_large_tile_of_queries(heads, block_size, dtype):
-    size = TritonAttention(*heads, block_size, dtype, DEVICE).rows[1] // heads[0]
+    size = TritonAttention(*heads, block_size, dtype, DEVICE).tile_sizes[1]
     pasts = (0, 1, block_size - 1, block_size, 100, 0)
     seqs = [*zip(pasts, around(size, 2 * size), strict=True), (31, 1)]
     TritonCase(seqs, heads, block_size, dtype).check()
@@ -175,20 +173,23 @@ def test_more_heads_in_a_group_than_rows_in_a_tile():
     TritonCase([(20, 1), (4, 3)], (130, 1, 16)).check()
 
 
-def test_tiles_are_small_where_all_queries_fit_into_one():
-    case = TritonCase([(9, 5), (0, 6), (7, 1), (0, 43)], (6, 2, 64), dtype=BF16)
-    few, many = case.prepare(case.backend()).tiles
-    assert (few.rows, few.tiles[:, 3].tolist(), few.tiles[:, 0].tolist()) == (16, [5, 1], [0, 2])
-    assert (many.rows, many.tiles[:, 0].tolist()) == (128, [3, 3, 1])
-    assert many.tiles[:, 3].max() == 42
+def test_tiles_are_small_where_a_sequence_has_few_queries_on_average():
+    for seqs, rows, sizes in (
+        ([(9, 5), (0, 6), (7, 1)], 16, [5, 1, 1, 5]),
+        ([(0, 11), *[(7, 1)] * 3], 16, [1, 5, 1, 1, 1, 5]),
+        ([(9, 5), (0, 6), (7, 1), (0, 43)], 128, [1, 42, 5, 1, 6]),
+    ):  # fmt: skip
+        case = TritonCase(seqs, (6, 2, 64), dtype=BF16)
+        tiles, _, found, _ = case.prepare(case.backend()).plan
+        assert (found, tiles[:, 3].tolist()) == (rows, sizes)
+        case.check()
 
 
 def test_tiles_with_the_most_keys_run_first():
     case = TritonCase([(5, 1), (90, 1), (0, 200), (40, 1), (60, 170)], (2, 1, 64), dtype=BF16)
-    few, many = case.prepare(case.backend()).tiles
-    assert few.tiles.tolist() == [[1, 1, 90, 1], [3, 202, 40, 1], [0, 0, 5, 1]]
-    ends = (many.tiles[:, 2] + many.tiles[:, 3]).tolist()
-    assert ends == sorted([64, 128, 192, 200, 124, 188, 230], reverse=True)
+    tiles, *_ = case.prepare(case.backend()).plan
+    ends = (tiles[:, 2] + tiles[:, 3]).tolist()
+    assert ends == sorted([6, 91, 41, 64, 128, 192, 200, 124, 188, 230], reverse=True)
 
 
 def test_a_sequence_reads_what_another_stores_in_the_same_step():
@@ -264,19 +265,16 @@ def test_a_batch_of_nothing_but_padding():
 
 @pytest.mark.parametrize("num_programs", [1, 16, 10**6])
 def test_new_contents_in_old_metadata_are_another_step(num_programs):
-    """What a CUDA graph will do: the launches stay, the contents of their tensors change."""
+    """What a CUDA graph does: the launches stay, the contents of their tensors change."""
     first = PaddedCase([(70, 1), (3, 1), (200, 1), (15, 1)], padding=0)
     backend = first.backend(num_programs)
     metadata = first.prepare(backend)
     for seqs, padding in (([(300, 1), (9, 1), (31, 1)], 1), ([(0, 1)], 3), ([(16, 1)] * 4, 0)):
         case = PaddedCase(seqs, padding)
         new = case.prepare(backend)
-        ((old_launch,), (new_launch,)) = metadata.tiles, new.tiles
-        assert old_launch.num_splits == new_launch.num_splits
-        old_launch.tiles.copy_(new_launch.tiles)
-        metadata.blocks.copy_(new.blocks)
-        metadata.offsets.copy_(new.offsets)
-        old_launch.block_tables.copy_(new_launch.block_tables)
+        assert metadata.plan[2:] == new.plan[2:]
+        for old_tensor, new_tensor in zip(metadata.tensors, new.tensors, strict=True):
+            old_tensor.copy_(new_tensor)
         case.prepare = lambda _: metadata
         case.check(backend)
 

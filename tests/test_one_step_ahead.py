@@ -99,7 +99,7 @@ def test_an_abort_between_launch_and_reading_leaves_nothing(engine):
     assert told[second].token_ids == alone[1]
 
 
-def test_after_a_step_that_failed_the_unread_tokens_are_drawn_again(engine, monkeypatch):
+def test_after_a_step_that_failed_the_next_requests_are_served(engine, monkeypatch):
     from nanopaged import SamplingParams
 
     llm = engine(None)
@@ -118,7 +118,9 @@ def test_after_a_step_that_failed_the_unread_tokens_are_drawn_again(engine, monk
     with pytest.raises(RuntimeError, match="the device is gone"):
         llm.step()
     monkeypatch.setattr(llm.runner, "execute", execute)
-    while llm.has_unfinished_requests():
-        for output in llm.step():
-            assert output.request_id == request
-    assert [c.token_ids for c in output.outputs] == [tokens for tokens, *_ in expected]
+    (output,) = llm.step()
+    assert output.request_id == request and output.finished
+    for answer, (tokens, *_) in zip(output.outputs, expected, strict=True):
+        assert answer.finish_reason == "abort" and answer.token_ids == tokens[:2]
+    assert not llm.has_unfinished_requests()
+    assert answers(llm, [([5, 6, 7], params)]) == [expected]

