@@ -38,11 +38,12 @@ class LLM:
     def __init__(self, model: str | None = None, **options: Any) -> None:
         self.config = config = EngineConfig(model, **options)
         path = resolve(config)
-        self.model_config = load_config(path)
-        self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
+        self.model_config = whole = load_config(path)
+        self.tokenizer, self.eos_token_ids = load_tokenizer(path, whole)
+        check("tensor_parallel_size", config.tensor_parallel_size, high=whole.num_attention_heads)
         self.ranks = Ranks(config)
         with self.ranks.watched():
-            self.runner = runner = ModelRunner(config, self.model_config, path, self.ranks)
+            self.runner = runner = ModelRunner(config, whole, path, self.ranks)
             if self.ranks.rank:
                 self.ranks.serve(runner.execute)
         self.max_model_len = runner.max_model_len

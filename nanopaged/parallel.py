@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
-from nanopaged.config import EngineConfig, check
+from nanopaged.config import EngineConfig
 
 dist: Any = torch.distributed
 
@@ -78,7 +78,6 @@ class Ranks:
         Query heads stay with their KV head. Where ranks outnumber KV heads, several have the same
         one and share its query heads.
         """
-        check("tensor_parallel_size", self.size, high=config.num_attention_heads)
         share, num_kv_heads, rank = copy(config), config.num_key_value_heads, self.rank
         firsts = [num_kv_heads * i // self.size for i in range(self.size + 1)]  # of every rank
         kv, mates = firsts[rank], firsts.count(firsts[rank])

@@ -13,7 +13,7 @@ import torch
 from test_fusions import arguments
 from test_one_step_ahead import TIGHT, answers, draw_requests
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams, layers
+from nanopaged import LLM, BeamSearchParams, SamplingParams, model
 from nanopaged.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -213,7 +213,7 @@ def test_an_engine_that_was_shut_down_holds_no_memory():
 @torch.inference_mode()
 def test_compiled_fusions_are_their_plain_twins(name, dtype):
     torch._dynamo.reset()  # as many shapes as other tests had would not be compiled any more
-    function = getattr(layers, name)
+    function = getattr(model, name)
     atol, rtol = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (6e-2, 2e-2)}[dtype]
     for size in (1, 2, 5, 64, 300):
         inputs = [x.to(DEVICE, dtype) if torch.is_tensor(x) else x for x in arguments(name, size)]

@@ -171,7 +171,7 @@ def split(variant, size):
 def check_empty(llm):
     stats = llm.stats()
     assert not llm.has_unfinished_requests() and stats.blocks_used == stats.tokens_held == 0
-    assert len(llm.blocks.free_swap_blocks) == llm.runner.num_swap_blocks
+    assert len(llm.blocks.free_swap_blocks) == len(llm.blocks.blocks) - llm.blocks.num_blocks
 
 
 def greedy(count=NEW_TOKENS, **fields):
