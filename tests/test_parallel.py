@@ -786,24 +786,20 @@ def test_ctrl_c_ends_all_ranks(whom, script, popen, mark):
 
 @linux
 @pytest.mark.slow
-def test_after_ctrl_c_the_engine_has_been_shut_down(script, popen, mark):
+def test_after_ctrl_c_in_a_step_the_engine_has_been_shut_down(llama, mark):
     """Ranks that were interrupted half-way through a step cannot go on with another."""
-    code = """
-    try:
-        while True:
-            llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)
-    except KeyboardInterrupt:
-        try:
-            llm.generate([5, 6, 7])
-        except RuntimeError as error:
-            print(error)
-"""
-    process = popen(sys.executable, script(code))
-    read_ready(process)
-    process.stdout.readline()
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = finish(process)
-    assert process.returncode == 0 and "shut down" in stdout, stdout + stderr
+    llm = start(llama)
+
+    def interrupted(batch):
+        raise KeyboardInterrupt
+
+    llm.runner._forward = interrupted
+    pids = pids_of(llm)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([5, 6, 7], use_tqdm=False)
+    with pytest.raises(RuntimeError, match="shut down"):
+        llm.generate([5, 6, 7], use_tqdm=False)
+    assert not {*pids} & {*processes(mark)}
 
 
 @linux
