@@ -881,7 +881,7 @@ def memory_sharing(args: argparse.Namespace) -> Figures:
 def saved_by_sharing(args: argparse.Namespace, name: str) -> Figures:
     few = args.requests // (50 if name == "Alpaca" else 700) + 4
     llm = make_engine(args, num_blocks=2**15 // args.block_size, enable_prefix_caching=False)
-    own = draw_lengths(name, few, args.seed, llm.max_model_len)
+    own = draw_lengths(name, few, args.seed, llm.runner.max_model_len)
     texts = [sampling(0.8, length) for length, _ in own]  # by the model itself: it is to go on
     outputs = llm.generate([[0]] * few, texts, use_tqdm=False)
     prompts = [output.outputs[0].token_ids for output in outputs]

@@ -53,7 +53,7 @@ def main() -> None:
 
     # A long prompt twice: the second time its K and V are found, block by block.
     long_prompt = "".join(output.prompt + output.outputs[0].text for output in latest.values())
-    ids = llm.tokenizer(long_prompt).input_ids[: llm.max_model_len - 2]
+    ids = llm.tokenizer(long_prompt).input_ids[: llm.runner.max_model_len - 2]
     for attempt in ("first", "second"):
         (output,) = llm.generate([ids], SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
         seconds = output.metrics.first_token_time - output.metrics.arrival_time

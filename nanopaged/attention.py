@@ -40,7 +40,7 @@ class AttentionMetadata:
     The same for every layer.
     """
 
-    plan: Any  # what the backend's `_plan` made of the step
+    plan: Any  # of the torch backend: a list of gathers; of Triton: tiles, tables, rows, splits
     positions: Tensor  # [num_tokens]: of a token in its sequence
     blocks: Tensor  # [num_tokens]: the physical block that it is stored in
     offsets: Tensor  # [num_tokens]: its place in there

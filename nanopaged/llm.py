@@ -46,7 +46,6 @@ class LLM:
             self.runner = runner = ModelRunner(config, whole, path, self.ranks)
             if self.ranks.rank:
                 self.ranks.serve(runner.execute)
-        self.max_model_len = runner.max_model_len
         self.blocks = BlockManager(runner.num_blocks, config.block_size,
                                    config.enable_prefix_caching, runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.blocks)
@@ -56,11 +55,11 @@ class LLM:
         self.steps_ahead = 1 if runner.device.type == "cuda" else 0
         self._launched: list[Any] = []  # steps, and what the runner gave for them, oldest first
         self._closed = False
-        room = runner.num_blocks * config.block_size / self.max_model_len
+        room = runner.num_blocks * config.block_size / runner.max_model_len
         logging.getLogger("nanopaged").info(
             f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; KV "
             f"cache: {runner.num_blocks:,} blocks of {config.block_size} tokens of "
-            f"{runner.token_bytes:,} bytes, for {room:.1f} sequences of {self.max_model_len:,}")
+            f"{runner.token_bytes:,} bytes, for {room:.1f} sequences of {runner.max_model_len:,}")
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -85,7 +84,9 @@ class LLM:
             self._launched.clear()
             self.scheduler.abort_all()
             self.blocks.published.clear()  # nobody knows what is in the blocks
-            if self.ranks.size > 1:  # and ranks that have been left half-way
+            free = len(self.blocks.free_blocks) + len(self.scheduler.free_rows)
+            # But not with ranks that were left half-way, or if a change of the books was.
+            if self.ranks.size > 1 or free < self.blocks.num_blocks + self.config.max_num_seqs:
                 self.shutdown()
             raise
         self.scheduler.stats.step_seconds += time.perf_counter() - started
@@ -113,7 +114,7 @@ class LLM:
         """A request that the engine can serve; ValueError or TypeError if it never will."""
         if self._closed:
             raise RuntimeError("this engine has been shut down: make a new LLM")
-        vocab_size, longest = self.model_config.vocab_size, self.max_model_len
+        vocab_size, longest = self.model_config.vocab_size, self.runner.max_model_len
         beams = params if isinstance(params, BeamSearchParams) else None
         if beams:  # sequences whose candidates are so many that enough are left if all may end
             most = beams.beam_width * max(2, 1 + len(self.eos_token_ids))
@@ -211,9 +212,9 @@ class LLM:
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
         """Step until all have finished; yields a group whenever it got a token."""
         owner, unfinished = object(), set(groups)
-        for group in groups:
-            self._add(group, owner)
         try:
+            for group in groups:
+                self._add(group, owner)
             while unfinished:
                 self._step()
                 for group in self.scheduler.news.pop(owner, {}).values():
@@ -244,9 +245,9 @@ class LLM:
     def shutdown(self) -> None:
         """Abort what runs and give back the memory; the engine serves nothing afterwards."""
         self.scheduler.abort_all()
-        self._closed = True
-        self.ranks.close()
+        self._closed, self._launched = True, []
         vars(self.runner).clear()  # whoever holds the engine still does not hold its tensors
+        self.ranks.close()
 
     def __enter__(self) -> "LLM":
         return self

@@ -114,22 +114,14 @@ class Attention(nn.Module):
         return self.ranks.all_reduce(self.o_proj(self.backend.attend(q, kv_cache, metadata)))
 
 
-class MLP(nn.Module):
-    def __init__(self, config: Any, ranks: Ranks) -> None:
-        super().__init__()
-        self.ranks, size, inner = ranks, config.hidden_size, config.intermediate_size
-        self.gate_up_proj = Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias)
-        self.down_proj = Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.ranks.all_reduce(self.down_proj(silu_mul(self.gate_up_proj(x))))
-
-
 class DecoderLayer(nn.Module):
     def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
+        self.ranks, size, inner = ranks, config.hidden_size, config.intermediate_size
         self.self_attn = Attention(config, backend, ranks)
-        self.mlp = MLP(config, ranks)
+        self.mlp: Any = nn.ModuleDict({
+            "gate_up_proj": Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias),
+            "down_proj": Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)})
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -138,7 +130,8 @@ class DecoderLayer(nn.Module):
         attended = self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
         norm = self.post_attention_layernorm
         x, normed = add_norm(x, attended, norm.weight, norm.eps)
-        return x.add_(self.mlp(normed))
+        gate_up_proj, down_proj = self.mlp.values()
+        return x.add_(self.ranks.all_reduce(down_proj(silu_mul(gate_up_proj(normed)))))
 
 
 class CausalLM(nn.Module):
@@ -151,8 +144,8 @@ class CausalLM(nn.Module):
     def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
         self.ranks, self.vocab = ranks, (config.starts["lm_head"], config.total_vocab_size)
-        num_rows, size = config.vocab_size, config.hidden_size
-        embedding: Any = nn.Embedding(num_rows, size, _weight=torch.empty(num_rows, size))
+        vocab_size, size = config.vocab_size, config.hidden_size  # of the vocabulary, a share
+        embedding: Any = nn.Embedding(vocab_size, size, _weight=torch.empty(vocab_size, size))
         layers = (DecoderLayer(config, backend, ranks) for _ in range(config.num_hidden_layers))
         self.model: Any = nn.ModuleDict({
             "embed_tokens": embedding,
@@ -173,6 +166,7 @@ class CausalLM(nn.Module):
         layer's cache, stacked.
         """
         embed_tokens, layers, norm, rotary_emb = self.model.values()
+        # Other ranks' tokens look up row 0, and count as zero: the sum is the embedding.
         ids = token_ids - self.vocab[0]
         mine = (ids >= 0) & (ids < embed_tokens.num_embeddings)
         x = self.ranks.all_reduce(embed_tokens(ids * mine) * mine[:, None])

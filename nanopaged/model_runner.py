@@ -71,7 +71,7 @@ class ModelRunner:
 
         All ranks do it.
         """
-        self.ranks.send(replace(batch, drawn=[], admitted=[]))  # all but the sequences
+        self.ranks.send(replace(batch, drawn=[], admitted=[]))  # all but sequences
         self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
         self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
         self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
@@ -84,7 +84,7 @@ class ModelRunner:
         logits = self._forward(batch)
         drawn = np.array(batch.drawn_rows, np.int64)
         output = self.sampler.sample(logits, drawn, np.array(batch.ends)[batch.samples])
-        output.token_ids *= self.ranks.rank == 0  # the one that samples; it tells the others
+        output.token_ids *= self.ranks.rank == 0  # it knows the parameters; its tokens count
         self.last_tokens[to_device(drawn, self.device)] = self.ranks.all_reduce(output.token_ids)
         return output
 

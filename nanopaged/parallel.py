@@ -1,8 +1,8 @@
 """Several processes, one engine: each rank has a share of the weights, and of K and V its heads.
 
-Rank 0 schedules and samples. What a step is goes to all ranks as one message of plain numbers (the
-block ids are the same everywhere), and all run the same model, each with its share, and add up what
-the others need to know (Megatron-LM, Shoeybi et al. 2019).
+Rank 0 schedules and decides the tokens. What a step is goes to all ranks as one message of plain
+numbers (block ids are the same everywhere), and all run the same model, each with its share, and
+add up what the others need to know (Megatron-LM, Shoeybi et al. 2019).
 
 The other ranks come from torchrun, which runs the user's script everywhere, or are started here.
 Either way they make an `LLM` too, which serves rank 0 and then ends the process.
@@ -43,7 +43,7 @@ class Ranks:
     """This process among the ranks of an engine."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.rank, self.size, self.step = 0, config.tensor_parallel_size, 0
+        self.rank, self.size, self.step = 0, config.tensor_parallel_size, 0  # steps that were sent
         self.workers: Any = None  # the processes that were started here
         self.store: Any = None  # where ranks find each other, and rank 0 puts its messages
         self.group: Any = None  # for tensors
@@ -61,7 +61,8 @@ class Ranks:
             self.workers = start_processes(  # type: ignore[no-untyped-call]
                 start_rank, (asdict(config), self.store.port), self.size - 1, False, daemon=True)
         self.store.set_timeout(timedelta(days=365))  # an engine may idle; a lost peer is noticed
-        self.store.set(f"rank {self.rank}", "")
+        if self.store.add(f"rank {self.rank}", 1) > 1:
+            raise RuntimeError("under torchrun a script can have one engine with ranks, once")
         while self.workers and not self.store.check([f"rank {i}" for i in range(self.size)]):
             self.workers.join(0.02)  # raises if one has ended
         backend = dist.ProcessGroupGloo
@@ -80,11 +81,11 @@ class Ranks:
         """
         share, num_kv_heads, rank = copy(config), config.num_key_value_heads, self.rank
         firsts = [num_kv_heads * i // self.size for i in range(self.size + 1)]  # of every rank
-        kv, mates = firsts[rank], firsts.count(firsts[rank])
+        kv, mates = firsts[rank], firsts.count(firsts[rank])  # who have the same KV heads
         share.num_key_value_heads = max(1, firsts[rank + 1] - kv)
-        group = config.num_attention_heads // num_kv_heads
-        heads, index = group * share.num_key_value_heads, rank - firsts.index(kv)
-        q, q_end = (group * kv + heads * i // mates for i in (index, index + 1))
+        group_size = config.num_attention_heads // num_kv_heads
+        heads, index = group_size * share.num_key_value_heads, rank - firsts.index(kv)
+        q, q_end = (group_size * kv + heads * i // mates for i in (index, index + 1))
         unit, unit_end = (config.intermediate_size * i // self.size for i in (rank, rank + 1))
         token, token_end = (config.vocab_size * i // self.size for i in (rank, rank + 1))
         share.num_attention_heads, share.intermediate_size = q_end - q, unit_end - unit
@@ -121,13 +122,13 @@ class Ranks:
         while (message := pickle.loads(self.store.get(f"step {self.step + 1}"))) is not None:
             self.step += 1
             run(message)
-        raise SystemExit
+        os._exit(0)  # at once: NCCL's group would wait for the recorded graphs
 
     # -- how it ends ---------------------------------------------------------------------------
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What fails in here ends all ranks; where another one had failed, that is the error."""
+        """What fails in here ends the ranks that were started here; what failed there is told."""
         try:
             yield
         except BaseException as error:
@@ -141,9 +142,10 @@ class Ranks:
                 self.close()
 
     def close(self) -> None:
-        """End the other ranks."""
+        """Tell the other ranks to end, or end those that were started here."""
         self.send(None)
         for process in self.workers.processes if self.workers else ():
             process.kill()
             process.join()
-        self.workers = self.group = self.store = None
+        self.workers = self.store = None
+        self.group = self.group if torch.cuda.is_available() else None  # NCCL's waits for graphs

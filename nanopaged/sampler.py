@@ -78,14 +78,14 @@ class Sampler:
     def set_row(self, seq: Sequence) -> None:
         group, p = seq.group, seq.group.params
         seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64  # n=1 draws what index 0 does
-        logprobs = -1 if p.logprobs is None else p.logprobs
+        logprobs = 0 if p.logprobs is None else p.logprobs + 1  # 0: none are wanted
         self.params[seq.row] = (seed, p.temperature, p.top_k, p.top_p, p.min_p,
                                 group.min_len, sorted(group.stop_token_ids), logprobs)
 
     def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> SamplerOutput:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]
-        asked = np.flatnonzero(params["logprobs"] >= 0)
+        asked = np.flatnonzero(params["logprobs"])
         wanted = logits[to_device(asked, logits.device)] if asked.size else logits[:0]
         logprobs = wanted.float().log_softmax(-1)
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
@@ -97,7 +97,7 @@ class Sampler:
             tokens = torch.where(to_device(drawn, logits.device), tokens, logits.max(-1).indices)
         output = SamplerOutput(tokens)
         for i, row in zip(asked.tolist(), logprobs, strict=True):
-            top = row.topk(int(params["logprobs"][i])).indices
+            top = row.topk(int(params["logprobs"][i]) - 1).indices
             chosen = torch.cat((top, tokens[i : i + 1]))
             output.logprobs[i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
         return output

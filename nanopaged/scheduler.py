@@ -119,8 +119,9 @@ class Scheduler:
         group, seq.finish_reason = seq.group, reason
         if seq in group.live:
             group.live.remove(seq)
-            if not group.live:
-                (self.waiting if seq.row < 0 else self.running).remove(group)
+            queue = self.running if group in self.running else self.waiting
+            if not group.live and group in queue:  # in none, if a step was interrupted half-way
+                queue.remove(group)
             self._release(seq)
             self.news[group.owner][group.request_id] = group
             group.metrics.finished_time = time.perf_counter()
@@ -155,7 +156,10 @@ class Scheduler:
         return True
 
     def _schedule_tokens(self, seqs: list[Sequence], batch: Batch, budget: int) -> int:
-        """Returns how many tokens a group computes. All its sequences sample, or none."""
+        """Returns how many tokens a group computes. All its sequences sample, or none.
+
+        If not all can, each leaves its last token for later: it `waits`.
+        """
         group, left = seqs[0].group, budget
         waits = len(seqs) > 1 and budget < sum(s.num_tokens - s.num_computed_tokens for s in seqs)
         for seq in seqs:

@@ -171,7 +171,7 @@ def test_the_pool_takes_the_share_of_memory_it_may(on_gpu, utilization):
     for _ in range(2):  # what the first one used must not count for the second
         llm = on_gpu(None, gpu_memory_utilization=utilization, **MEMORY)
         free, total = torch.cuda.mem_get_info()
-        wanted = MEMORY["max_num_seqs"] * -(-llm.max_model_len // 16)
+        wanted = MEMORY["max_num_seqs"] * -(-llm.runner.max_model_len // 16)
         assert 1 - free / total < utilization + 0.01
         if llm.runner.num_blocks < wanted:  # memory is what limits it
             assert 1 - free / total > utilization - 0.1

@@ -6,6 +6,7 @@ first come, first served; decodes go on beside long prompts; prompts share what 
 
 import itertools
 import random
+import sys
 
 import pytest
 import torch
@@ -728,6 +729,64 @@ def test_ctrl_c_after_scheduling_leaves_nothing_cached_that_was_not_computed(lla
     outputs = llm.generate(prompts, greedy(), use_tqdm=False)
     assert [tokens_of(output) for output in outputs] == expected
     assert llm.stats().blocks_cached and not outputs[0].num_cached_tokens
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ctrl_c_anywhere_in_the_books_leaves_an_engine_that_is_right_or_closed(ahead):
+    """Interrupted at a random line of scheduler or block manager, in the middle of a change."""
+    from nanopaged import LLM, BeamSearchParams, SamplingParams
+
+    files = {sys.modules[f"nanopaged.{name}"].__file__
+             for name in ("scheduler", "block_manager", "beam_search", "sequence")}  # fmt: skip
+    options = {"num_blocks": 24, "block_size": 4, "max_model_len": 96, "max_num_seqs": 8,
+               "max_num_batched_tokens": 16, "dtype": "float32", "device": "cpu"}  # fmt: skip
+    prompts = [[5, 6, 7, 8, 9], [9, 8, 7], [1, 2, 3, 4, 5, 6, 7]]
+    several = SamplingParams(n=3, max_tokens=8, seed=1)
+    params = [several, greedy(max_tokens=9), BeamSearchParams(3, 6)]
+    events, at = 0, 0
+
+    def trace(frame, event, arg):
+        nonlocal events
+        if frame.f_code.co_filename not in files:
+            return None
+        events += event == "line"
+        if event == "line" and events == at:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    def answers(llm):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+    def interrupted(llm, number):
+        nonlocal events, at
+        events, at = 0, number
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            answers(llm)
+        finally:
+            sys.settrace(before)
+
+    llm = LLM(**options)
+    llm.steps_ahead = ahead
+    expected = answers(llm)
+    interrupted(llm, -1)
+    total, closed, rng = events, 0, random.Random(ahead)
+    for _ in range(40):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(llm, rng.randint(1, total))
+        try:
+            assert answers(llm) == expected
+            assert not llm.scheduler.news and len(llm.blocks.free_blocks) == 24
+        except RuntimeError as error:
+            assert "shut down" in str(error)
+            closed += 1
+            llm = LLM(**options)
+            llm.steps_ahead = ahead
+    print(f"{closed} of 40 were closed")
+    assert closed < 20
 
 
 def test_a_stream_goes_on_when_its_consumer_aborts_one_of_its_requests(llama, work, engine):
