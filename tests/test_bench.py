@@ -24,7 +24,9 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in ("memory", "prefix")))
+    for name in COMMANDS])  # fmt: skip
 def test_a_subcommand_measures_and_writes_json(name, tmp_path):
     file = tmp_path / "out.json"
     command = [sys.executable, str(ROOT / "bench.py"), *COMMANDS[name], *SMALL, "--json", str(file)]
@@ -137,6 +139,7 @@ def test_busy_time_counts_what_overlaps_once(bench):
     assert bench.union([]) == 0
 
 
+@pytest.mark.slow
 def test_gpu_writes_what_it_has_and_goes_on_after_a_failure(bench, monkeypatch, tmp_path):
     """One part is real; the others fail at once, or cannot run here."""
     monkeypatch.setattr(bench.torch.cuda, "is_available", lambda: False)

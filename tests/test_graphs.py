@@ -58,7 +58,8 @@ def answers(llm, seed):
     return [[(c.token_ids, c.finish_reason) for c in output.outputs] for output in outputs]
 
 
-@pytest.mark.parametrize(("mode", "steps_ahead"), [("recompute", 0), ("swap", 1)])
+@pytest.mark.parametrize(("mode", "steps_ahead"), [
+    pytest.param("recompute", 0, marks=pytest.mark.slow), ("swap", 1)])  # fmt: skip
 def test_graphs_change_no_answer(llama, engine, counters, mode, steps_ahead):
     roomy = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 40}
     expected = answers(engine(llama, **roomy), seed=1)
