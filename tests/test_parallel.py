@@ -246,6 +246,43 @@ def test_one_step_ahead_the_tokens_are_the_same(split, requests, expected):
         split.steps_ahead = 0
 
 
+RECORDED = """
+    import torch
+    from nanopaged.model_runner import ModelRunner
+    make = ModelRunner.__init__
+    def stand_in(run):  # calls again what was recorded, in place of a CUDA graph
+        logits = run()
+        return torch.inference_mode()(lambda: logits.copy_(run())), logits
+    def make_with_graphs(self, *args):
+        make(self, *args)
+        self.capture_graphs(stand_in)
+    ModelRunner.__init__ = make_with_graphs
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_recorded_steps_and_ranks_go_together(
+    ahead, llama, mark, in_workers, monkeypatch, draw_prompts, engine
+):
+    """All ranks record the same steps, collectives included, and repeat them at the same time."""
+    pytest.importorskip("triton", reason="pip install triton")
+    params = [greedy(9), SamplingParams(n=3, max_tokens=6, seed=1), greedy(12), greedy(4)]
+    prompts = draw_prompts(llama, [5, 9, 3, 7], 12)
+    expected = tokens(engine(llama).generate(prompts, params, use_tqdm=False))
+    monkeypatch.setattr(ModelRunner, "__init__", ModelRunner.__init__)  # as it is afterwards
+    in_workers(RECORDED)
+    exec(textwrap.dedent(RECORDED), {})
+    with start(llama, attention_backend="triton", max_num_seqs=7, num_blocks=40) as llm:
+        llm.steps_ahead = ahead
+        replays = []
+        for size, (recorded, replay, logits) in llm.runner.graphs.items():
+            counted = partial(lambda size, replay: (replays.append(size), replay()), size, replay)
+            llm.runner.graphs[size] = recorded, counted, logits
+        assert tokens(llm.generate(prompts, params, use_tqdm=False)) == expected
+        assert {2, 4, 7} & {*replays}, "no step was a recorded one"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2], indirect=True)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
