@@ -83,16 +83,16 @@ class TorchAttention:
         return AttentionMetadata(self._plan(tiles, size, block_tables), *tensors)
 
     def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
-        """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries.
+        """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries (<= size).
 
         Here as many of one size as may be gathered together, those of the longest context first,
         are one element of the plan.
         """
         plan = []
         heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
-        for size in np.unique(tiles[:, 3]).tolist():
-            seqs, firsts, positions, _ = tiles[tiles[:, 3] == size].T[:, :, None]
-            queries, positions = firsts + np.arange(size), positions + np.arange(size)
+        for count in np.unique(tiles[:, 3]).tolist():
+            seqs, firsts, positions, _ = tiles[tiles[:, 3] == count].T[:, :, None]
+            queries, positions = firsts + np.arange(count), positions + np.arange(count)
             begin = 0
             while begin < len(seqs):
                 width = int(positions[begin, -1]) // self.block_size + 1  # blocks of the longest

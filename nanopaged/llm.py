@@ -108,7 +108,7 @@ class LLM:
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self.scheduler.waiting or self.scheduler.running or self.scheduler.news[None])
+        return bool(self.scheduler.waiting or self.scheduler.running or None in self.scheduler.news)
 
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that the engine can serve; ValueError or TypeError if it never will."""

@@ -122,8 +122,8 @@ class DecoderLayer(nn.Module):
         self.mlp: Any = nn.ModuleDict({
             "gate_up_proj": Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias),
             "down_proj": Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)})
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
@@ -150,9 +150,9 @@ class CausalLM(nn.Module):
         self.model: Any = nn.ModuleDict({
             "embed_tokens": embedding,
             "layers": nn.ModuleList(layers),
-            "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps),
+            "norm": nn.RMSNorm(size, config.rms_norm_eps),
             "rotary_emb": LlamaRotaryEmbedding(config)})
-        self.lm_head = Linear(config.hidden_size, {"lm_head": config.vocab_size}, bias=False)
+        self.lm_head = Linear(size, {"lm_head": vocab_size}, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
         self.requires_grad_(False)

@@ -69,7 +69,7 @@ class ModelRunner:
     def execute(self, batch: Batch) -> SamplerOutput:
         """One step: moves, then a forward pass; the result's tensors are still on the device.
 
-        All ranks do it.
+        All ranks do it. Rank 0's sampler knows the parameters, so its tokens count.
         """
         self.ranks.send(replace(batch, drawn=[], admitted=[]))  # all but sequences
         self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
@@ -84,8 +84,7 @@ class ModelRunner:
         logits = self._forward(batch)
         drawn = np.array(batch.drawn_rows, np.int64)
         output = self.sampler.sample(logits, drawn, np.array(batch.ends)[batch.samples])
-        output.token_ids *= self.ranks.rank == 0  # it knows the parameters; its tokens count
-        self.last_tokens[to_device(drawn, self.device)] = self.ranks.all_reduce(output.token_ids)
+        self.last_tokens[to_device(drawn, self.device)] = self.ranks.broadcast(output.token_ids)
         return output
 
     def _forward(self, batch: Batch) -> Tensor:
@@ -140,12 +139,12 @@ class ModelRunner:
     def _load_model(self, share: Any, model_config: Any, path: Path) -> CausalLM:
         with self.device, local_torch_dtype(self.dtype):
             model = CausalLM(share, self.backend, self.ranks)
-        with torch.device("meta"):  # for the shapes
-            alone = Ranks(EngineConfig())
-            whole = CausalLM(alone.share(model_config), self.backend, alone)
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
+            with torch.device("meta"):  # for the shapes
+                alone = Ranks(EngineConfig())
+                whole = CausalLM(alone.share(model_config), self.backend, alone)
             load_weights(model, whole, share.starts, path)
         for module in model.modules():
             if isinstance(module, Linear):

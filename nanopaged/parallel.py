@@ -54,8 +54,7 @@ class Ranks:
 
     def _connect(self, config: EngineConfig) -> None:
         if os.environ.get("WORLD_SIZE") == str(self.size):
-            found = dist.rendezvous("env://", timeout=timedelta(seconds=3))
-            self.store, self.rank, _ = next(found)
+            self.store, self.rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=3)))
         else:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self.workers = start_processes(  # type: ignore[no-untyped-call]
@@ -102,6 +101,10 @@ class Ranks:
         if self.size > 1:
             self.group.allreduce(x).wait()
         return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """Rank 0's tensor, in place: the others add zeros."""
+        return self.all_reduce(x.mul_(self.rank == 0)) if self.size > 1 else x
 
     def gather(self, x: Tensor, start: int, total: int) -> Tensor:
         """x: some columns of a matrix, from `start` on; returns all of them."""

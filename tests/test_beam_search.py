@@ -490,7 +490,7 @@ def test_after_a_step_that_failed_new_searches_are_right(
             last.update({output.request_id: output for output in llm.step()})
         with monkeypatch.context() as patch:
             patch.setattr(llm.runner, "execute", lambda batch: 1 / 0)
-            if (llm.scheduler.waiting or llm.scheduler.running):
+            if llm.scheduler.waiting or llm.scheduler.running:
                 with pytest.raises(ZeroDivisionError):
                     llm.step()
         check_invariants(llm)

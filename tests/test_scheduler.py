@@ -372,7 +372,7 @@ def test_a_step_samples_only_where_it_reaches_the_last_token():
     world = World(num_blocks=20, budget=4)
     group = world.add(prompt(10), max_tokens=3)
     told = []
-    while (world.scheduler.waiting or world.scheduler.running):
+    while world.scheduler.waiting or world.scheduler.running:
         batch = world.schedule()
         told.append((batch.counts, batch.drawn, len(only(group).token_ids)))
         world.update(batch)
@@ -397,7 +397,7 @@ def test_no_more_than_max_num_seqs_hold_a_row_and_blocks():
     world = World(num_blocks=20, max_num_seqs=2, budget=2)
     groups = [world.add(prompt(5, name), max_tokens=name + 1) for name in range(5)]
     seen = Counter()
-    while (world.scheduler.waiting or world.scheduler.running):
+    while world.scheduler.waiting or world.scheduler.running:
         seen[len(world.step())] += 1
         holders = [group for group in groups if only(group).block_table]
         assert len(holders) <= 2
@@ -710,14 +710,14 @@ def test_abort_gives_back_blocks_and_rows_at_every_stage(mode, n, caching):
         groups = [world.add(prompt(2), max_tokens=9), world.add(prompt(6, 1), max_tokens=4, n=n),
                   world.add(prompt(6, 2), max_tokens=4)]  # fmt: skip
         for _ in range(steps):
-            if (world.scheduler.waiting or world.scheduler.running):
+            if world.scheduler.waiting or world.scheduler.running:
                 world.step()
         group = groups[victim]
         seen.add((victim, stage(group)))
         expected = {seq: seq.finish_reason or "abort" for seq in group.sequences}
         world.abort(group)
         assert {seq: seq.finish_reason for seq in group.sequences} == expected
-        if (world.scheduler.waiting or world.scheduler.running):
+        if world.scheduler.waiting or world.scheduler.running:
             assert group not in world.step()
         world.finish()
         for other in set(groups) - {group}:
