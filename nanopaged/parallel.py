@@ -151,4 +151,5 @@ class Ranks:
             process.kill()
             process.join()
         self.workers = self.store = None
-        self.group = self.group if torch.cuda.is_available() else None  # NCCL's waits for graphs
+        # A rank that failed says why before it is missed; NCCL's group would wait for the graphs.
+        self.group = self.group if self.rank or torch.cuda.is_available() else None
