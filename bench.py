@@ -60,7 +60,7 @@ from torch.autograd import DeviceType
 
 import nanopaged
 from nanopaged import LLM, BeamSearchParams, RequestOutput, SamplingParams
-from nanopaged.attention import TorchAttention, TritonAttention
+from nanopaged.attention import FlashAttention, TorchAttention, TritonAttention
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.model import Linear
@@ -105,6 +105,7 @@ def make_engine(args: argparse.Namespace, **changes: Any) -> LLM:
         "device": args.device, "block_size": args.block_size, "num_blocks": args.num_blocks,
         "max_num_seqs": args.max_num_seqs, "max_num_batched_tokens": args.max_num_batched_tokens,
         "enforce_eager": args.enforce_eager, "seed": args.seed,
+        "attention_backend": args.attention_backend,
         "tensor_parallel_size": args.tensor_parallel_size,
     }  # fmt: skip
     llm = LLM(**{**options, **changes})
@@ -1148,7 +1149,8 @@ def bench_kernels(args: argparse.Namespace) -> Figures:
              for name, run in figures.items() if isinstance(run, dict) and run.get("variants")]
     table(f"{dtype}, blocks of {args.block_size}; limits: {copy:,.0f} GB/s copied, "
           f"{products:,.2f} TFLOP/s of matrix products", rows)  # fmt: skip
-    table("us by the number of splits; the engine takes the first", tries)
+    table("us in other ways: by the number of splits, the engine takes the first; the flash "
+          "backend, its copies of K and V included", tries)  # fmt: skip
     return figures
 
 
@@ -1234,6 +1236,9 @@ def attention_task(seqs: list[tuple[int, int]], shapes: Figures, args: argparse.
     else:
         pairs = int((new * past + new * (new + 1) // 2).sum())
         task |= {"work": 4 * heads * dim * pairs, "limit": "flops_per_s"}
+        flash = FlashAttention(heads, kv_heads, dim, args.block_size, dtype, device)
+        task["variants"] = {"flash": partial(flash.attend, q, cache,
+                                             flash.prepare(tables, past, new))}  # fmt: skip
     if len(set(seqs)) == 1:  # torch's wants all of one length
         blocks = cache[torch.from_numpy(tables).to(device)].permute(2, 0, 3, 1, 4, 5)
         dense = blocks.reshape(2, len(seqs), kv_heads, -1, dim)[:, :, :, : sum(seqs[0])]
@@ -1428,6 +1433,7 @@ PARTS: dict[str, tuple[str, str | None]] = {
                            f"workload --requests 4 {TINY} --steps-ahead 0"),
     "workload-no-graphs": ("workload --full --repeats 1 --enforce-eager",
                            f"workload --requests 4 {TINY} --enforce-eager"),
+    "workload-flash": ("workload --full --repeats 1 --attention-backend flash", None),
 }  # fmt: skip
 
 
@@ -1580,6 +1586,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=256)
     add("--max-num-batched-tokens", type=int, default=8192)
     add("--enforce-eager", action="store_true", help="no CUDA graphs")
+    add("--attention-backend", default="auto", help="auto, torch, triton, flash")
     add("--tensor-parallel-size", type=int, default=1, help="ranks; the limit is one device's")
     add("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU, 0 on a CPU")
     add("--vs", choices=["transformers"], help="workload, decode: measure this one too")

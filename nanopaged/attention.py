@@ -30,6 +30,7 @@ from torch import Tensor
 Ints: TypeAlias = NDArray[np.int64]
 
 QUERY_TILE = 128  # queries in a tile: keys behind its last query are never read
+FLASH_ATTN = find_spec("flash_attn") is not None
 TILE_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CPU's caches hold
 
 
@@ -42,13 +43,12 @@ class AttentionMetadata:
 
     plan: Any  # of the torch backend: a list of gathers; of Triton: tiles, tables, rows, splits
     positions: Tensor  # [num_tokens]: of a token in its sequence
-    blocks: Tensor  # [num_tokens]: the physical block that it is stored in
-    offsets: Tensor  # [num_tokens]: its place in there
+    slots: Tensor  # [num_tokens]: the slot mapping: physical block * block_size + place in there
 
     @property
     def tensors(self) -> list[Tensor]:
         """Of the Triton backend: whose contents say which step this is, if the shapes stay."""
-        return [self.positions, self.blocks, self.offsets, *self.plan[:2]]
+        return [self.positions, self.slots, *self.plan[:2]]
 
 
 class TorchAttention:
@@ -61,7 +61,8 @@ class TorchAttention:
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
                  dtype: torch.dtype, device: torch.device) -> None:
         self.num_kv_heads, self.group_size = num_kv_heads, num_heads // num_kv_heads
-        self.head_dim, self.block_size, self.device = head_dim, block_size, device
+        self.head_dim, self.block_size = head_dim, block_size
+        self.dtype, self.device = dtype, device
         self.block_bytes = 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
         self.tile_sizes = [QUERY_TILE] * 2  # for few and for many queries
 
@@ -71,7 +72,7 @@ class TorchAttention:
         seqs = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(seqs)) + (starts - np.cumsum(counts) + counts)[seqs]
         indices, offsets = np.divmod(positions, self.block_size)
-        blocks = np.where(positions < 0, -1, block_tables[seqs, indices])
+        slots = np.where(positions < 0, -1, block_tables[seqs, indices] * self.block_size + offsets)
         # Cut every sequence's queries into tiles: some rows of the flat batch each. Those with the
         # most keys come first, since a chip should run empty on short ones.
         size = self.tile_sizes[int(counts.mean() > self.tile_sizes[0])]
@@ -79,7 +80,7 @@ class TorchAttention:
         sizes = np.diff(firsts, append=len(seqs))
         tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
         tiles = tiles[np.argsort(-positions[firsts] - sizes)]
-        tensors = (to_device(array, self.device) for array in (positions, blocks, offsets))
+        tensors = (to_device(array, self.device) for array in (positions, slots))
         return AttentionMetadata(self._plan(tiles, size, block_tables), *tensors)
 
     def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
@@ -108,15 +109,18 @@ class TorchAttention:
         return plan
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
-        kv_cache[metadata.blocks, :, :, metadata.offsets] = torch.stack((k, v), 1)
+        kv_cache[self.places(metadata.slots)] = torch.stack((k, v), 1)
+
+    def places(self, slots: Tensor) -> tuple[Any, ...]:
+        """Index of a layer's cache, for K and V [num_tokens, 2, num_kv_heads, head_dim]."""
+        return slots // self.block_size, slice(None), slice(None), slots % self.block_size
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
         out = torch.empty_like(q)
         cache = kv_cache.view(-1, self.block_size * self.head_dim)  # rows: (block, K or V, head)
         for queries, cache_rows, seen in metadata.plan:
-            result = self._attend(q.index_select(0, queries), cache, cache_rows, seen)
-            out.index_copy_(0, queries, result)
+            out.index_copy_(0, queries, self._attend(q[queries], cache, cache_rows, seen))
         return out.flatten(1)
 
     def _attend(self, q: Tensor, cache: Tensor, cache_rows: Tensor, seen: Tensor) -> Tensor:
@@ -134,33 +138,31 @@ class TorchAttention:
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
     # To a GPU from pinned memory, or else the copy may wait for it.
-    host = tensor.pin_memory() if device.type == "cuda" else tensor
-    return host.to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class TritonAttention(TorchAttention):
     """The same calls, by the kernels of `kernels.py`.
 
-    A query at position -1 is padding: its block is -1 too, it is not stored, it sees no key, and
+    A query at position -1 is padding: its slot is -1 too, it is not stored, it sees no key, and
     its result is zero. With other contents in the metadata's tensors, `store` and `attend` do
     another step, of the same shapes.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-                 dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(num_heads, num_kv_heads, head_dim, block_size, dtype, device)
-        on_gpu = device.type == "cuda"
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        on_gpu, size = self.device.type == "cuda", self.dtype.itemsize
         if find_spec("triton") is None or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
-            raise ValueError("attention_backend='triton' needs a CUDA device and triton (`pip "
-                             f"install triton`), got device={device.type!r}: use 'torch'")
+            raise ValueError("attention_backend 'triton' or 'flash' needs triton (`pip install "
+                             f"triton`) and device 'cuda', got {self.device.type!r}: use 'torch'")
         from nanopaged import kernels
 
         self.kernels = kernels
-        rows = kernels.FEW_ROWS, kernels.MANY_ROWS[dtype.itemsize]  # queries x the group's heads
+        rows = kernels.FEW_ROWS, kernels.MANY_ROWS[size]  # queries x the group's heads
         self.tile_sizes = [max(1, number // self.group_size) for number in rows]
-        self.dim: int = max(16, 1 << (head_dim - 1).bit_length())  # the least that tl.dot takes
-        self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * dtype.itemsize)))
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 4
+        self.dim: int = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot takes no less
+        self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * size)))
+        num_sms = torch.cuda.get_device_properties().multi_processor_count if on_gpu else 4
         self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
 
     def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
@@ -176,18 +178,49 @@ class TritonAttention(TorchAttention):
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
-            k, v, metadata.blocks, metadata.offsets, kv_cache, k.stride(0), v.stride(0),
+            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        out, (tiles, tables, rows, num_splits) = q.new_empty(q.shape), metadata.plan
-        lse = torch.empty(*q.shape[:2], num_splits, device=q.device)
-        parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if num_splits > 1 else out
-        self.kernels.paged_attention[len(tiles) * self.num_kv_heads, num_splits](
+        out, (tiles, tables, rows, splits) = q.new_empty(q.shape), metadata.plan
+        lse = torch.empty(*q.shape[:2], splits, device=q.device)
+        parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if splits > 1 else out
+        self.kernels.paged_attention[len(tiles) * self.num_kv_heads, splits](
             q, kv_cache, tables, tiles, parts, lse, q.stride(0), tables.stride(0),
             self.num_kv_heads, self.group_size, self.head_dim, self.block_size, rows,
             self.key_tile, self.dim, num_warps=max(4, rows // 16), num_stages=3)
-        if num_splits > 1:
-            self.kernels.merge_splits[q.shape[:2]](
-                parts, lse, out, self.head_dim, num_splits, self.dim)
+        if splits > 1:
+            self.kernels.merge_splits[q.shape[:2]](parts, lse, out, self.head_dim, splits, self.dim)
         return out.flatten(1)
+
+
+class FlashAttention(TritonAttention):
+    """Prompts by FlashAttention (Dao 2023): the kernel of flash-attn, or else of torch.
+
+    It gets copies of K and V, sequence by sequence, as it cannot read small blocks. So it is for
+    steps with few keys a query: the others are Triton's, all decodes among them, and float32.
+    """
+
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
+        metadata = super().prepare(block_tables, starts, counts)
+        ends, most = starts + counts, int(counts.max())
+        if most > 1 and ends.sum() <= 4 * counts.sum() and self.dtype != torch.float32:
+            keys = super().prepare(block_tables, np.zeros_like(ends), ends)
+            sums = np.cumsum([[0, *counts], [0, *ends]], 1, np.int32)  # where sequences begin
+            metadata.plan = [keys.slots, *to_device(sums, self.device), most, int(ends.max())]
+        return metadata
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+        if len(metadata.plan) == 4:  # it is Triton's
+            return super().attend(q, kv_cache, metadata)
+        slots, *lengths = metadata.plan
+        k, v = kv_cache[self.places(slots)].unbind(1)  # [num_keys, num_kv_heads, head_dim]
+        if FLASH_ATTN:
+            from flash_attn import flash_attn_varlen_func
+
+            return torch.flatten(flash_attn_varlen_func(q, k, v, *lengths, causal=True), 1)
+        from torch.nn.attention.varlen import varlen_attn
+
+        varlen: Any = varlen_attn  # torch 2.11's takes fewer heads of K and V without being told
+        options = {"enable_gqa": True} if "enable_gqa" in varlen.__kwdefaults__ else {}
+        return torch.flatten(varlen(q, k, v, *lengths, window_size=(-1, 0), **options), 1)

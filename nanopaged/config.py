@@ -120,7 +120,7 @@ class EngineConfig(Checked):
     swap_space: float = option(4, low=0)
     enable_prefix_caching: bool = True
     preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
-    attention_backend: str = option("auto", choices=("auto", "torch", "triton"))
+    attention_backend: str = option("auto", choices=("auto", "torch", "triton", "flash"))
     enforce_eager: bool = False
     tensor_parallel_size: int = option(1, low=1)
     load_format: str = option("auto", choices=("auto", "dummy"))

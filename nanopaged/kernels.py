@@ -28,21 +28,20 @@ LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to itself is n
 
 
 @triton.jit
-def store_kv(k, v, blocks, offsets, kv_cache,
+def store_kv(k, v, slots, kv_cache,
              k_stride, v_stride,
              NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
              DIM: tl.constexpr):
     """Write a token's K and V of one head into its place. Grid: [num_tokens, num_kv_heads].
 
     k, v [num_tokens, num_kv_heads, head_dim], tokens a stride apart, since they may be columns of a
-    wider matrix; blocks [num_tokens], -1: not stored; offsets [num_tokens], in them; kv_cache. In
-    torch: `TorchAttention.store`.
+    wider matrix; slots [num_tokens], -1: not stored; kv_cache. In torch: `TorchAttention.store`.
     """
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    block = tl.load(blocks + token).to(tl.int64)  # a pool has more elements than 32 bits can count
-    if block >= 0:
+    slot = tl.load(slots + token).to(tl.int64)  # a pool has more elements than 32 bits can count
+    if slot >= 0:
         dim = tl.arange(0, DIM)
-        row = (block * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + tl.load(offsets + token)
+        row = (slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
         k_row = tl.load(k + token * k_stride + head * HEAD_DIM + dim, mask=dim < HEAD_DIM)
         v_row = tl.load(v + token * v_stride + head * HEAD_DIM + dim, mask=dim < HEAD_DIM)
         to = kv_cache + row * HEAD_DIM + dim

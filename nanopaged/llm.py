@@ -57,9 +57,9 @@ class LLM:
         self._closed = False
         room = runner.num_blocks * config.block_size / runner.max_model_len
         logging.getLogger("nanopaged").info(
-            f"{path.name}: {runner.dtype} on {runner.device}, attention by {runner.attention}; KV "
-            f"cache: {runner.num_blocks:,} blocks of {config.block_size} tokens of "
-            f"{runner.token_bytes:,} bytes, for {room:.1f} sequences of {runner.max_model_len:,}")
+            f"{path.name}: {runner.dtype} on {runner.device}; KV: {runner.num_blocks:,} blocks of "
+            f"{config.block_size} tokens of {runner.token_bytes:,} bytes, {room:.1f} sequences of "
+            f"{runner.max_model_len:,}; attention: {runner.attention} ({config.attention_backend})")
 
     # -- the engine ----------------------------------------------------------------------------
 
@@ -82,7 +82,7 @@ class LLM:
                     self.scheduler.update(*self._launched.pop(0))
         except BaseException:  # Ctrl-C too: who catches it may go on, with other requests
             self._launched.clear()
-            self.scheduler.abort_all()
+            self.scheduler.abort([*self.scheduler.waiting, *self.scheduler.running])
             self.blocks.published.clear()  # nobody knows what is in the blocks
             free = len(self.blocks.free_blocks) + len(self.scheduler.free_rows)
             # But not with ranks that were left half-way, or if a change of the books was.
@@ -102,9 +102,8 @@ class LLM:
 
         What it has so far comes out of the next `step`, with finish_reason "abort".
         """
-        for group in [*self.scheduler.waiting, *self.scheduler.running]:
-            if group.request_id == request_id:
-                self.scheduler.abort(group)
+        groups = [*self.scheduler.waiting, *self.scheduler.running]
+        self.scheduler.abort(group for group in groups if group.request_id == request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
@@ -222,8 +221,7 @@ class LLM:
                         unfinished -= set() if group.live else {group}
                         yield group
         finally:  # an error, Ctrl-C, or a stream that is closed early
-            for group in groups:
-                self.scheduler.abort(group)
+            self.scheduler.abort(groups)
             self.scheduler.news.pop(owner, None)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
@@ -244,7 +242,7 @@ class LLM:
 
     def shutdown(self) -> None:
         """Abort what runs and give back the memory; the engine serves nothing afterwards."""
-        self.scheduler.abort_all()
+        self.scheduler.abort([*self.scheduler.waiting, *self.scheduler.running])
         self._closed, self._launched = True, []
         vars(self.runner).clear()  # whoever holds the engine still does not hold its tensors
         self.ranks.close()

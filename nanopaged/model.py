@@ -48,12 +48,9 @@ class Linear(nn.Linear):
     One product for q, k and v reads x once and fills the machine better than three small ones.
     """
 
-    __call__: Callable[..., Tensor]  # where nn.Module only says Any
-
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = dict(parts)
-        self.packed: Tensor | None = None
 
     def reset_parameters(self) -> None:
         """Weights are loaded: nothing is drawn for them."""
@@ -63,75 +60,62 @@ class Linear(nn.Linear):
 
         On CPUs with instructions for bfloat16. These are the operators that torch.compile's
         freezing emits. They are private to torch, so nothing else here names them, and where they
-        are missing `forward` does without.
+        are missing all stays as it is.
         """
         reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
         fits = self.weight.is_cpu and self.weight.dtype == torch.bfloat16
         if reorder and fits and torch.cpu._is_avx512_bf16_supported():
-            self.packed = reorder(self.weight, None)
+            ops, packed, bias = torch.ops.mkldnn, reorder(self.weight, None), self.bias
             self.weight = nn.Parameter(torch.empty(0), False)  # free the plain one
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return super().forward(x)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return y
+            self.forward = lambda x: ops._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[assignment,method-assign]
 
 
 @fused
-def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [num_tokens, any number of heads, head_dim]; cos, sin: [num_tokens, 1, head_dim].
+def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [num_tokens, heads of q and of k, head_dim]; cos, sin: [num_tokens, 1, head_dim].
 
-    The two halves of a head's vector turn by angles that grow with the position (RoFormer):
+    weights: [heads of q, head_dim], [heads of k, head_dim] for their norms; or none. Then the two
+    halves of a head's vector turn by angles that grow with the position (RoFormer):
     (x1 cos - x2 sin, x2 cos + x1 sin) = [x1, x2] * [cos, cos] + [-x2, x1] * [sin, sin].
     """
-    x = x if weight is None else F.rms_norm(x, weight.shape, weight, eps)
+    x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights) if weights else x
     x1, x2 = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
-
-
-class Attention(nn.Module):
-    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
-        super().__init__()
-        self.backend, self.ranks = backend, ranks
-        self.head_dim, self.eps, size = config.head_dim, config.rms_norm_eps, config.hidden_size
-        q_size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(size, parts, config.qkv_bias)
-        # The ranks' results are added up, so the bias is rank 0's.
-        self.o_proj = Linear(q_size, {"o_proj": size}, config.o_bias and not ranks.rank)
-        self.q_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(self.head_dim, self.eps) if config.qk_norm else None
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
-                metadata: AttentionMetadata) -> Tensor:
-        qkv = torch.split(self.qkv_proj(x), list(self.qkv_proj.parts.values()), dim=-1)
-        q, k, v = (y.view(len(x), -1, self.head_dim) for y in qkv)  # [num_tokens, heads, head_dim]
-        q = norm_rotate(q, self.q_norm and self.q_norm.weight, self.eps, *rotation)
-        k = norm_rotate(k, self.k_norm and self.k_norm.weight, self.eps, *rotation)
-        self.backend.store(k, v, kv_cache, metadata)
-        return self.ranks.all_reduce(self.o_proj(self.backend.attend(q, kv_cache, metadata)))
 
 
 class DecoderLayer(nn.Module):
     def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks, size, inner = ranks, config.hidden_size, config.intermediate_size
-        self.self_attn = Attention(config, backend, ranks)
+        self.backend, self.ranks, self.eps = backend, ranks, config.rms_norm_eps
+        self.heads = config.num_attention_heads, config.num_key_value_heads
+        size, inner, self.head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+        q_size, kv_size = (heads * self.head_dim for heads in self.heads)
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        # The ranks' results are added up, so the biases of o and down are rank 0's.
+        self.self_attn: Any = nn.ModuleDict({
+            "qkv_proj": Linear(size, parts, config.qkv_bias),
+            "o_proj": Linear(q_size, {"o_proj": size}, config.o_bias and not ranks.rank)})
+        norms = {f"{x}_norm": nn.RMSNorm(self.head_dim) for x in "qk" if config.qk_norm}
+        self.self_attn.update(norms)
+        pairs = zip(norms.values(), self.heads, strict=False)
+        self.qk_norms = [norm.weight.detach().expand(heads, -1) for norm, heads in pairs]
         self.mlp: Any = nn.ModuleDict({
             "gate_up_proj": Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias),
             "down_proj": Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)})
-        self.input_layernorm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(size, self.eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, self.eps)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
-        attended = self.self_attn(self.input_layernorm(x), rotation, kv_cache, metadata)
-        norm = self.post_attention_layernorm
-        x, normed = add_norm(x, attended, norm.weight, norm.eps)
-        gate_up_proj, down_proj = self.mlp.values()
-        return x.add_(self.ranks.all_reduce(down_proj(silu_mul(gate_up_proj(normed)))))
+        attn, mlp, (heads, kv_heads) = self.self_attn, self.mlp, self.heads
+        qkv = attn.qkv_proj(self.input_layernorm(x)).view(len(x), -1, self.head_dim)
+        qk, v = qkv.split([heads + kv_heads, kv_heads], 1)  # [num_tokens, heads, head_dim]
+        q, k = norm_rotate(qk, self.qk_norms, self.eps, *rotation).split([heads, kv_heads], 1)
+        self.backend.store(k, v, kv_cache, metadata)
+        attended = attn.o_proj(self.backend.attend(q, kv_cache, metadata))
+        x, normed = add_norm(x, self.ranks.all_reduce(attended),
+                             self.post_attention_layernorm.weight, self.eps)
+        return x.add_(self.ranks.all_reduce(mlp.down_proj(silu_mul(mlp.gate_up_proj(normed)))))
 
 
 class CausalLM(nn.Module):
@@ -152,7 +136,7 @@ class CausalLM(nn.Module):
             "layers": nn.ModuleList(layers),
             "norm": nn.RMSNorm(size, config.rms_norm_eps),
             "rotary_emb": LlamaRotaryEmbedding(config)})
-        self.lm_head = Linear(size, {"lm_head": vocab_size}, bias=False)
+        self.lm_head: Any = Linear(size, {"lm_head": vocab_size}, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = embedding.weight
         self.requires_grad_(False)

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import TorchAttention, TritonAttention, to_device
+from nanopaged.attention import FlashAttention, TorchAttention, TritonAttention, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -48,9 +48,9 @@ class ModelRunner:
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
         kernels = "triton" if self.device.type == "cuda" and find_spec("triton") else "torch"
         self.attention = config.attention_backend.replace("auto", kernels)
-        backend = TritonAttention if self.attention == "triton" else TorchAttention
-        self.backend = backend(share.num_attention_heads, heads, head_dim, config.block_size,
-                               self.dtype, self.device)
+        backends = {"torch": TorchAttention, "triton": TritonAttention, "flash": FlashAttention}
+        self.backend = backends[self.attention](
+            share.num_attention_heads, heads, head_dim, config.block_size, self.dtype, self.device)
         self.model: Callable[..., Tensor] = self._load_model(share, model_config, path)
         self.sampler = Sampler(config.max_num_seqs)
         self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -62,7 +62,7 @@ class ModelRunner:
         self.num_blocks, self.num_swap_blocks = self._size_pools()
         self.kv_caches = self._make_pool(self.device, self.num_blocks)
         self.swap_space = self._make_pool(torch.device("cpu"), self.num_swap_blocks)
-        if self.device.type == "cuda" and self.attention == "triton" and not config.enforce_eager:
+        if self.device.type == "cuda" and self.attention != "torch" and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
     @torch.inference_mode()

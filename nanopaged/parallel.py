@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
@@ -108,11 +109,8 @@ class Ranks:
 
     def gather(self, x: Tensor, start: int, total: int) -> Tensor:
         """x: some columns of a matrix, from `start` on; returns all of them."""
-        if self.size == 1:
-            return x
-        whole = x.new_zeros(len(x), total)
-        whole[:, start : start + x.shape[1]] = x
-        return self.all_reduce(whole)
+        columns = start, total - start - x.shape[1]  # of zeros, before and behind
+        return self.all_reduce(F.pad(x, columns)) if self.size > 1 else x
 
     def send(self, message: object) -> None:
         if self.store and self.rank == 0:

@@ -14,6 +14,7 @@ oldest group always fits into the pool and is the last to be preempted.
 
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from nanopaged.beam_search import advance
@@ -111,7 +112,7 @@ class Scheduler:
                 self.finish(seq, "stop")
         for group in dict.fromkeys(seq.group for seq in batch.drawn if seq.group.beams):
             if group.live and advance(group, self.blocks.fork):  # the search is over
-                self.abort(group, "length")
+                self.abort([group], "length")
                 group.sequences = group.finished
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -126,13 +127,9 @@ class Scheduler:
             self.news[group.owner][group.request_id] = group
             group.metrics.finished_time = time.perf_counter()
 
-    def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
-        for seq in list(group.live):
+    def abort(self, groups: Iterable[SequenceGroup], reason: str = "abort") -> None:
+        for seq in [seq for group in groups for seq in group.live]:
             self.finish(seq, reason)
-
-    def abort_all(self) -> None:
-        for group in [*self.waiting, *self.running]:
-            self.abort(group)
 
     def measure(self) -> EngineStats:
         size = self.blocks.block_size

@@ -34,7 +34,8 @@ def arguments(name, size):
     return {
         "add_norm": (torch.randn(size, 24), torch.randn(size, 24), *norm),
         "silu_mul": (torch.randn(size, 48),),
-        "norm_rotate": (torch.randn(size, 3, 24), *norm, *torch.randn(2, size, 1, 24)),
+        "norm_rotate": (torch.randn(size, 3, 24), [torch.rand(2, 24), torch.rand(1, 24)], 1e-6,
+                        *torch.randn(2, size, 1, 24)),
     }[name]
 
 

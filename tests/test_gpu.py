@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_fusions import arguments
 from test_one_step_ahead import TIGHT, answers, draw_requests
+from torch.utils._pytree import tree_map_only
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, model
 from nanopaged.sampler import Sampler
@@ -216,15 +217,14 @@ def test_compiled_fusions_are_their_plain_twins(name, dtype):
     function = getattr(model, name)
     atol, rtol = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (6e-2, 2e-2)}[dtype]
     for size in (1, 2, 5, 64, 300):
-        inputs = [x.to(DEVICE, dtype) if torch.is_tensor(x) else x for x in arguments(name, size)]
+        inputs = tree_map_only(torch.Tensor, lambda x: x.to(DEVICE, dtype), arguments(name, size))
         fused, plain = function(*inputs), function.__wrapped__(*inputs)
         torch.testing.assert_close(fused, plain, atol=atol, rtol=rtol)
-    if name == "norm_rotate":  # q as the model has it: columns of a wider matrix; and no norm
+    if name == "norm_rotate":  # q, k as the model has them: columns of a wider matrix; and no norm
         wide = torch.randn(7, 5 * 24, device=DEVICE, dtype=dtype)
-        inputs[0] = wide[:, : 3 * 24].view(7, 3, 24)
-        inputs[3:] = [x[:7] for x in inputs[3:]]
-        for weight in (inputs[1], None):
-            inputs[1] = weight
+        _, weights, eps, cos, sin = inputs
+        for some in (weights, []):
+            inputs = wide[:, : 3 * 24].view(7, 3, 24), some, eps, cos[:7], sin[:7]
             fused, plain = function(*inputs), function.__wrapped__(*inputs)
             assert fused.is_contiguous()
             torch.testing.assert_close(fused, plain, atol=atol, rtol=rtol)

@@ -263,7 +263,7 @@ class World:
     def fail(self):
         """A step that raised after `schedule`: what the blocks hold is not known."""
         counted = self.counted()
-        self.scheduler.abort_all()
+        self.scheduler.abort([*self.scheduler.waiting, *self.scheduler.running])
         self.blocks.published.clear()
         self.lose_contents()
         self.check_residents()
@@ -272,7 +272,7 @@ class World:
         assert not any(group.live or self.held(group) for group in self.groups)
 
     def abort(self, group):
-        self.scheduler.abort(group)
+        self.scheduler.abort([group])
         assert not group.live
         assert group not in self.scheduler.waiting
         self.check_residents()
