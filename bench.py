@@ -1107,7 +1107,7 @@ KERNELS: dict[str, Figures] = {
                      "256 x 100..2048": [(99 + 1948 * (97 * i % 256) // 255, 1)
                                          for i in range(256)]},
         "prefill": {f"{n}": [(0, n)] for n in (1024, 4096, 16384)}
-                   | {"2048 behind 8192": [(8192, 2048)]},
+                   | {"2048 behind 6144": [(6144, 2048)]},
     },
     "tiny": {
         "heads": (4, 2, 16), "stored": 8, "blocks": 4, "layers": 2,

@@ -14,10 +14,13 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one for every layer: a block
                    is one piece of memory, first all its K, then all its V, head by head
     block_tables   [num_seqs, max_blocks]: physical block of a logical block; any, past the end
+    slots          [num_tokens], the slot mapping: where a token's K and V are stored, physical
+                   block * block_size + place in there; -1: they are not (padding)
 """
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -30,8 +33,7 @@ from torch import Tensor
 Ints: TypeAlias = NDArray[np.int64]
 
 QUERY_TILE = 128  # queries in a tile: keys behind its last query are never read
-FLASH_ATTN = find_spec("flash_attn") is not None
-TILE_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CPU's caches hold
+GATHER_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CPU's caches hold
 
 
 @dataclass
@@ -43,7 +45,8 @@ class AttentionMetadata:
 
     plan: Any  # of the torch backend: a list of gathers; of Triton: tiles, tables, rows, splits
     positions: Tensor  # [num_tokens]: of a token in its sequence
-    slots: Tensor  # [num_tokens]: the slot mapping: physical block * block_size + place in there
+    slots: Tensor  # [num_tokens]: the slot mapping
+    prompts: Any = None  # of flash: places of all keys, where sequences begin, the longest
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -68,7 +71,8 @@ class TorchAttention:
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
-        # starts=[5, 0], counts=[2, 3] -> seqs=[0, 0, 1, 1, 1], positions=[5, 6, 0, 1, 2]
+        # starts=[5, 0], counts=[2, 3] -> seqs=[0, 0, 1, 1, 1], positions=[5, 6, 0, 1, 2]:
+        # place in the batch - place of the sequence's first token + that one's position.
         seqs = np.repeat(np.arange(len(counts)), counts)
         positions = np.arange(len(seqs)) + (starts - np.cumsum(counts) + counts)[seqs]
         indices, offsets = np.divmod(positions, self.block_size)
@@ -80,8 +84,8 @@ class TorchAttention:
         sizes = np.diff(firsts, append=len(seqs))
         tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
         tiles = tiles[np.argsort(-positions[firsts] - sizes)]
-        tensors = (to_device(array, self.device) for array in (positions, slots))
-        return AttentionMetadata(self._plan(tiles, size, block_tables), *tensors)
+        return AttentionMetadata(self._plan(tiles, size, block_tables),
+                                 to_device(positions, self.device), to_device(slots, self.device))
 
     def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
         """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries (<= size).
@@ -97,7 +101,7 @@ class TorchAttention:
             begin = 0
             while begin < len(seqs):
                 width = int(positions[begin, -1]) // self.block_size + 1  # blocks of the longest
-                some = slice(begin, begin + max(1, TILE_BYTES // (width * self.block_bytes)))
+                some = slice(begin, begin + max(1, GATHER_BYTES // (width * self.block_bytes)))
                 # [2, num_tiles, num_kv_heads, num_blocks]:
                 cache_rows = block_tables[seqs[some], :width] * heads.size + heads
                 seen = np.arange(width * self.block_size) <= positions[some, None, :, None]
@@ -195,32 +199,38 @@ class TritonAttention(TorchAttention):
 
 
 class FlashAttention(TritonAttention):
-    """Prompts by FlashAttention (Dao 2023): the kernel of flash-attn, or else of torch.
+    """Prompts by FlashAttention-2 (Dao 2023): the kernel of flash-attn, or else of torch.
 
     It gets copies of K and V, sequence by sequence, as it cannot read small blocks. So it is for
     steps with few keys a query: the others are Triton's, all decodes among them, and float32.
     """
 
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        if find_spec("flash_attn"):
+            from flash_attn import flash_attn_varlen_func
+
+            self.varlen: Any = partial(flash_attn_varlen_func, causal=True)
+        else:
+            from torch.nn.attention.varlen import varlen_attn
+
+            options: Any = {"window_size": (-1, 0), "enable_gqa": True}
+            names = varlen_attn.__kwdefaults__ or {}  # torch 2.11's has no enable_gqa, needs none
+            self.varlen = partial(varlen_attn, **{x: options[x] for x in options if x in names})
+
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
         metadata = super().prepare(block_tables, starts, counts)
         ends, most = starts + counts, int(counts.max())
+        # A copy costs less than what a prompt's queries do with it; 4 is to be measured.
         if most > 1 and ends.sum() <= 4 * counts.sum() and self.dtype != torch.float32:
-            keys = super().prepare(block_tables, np.zeros_like(ends), ends)
+            places = self.places(super().prepare(block_tables, np.zeros_like(ends), ends).slots)
             sums = np.cumsum([[0, *counts], [0, *ends]], 1, np.int32)  # where sequences begin
-            metadata.plan = [keys.slots, *to_device(sums, self.device), most, int(ends.max())]
+            metadata.prompts = places, *to_device(sums, self.device), most, int(ends.max())
         return metadata
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        if len(metadata.plan) == 4:  # it is Triton's
+        if metadata.prompts is None:
             return super().attend(q, kv_cache, metadata)
-        slots, *lengths = metadata.plan
-        k, v = kv_cache[self.places(slots)].unbind(1)  # [num_keys, num_kv_heads, head_dim]
-        if FLASH_ATTN:
-            from flash_attn import flash_attn_varlen_func
-
-            return torch.flatten(flash_attn_varlen_func(q, k, v, *lengths, causal=True), 1)
-        from torch.nn.attention.varlen import varlen_attn
-
-        varlen: Any = varlen_attn  # torch 2.11's takes fewer heads of K and V without being told
-        options = {"enable_gqa": True} if "enable_gqa" in varlen.__kwdefaults__ else {}
-        return torch.flatten(varlen(q, k, v, *lengths, window_size=(-1, 0), **options), 1)
+        places, *lengths = metadata.prompts
+        k, v = kv_cache[places].unbind(1)  # [num_keys, num_kv_heads, head_dim]
+        return torch.flatten(self.varlen(q, k, v, *lengths), 1)

@@ -5,9 +5,9 @@ waits in the free list, least recently used first, until it is taken for somethi
 knows block ids and token ids, not tensors; nobody else changes a ref count.
 
 With block_size=4, a prompt of 6 tokens and free blocks 0 to 3: `allocate` gives the block table
-[0, 1]; once computed, block 0 is published, block 1 (half full) is not. A second prompt with the
-same first 4 tokens gets [0, 2]: block 0 has two references, and 4 tokens are not computed. If the
-first one forks, both have [0, 1]; who writes token 7 first takes a copy, [0, 3] (copy-on-write).
+[0, 1]; its step publishes block 0, and not block 1 (half full). A second prompt with the same first
+4 tokens gets [0, 2]: block 0 has two references, and 4 tokens are not computed. If the first one
+forks, both have [0, 1]; who writes token 7 first takes a copy, [0, 3] (copy-on-write).
 """
 
 from array import array
@@ -59,8 +59,7 @@ class BlockManager:
         hash only finds a candidate; token ids and parent prove it, so a collision can cost a hit.
         """
         found: list[int] = []
-        last = (seq.num_tokens - 1) // self.block_size if self.enable_prefix_caching else 0
-        for index in range(last):
+        for index in range((seq.num_tokens - 1) // self.block_size):
             hash, content = self._identify(seq, found, index)
             block_id = self.published.get(hash, -1)
             if block_id < 0 or self.blocks[block_id].content != content:
@@ -115,7 +114,7 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` have what `parent` has computed, in the same blocks: the last one too."""
-        self.free(child)
+        self.free(child)  # a beam that dies has blocks, a new sequence has none
         computed, size = parent.num_computed_tokens, self.block_size
         child.num_published, child.num_computed_tokens = parent.num_published, computed
         self._hold(child, parent.block_table[: -(-computed // size)])

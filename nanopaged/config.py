@@ -49,10 +49,12 @@ class SamplingParams(Checked):
     """How the tokens of one request are chosen; names and defaults are vLLM's.
 
     `n` continuations of one prompt share its K and V. `temperature=0` is greedy. `top_k=0` (or
-    -1), `top_p=1` and `min_p=0` keep every token.
-    `max_tokens=None` runs to `max_model_len`. `stop` strings end a sequence and are left out of its
-    text; `stop_token_ids` end it and stay in. `logprobs=k` returns the log-probabilities of the k
-    most likely tokens and of the sampled one, at every position. `cache_salt` keeps cached blocks
+    -1), `top_p=1` and `min_p=0` keep every token. `seed` makes the draws repeatable, whoever else
+    is served (None: one drawn from the engine's).
+    `max_tokens=None` runs to `max_model_len`. No stop or EOS token comes among the first
+    `min_tokens`; `ignore_eos` goes on behind one. `stop` strings end a sequence and are left out of
+    its text; `stop_token_ids` end it and stay in. `logprobs=k` returns the log-probabilities of the
+    k most likely tokens and of the sampled one, at every position. `cache_salt` keeps cached blocks
     apart from those of requests with another salt.
     """
 
@@ -88,7 +90,8 @@ class BeamSearchParams(Checked):
 
     Complete beams are ranked by their summed log-probability / length**length_penalty.
     `early_stopping` ends when there are `beam_width` of them, and else it goes on while the best
-    running one, as it is, would be better than the last of them.
+    running one, as it is, would be better than the last of them. Beams end after `max_tokens`, or
+    at an EOS token but with `ignore_eos`.
     """
 
     beam_width: int = option(MISSING, low=1)
@@ -103,9 +106,16 @@ class EngineConfig(Checked):
     """The keyword arguments of `LLM`, counted in tokens, blocks or sequences.
 
     `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
+    `model` is a directory or a hub id (None: the bundled one); `load_format="dummy"` gives it
+    random weights. There are `num_blocks` of `block_size` tokens (None: what
+    `gpu_memory_utilization` of the GPU leaves, 4 GiB on a CPU). A step has at most `max_num_seqs`
+    sequences and `max_num_batched_tokens` tokens, a sequence at most `max_model_len`, prompt
+    included.
     `swap_space` is in GiB of CPU memory; `preemption_mode="auto"` swaps groups of several sequences
-    and computes single ones again. `enforce_eager` does without CUDA graphs.
+    and computes single ones again. `attention_backend`: "torch" runs anywhere, "triton" on GPUs,
+    "flash" like it but with prompts by FlashAttention. `enforce_eager` does without CUDA graphs.
     `tensor_parallel_size` is the number of ranks: processes, each with a GPU where there are any.
+    `seed` is where requests without a seed get theirs from.
     """
 
     model: str | None = None

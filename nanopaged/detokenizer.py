@@ -20,7 +20,7 @@ class Detokenizer:
         self.stopped = False
         self.known = num_prompt_tokens  # tokens whose text is in `text` (or in the prompt)
         self.context = max(0, num_prompt_tokens - NUM_CONTEXT_TOKENS)
-        self.searched = 0  # stop strings before this character do not count
+        self.start = 0  # stop strings count from this character on
 
     def update(self, token_ids: list[int], check_stops: bool = True, final: bool = False) -> None:
         """Decode what is new in `token_ids` (prompt included), and look for stop strings.
@@ -34,8 +34,8 @@ class Detokenizer:
         if new and (final or not new.endswith(INCOMPLETE)):
             self.text += new.rstrip(INCOMPLETE) if final else new
             self.context, self.known = self.known, len(token_ids)
-            self.searched = self.searched if check_stops else len(self.text)
-            hits = [at for stop in self.stops if (at := self.text.find(stop, self.searched)) >= 0]
+            self.start = self.start if check_stops else len(self.text)
+            hits = [at for stop in self.stops if (at := self.text.find(stop, self.start)) >= 0]
             if hits:
                 self.text, self.stopped = self.text[: min(hits)], True
 

@@ -24,7 +24,6 @@ FEW_ROWS = 16  # the least that tl.dot takes: all the query heads of a decode
 # queries, and accumulators are 64 registers a thread. Float32, for tests, has no tensor cores.
 MANY_ROWS = {2: 128, 4: 32}  # by bytes of an element
 LOG2_E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e), and 2^x is one instruction
-LOWEST = tl.constexpr(-1e30)  # stands for -inf, whose difference to itself is not a number
 
 
 @triton.jit
@@ -73,7 +72,7 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
     q += token * q_stride  # 64 bits for the tile's place, 32 for all places in it: few registers
     q_at = query[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
     q_tile = tl.load(q + q_at, mask=mask, other=0.0)  # [ROWS, DIM]
-    highest = tl.full([ROWS], LOWEST, tl.float32)
+    highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: that minus itself is not a number
     total, acc = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, DIM], tl.float32)
     # Split-KV (FlashDecoding): all splits but the last are as many whole tiles; some may be empty.
     end = position + num_queries  # what comes behind the tile's last query is never read

@@ -122,8 +122,7 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
     """The checkpoint's names, and the parameters or slices of stacked parameters they fill."""
     targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():  # of a tied head and embedding, the latter
-        path = name.rpartition(".")[0]  # model.layers.0.self_attn.qkv_proj
-        own_name = path.rpartition(".")[2]
+        path, own_name = name.rpartition(".")[0], name.split(".")[-2]  # .., qkv_proj
         parts = getattr(model.get_submodule(path), "parts", {own_name: len(parameter)})
         slices = torch.split(parameter, list(parts.values()))
         for part, rows in zip(parts, slices, strict=True):  # model.layers.0.self_attn.q_proj ..

@@ -95,27 +95,31 @@ class DecoderLayer(nn.Module):
         self.self_attn: Any = nn.ModuleDict({
             "qkv_proj": Linear(size, parts, config.qkv_bias),
             "o_proj": Linear(q_size, {"o_proj": size}, config.o_bias and not ranks.rank)})
-        norms = {f"{x}_norm": nn.RMSNorm(self.head_dim) for x in "qk" if config.qk_norm}
-        self.self_attn.update(norms)
-        pairs = zip(norms.values(), self.heads, strict=False)
-        self.qk_norms = [norm.weight.detach().expand(heads, -1) for norm, heads in pairs]
+        self.qk_norms = ("q_norm", "k_norm") if config.qk_norm else ()  # applied by norm_rotate
+        self.self_attn.update({name: nn.RMSNorm(self.head_dim) for name in self.qk_norms})
         self.mlp: Any = nn.ModuleDict({
             "gate_up_proj": Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias),
             "down_proj": Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)})
         self.input_layernorm = nn.RMSNorm(size, self.eps)
         self.post_attention_layernorm = nn.RMSNorm(size, self.eps)
 
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
-                metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, update: Tensor, rotation: tuple[Tensor, Tensor],
+                kv_cache: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
+        """x + update is the input: their sum is left to the kernel that also normalises it.
+
+        Returns the next such pair.
+        """
         attn, mlp, (heads, kv_heads) = self.self_attn, self.mlp, self.heads
-        qkv = attn.qkv_proj(self.input_layernorm(x)).view(len(x), -1, self.head_dim)
+        x, normed = add_norm(x, update, self.input_layernorm.weight, self.eps)
+        qkv = attn.qkv_proj(normed).view(len(x), -1, self.head_dim)
         qk, v = qkv.split([heads + kv_heads, kv_heads], 1)  # [num_tokens, heads, head_dim]
-        q, k = norm_rotate(qk, self.qk_norms, self.eps, *rotation).split([heads, kv_heads], 1)
+        pairs = zip(self.qk_norms, self.heads, strict=False)  # none, or both
+        weights = [attn[name].weight.expand(count, -1) for name, count in pairs]
+        q, k = norm_rotate(qk, weights, self.eps, *rotation).split([heads, kv_heads], 1)
         self.backend.store(k, v, kv_cache, metadata)
-        attended = attn.o_proj(self.backend.attend(q, kv_cache, metadata))
-        x, normed = add_norm(x, self.ranks.all_reduce(attended),
-                             self.post_attention_layernorm.weight, self.eps)
-        return x.add_(self.ranks.all_reduce(mlp.down_proj(silu_mul(mlp.gate_up_proj(normed)))))
+        attended = self.ranks.all_reduce(attn.o_proj(self.backend.attend(q, kv_cache, metadata)))
+        x, normed = add_norm(x, attended, self.post_attention_layernorm.weight, self.eps)
+        return x, self.ranks.all_reduce(mlp.down_proj(silu_mul(mlp.gate_up_proj(normed))))
 
 
 class CausalLM(nn.Module):
@@ -156,6 +160,7 @@ class CausalLM(nn.Module):
         x = self.ranks.all_reduce(embed_tokens(ids * mine) * mine[:, None])
         # cos and sin of the angles, [num_tokens, 1, head_dim], scaled as long contexts need it
         cos, sin = (y.transpose(0, 1) for y in rotary_emb(x, metadata.positions[None]))
+        update = torch.zeros_like(x)  # nothing yet
         for layer, kv_cache in zip(layers, kv_caches, strict=True):
-            x = layer(x, (cos, sin), kv_cache, metadata)
-        return self.ranks.gather(self.lm_head(norm(x[sampling_rows])), *self.vocab)
+            x, update = layer(x, update, (cos, sin), kv_cache, metadata)
+        return self.ranks.gather(self.lm_head(norm((x + update)[sampling_rows])), *self.vocab)

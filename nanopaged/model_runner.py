@@ -46,8 +46,8 @@ class ModelRunner:
         share = ranks.share(model_config)
         heads, head_dim, layers = share.num_key_value_heads, share.head_dim, share.num_hidden_layers
         self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
-        kernels = "triton" if self.device.type == "cuda" and find_spec("triton") else "torch"
-        self.attention = config.attention_backend.replace("auto", kernels)
+        default = "triton" if self.device.type == "cuda" and find_spec("triton") else "torch"
+        self.attention = config.attention_backend.replace("auto", default)
         backends = {"torch": TorchAttention, "triton": TritonAttention, "flash": FlashAttention}
         self.backend = backends[self.attention](
             share.num_attention_heads, heads, head_dim, config.block_size, self.dtype, self.device)
@@ -131,8 +131,8 @@ class ModelRunner:
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
         """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""
         if moves:
-            pools = (self.num_blocks if pool is self.swap_space else 0 for pool in (source, target))
-            ids, new_ids = (np.array(moves) - list(pools)).T.copy()  # each [num_moves]
+            firsts = [self.num_blocks * (pool is self.swap_space) for pool in (source, target)]
+            ids, new_ids = (np.array(moves) - firsts).T.copy()  # each [num_moves]
             blocks = source.index_select(1, to_device(ids, source.device)).to(target.device)
             target.index_copy_(1, to_device(new_ids, target.device), blocks)
 

@@ -1,4 +1,4 @@
-"""What the caller gets back; names are vLLM's."""
+"""What the caller gets back; names are vLLM's where it has them."""
 
 from dataclasses import dataclass
 

@@ -143,7 +143,7 @@ class Ranks:
                 self.close()
 
     def close(self) -> None:
-        """Tell the other ranks to end, or end those that were started here."""
+        """Tell the other ranks to end, and end those that were started here."""
         self.send(None)
         for process in self.workers.processes if self.workers else ():
             process.kill()

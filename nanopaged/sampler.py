@@ -86,8 +86,7 @@ class Sampler:
         """logits: [num_rows, vocab_size]; rows: whose they are; positions: of the new tokens."""
         params = self.params[rows]
         asked = np.flatnonzero(params["logprobs"])
-        wanted = logits[to_device(asked, logits.device)] if asked.size else logits[:0]
-        logprobs = wanted.float().log_softmax(-1)
+        logprobs = logits[to_device(asked, logits.device)].float().log_softmax(-1)
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, params["stops"][i]] = -torch.inf
         drawn = params["temperature"] >= GREEDY

@@ -38,7 +38,7 @@ class Batch:
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)  # in the runner's table of block tables
-    samples: list[int] = field(default_factory=list)  # behind whose last token one is drawn
+    samples: list[int] = field(default_factory=list)  # of every token that is drawn: behind whom
     swaps_out: Moves = field(default_factory=list)  # first these blocks move,
     swaps_in: Moves = field(default_factory=list)  # then these,
     copies: Moves = field(default_factory=list)  # then these are copied, and then the model runs
@@ -62,21 +62,20 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Decide the next step. What it will have computed counts as computed from here on."""
         batch, budget = Batch(), self.config.max_num_batched_tokens
-        running = self.running
         served, preempted = 0, False
-        while served < len(running):
-            group = running[served]
+        while served < len(self.running):
+            group = self.running[served]
             if group.beams and group.live[0].num_unread_tokens:
                 served += 1  # what its beams will be is not known yet
             elif self._make_room(seqs := group.scheduled, batch):
                 budget -= self._schedule_tokens(seqs, batch, budget)
                 served += 1
             else:
-                self._preempt(running.pop(), batch)  # the youngest: maybe this very group
+                self._preempt(self.running.pop(), batch)  # the youngest: maybe this very group
                 preempted = True
         while self.waiting and budget and not preempted and self._admit(self.waiting[0], batch):
-            running.append(self.waiting.popleft())
-            budget -= self._schedule_tokens(running[-1].scheduled, batch, budget)
+            self.running.append(self.waiting.popleft())
+            budget -= self._schedule_tokens(self.running[-1].scheduled, batch, budget)
         for seq in batch.drawn:
             seq.num_unread_tokens += 1
             batch.drawn_rows.append(seq.row)
@@ -95,7 +94,7 @@ class Scheduler:
                 continue
             self.news[group.owner][group.request_id] = group
             self.stats.output_tokens += 1
-            if length == group.num_prompt_tokens + 1:
+            if not group.metrics.first_token_time:
                 group.metrics.first_token_time = time.perf_counter()
             if group.beams:
                 seq.candidates = sampled.logprobs[i]
@@ -145,6 +144,7 @@ class Scheduler:
 
     def _make_room(self, seqs: list[Sequence], batch: Batch) -> bool:
         """Give a group's sequences the blocks for what they compute next, if there are enough."""
+        # A sequence alone shares full blocks only, and writes to none of them.
         if len(seqs) > 1 or seqs[0].num_tokens > len(seqs[0].block_table) * self.blocks.block_size:
             if self.blocks.missing(seqs) > len(self.blocks.free_blocks):
                 return False
@@ -212,7 +212,7 @@ class Scheduler:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
             self.stats.prompt_tokens += group.num_prompt_tokens
-        return self._make_room(group.scheduled, batch)
+        return self._make_room(group.scheduled, batch)  # there is room: it has been counted
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Back to the head of the queue. The tokens stay, so what was sampled is not lost."""

@@ -30,8 +30,7 @@ class Sequence:
     """
 
     def __init__(self, group: SequenceGroup, index: int, detokenizer: Detokenizer) -> None:
-        self.group = group
-        self.index = index
+        self.group, self.index = group, index
         self.token_ids = list(group.prompt_token_ids)
         self.num_computed_tokens = 0
         self.num_unread_tokens = 0  # sampled, but only the device knows them yet
@@ -109,4 +108,4 @@ class SequenceGroup:
     @property
     def scheduled(self) -> list[Sequence]:
         """Whose tokens are computed next: everybody's, or the leader's before the fork."""
-        return self.live if len(self.live) == 1 or self.forked else self.live[:1]
+        return self.live if self.forked else self.live[:1]

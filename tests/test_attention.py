@@ -126,7 +126,7 @@ def test_the_size_of_a_tile_changes_nothing(tile, monkeypatch):
 
 @pytest.mark.parametrize("num_bytes", [1, 1000, 5000, 10**9])
 def test_how_tiles_are_grouped_changes_nothing(num_bytes, monkeypatch):
-    monkeypatch.setattr(attention, "TILE_BYTES", num_bytes)
+    monkeypatch.setattr(attention, "GATHER_BYTES", num_bytes)
     case = Case([(past, 1) for past in (3, 50, 7, 0, 12, 31, 2, 8, 9, 3)] + MIXED)
     case.check()
     groups = len(case.prepare(case.backend()).plan)

@@ -6,6 +6,7 @@ for them goes to Triton, in its interpreter here.
 """
 
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 import pytest
@@ -74,13 +75,14 @@ def calls(request, monkeypatch):
         note(query, key)
         return reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
 
+    package = None  # it is not installed
     if request.param == "flash-attn":
         package = ModuleType("flash_attn")
+        package.__spec__ = ModuleSpec("flash_attn", None)
         package.flash_attn_varlen_func = flash_attn_varlen_func
-        monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
     stand_in = varlen_attn_2_11 if request.param == "torch 2.11" else varlen_attn
     monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
-    monkeypatch.setattr(attention, "FLASH_ATTN", request.param == "flash-attn")
     return calls
 
 
@@ -125,6 +127,9 @@ def test_decodes_may_come_along(calls):
     assert calls == [(52, 91)]
 
 
+@pytest.mark.parametrize(
+    "calls", ["flash-attn", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+)
 def test_the_engine_says_the_same_as_with_triton(calls):
     prompts = ["ROMEO:\nBut soft, what light through yonder", "To be"]
     params = nanopaged.SamplingParams(temperature=0, max_tokens=4)
@@ -141,7 +146,7 @@ def test_the_engine_says_the_same_as_with_triton(calls):
 
 def test_torchs_own_function_takes_what_it_gets(monkeypatch):
     """Without data, but with its own checks: of this version of torch."""
-    monkeypatch.setattr(attention, "FLASH_ATTN", False)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(attention, "to_device", lambda x, device: torch.from_numpy(x).to(device))
     case = FlashCase(PROMPTS)
     backend = FlashAttention(*case.heads, case.block_size, F16, torch.device("meta"))

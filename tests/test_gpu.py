@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from test_fusions import arguments
+from test_kernels import TritonCase
 from test_one_step_ahead import TIGHT, answers, draw_requests
 from torch.utils._pytree import tree_map_only
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams, model
+from nanopaged.attention import FlashAttention
 from nanopaged.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
@@ -92,6 +94,18 @@ def test_chunks_of_prompts_beside_decodes(engine, on_gpu, llama, draw_prompts):
     expected = tokens(engine(llama, num_blocks=200).generate(prompts, greedy(12)))
     llm = on_gpu(llama, num_blocks=200, max_num_seqs=8, max_num_batched_tokens=9)
     assert tokens(llm.generate(prompts, greedy(12))) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "heads, block_size", [((4, 2, 64), 16), ((16, 8, 128), 32), ((6, 1, 96), 256)], ids=str
+)
+def test_flash_attention_is_attention(heads, block_size, dtype):
+    """The real kernel, of flash-attn or of torch, as tests/test_flash.py has a stand-in for it."""
+    case = TritonCase([(0, 300), (0, 7), (64, 40), (3, 1)], heads, block_size, dtype)
+    backend = FlashAttention(*heads, block_size, dtype, DEVICE)
+    assert case.prepare(backend).prompts is not None
+    case.check(backend)
 
 
 def test_bfloat16_is_near_float32(engine, on_gpu):
