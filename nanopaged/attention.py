@@ -207,11 +207,11 @@ class FlashAttention(TritonAttention):
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
-        if find_spec("flash_attn"):
+        try:
             from flash_attn import flash_attn_varlen_func
 
             self.varlen: Any = partial(flash_attn_varlen_func, causal=True)
-        else:
+        except ImportError:
             from torch.nn.attention.varlen import varlen_attn
 
             options: Any = {"window_size": (-1, 0), "enable_gqa": True}

@@ -44,8 +44,7 @@ class BlockManager:
                  num_swap_blocks: int = 0,
                  hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.enable_prefix_caching = enable_prefix_caching
-        self.hash_function = hash_function
+        self.enable_prefix_caching, self.hash_function = enable_prefix_caching, hash_function
         self.blocks = [Block() for _ in range(num_blocks + num_swap_blocks)]
         self.free_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks))
         self.free_swap_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks, len(self.blocks)))

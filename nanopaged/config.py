@@ -61,10 +61,10 @@ class SamplingParams(Checked):
     n: int = option(1, low=1)
     temperature: float = option(1.0, low=0, high=1e30)
     top_p: float = option(1.0, low=1e-6, high=1)
-    top_k: int = option(0, low=-1)
+    top_k: int = option(0, low=-1, high=2**31)
     min_p: float = option(0.0, low=0, high=1)
     max_tokens: int | None = option(16, low=1)
-    min_tokens: int = option(0, low=0)
+    min_tokens: int = option(0, low=0, high=2**31)
     stop: str | list[str] | tuple[str, ...] | None = None
     stop_token_ids: list[int] | tuple[int, ...] | set[int] | None = None
     ignore_eos: bool = False
@@ -122,12 +122,12 @@ class EngineConfig(Checked):
     dtype: str = option("auto", choices=("auto", "float32", "float16", "bfloat16"))
     device: str = option("auto", choices=("auto", "cpu", "cuda"))
     block_size: int = option(16, choices=[2**i for i in range(11)])  # kernels need powers of two
-    num_blocks: int | None = option(None, low=1)
+    num_blocks: int | None = option(None, low=1, high=2**31)
     max_model_len: int | None = option(None, low=2)
-    max_num_seqs: int = option(256, low=1)
+    max_num_seqs: int = option(256, low=1, high=2**20)
     max_num_batched_tokens: int = option(8192, low=1)
     gpu_memory_utilization: float = option(0.9, low=0.01, high=1)
-    swap_space: float = option(4, low=0)
+    swap_space: float = option(4, low=0, high=2**20)
     enable_prefix_caching: bool = True
     preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
     attention_backend: str = option("auto", choices=("auto", "torch", "triton", "flash"))

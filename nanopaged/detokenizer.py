@@ -35,7 +35,9 @@ class Detokenizer:
             self.text += new.rstrip(INCOMPLETE) if final else new
             self.context, self.known = self.known, len(token_ids)
             self.start = self.start if check_stops else len(self.text)
-            hits = [at for stop in self.stops if (at := self.text.find(stop, self.start)) >= 0]
+            # What ends in the known text has been searched for.
+            low = max(self.start, len(self.text) - len(new) - max(map(len, self.stops), default=0))
+            hits = [at for stop in self.stops if (at := self.text.find(stop, low)) >= 0]
             if hits:
                 self.text, self.stopped = self.text[: min(hits)], True
 

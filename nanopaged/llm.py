@@ -9,6 +9,7 @@ import logging
 import random
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
@@ -28,7 +29,7 @@ AnyParams: TypeAlias = SamplingParams | BeamSearchParams
 Params: TypeAlias = AnyParams | Sequence[AnyParams] | None
 
 
-class LLM:
+class LLM(AbstractContextManager["LLM"]):
     """An engine with one model. Keyword arguments: see `EngineConfig`.
 
     >>> with LLM() as llm:  # the bundled model
@@ -95,7 +96,8 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: AnyParams | None = None) -> str:
         """Queue a request for `step` and return its id. A bad one raises and changes nothing."""
-        return self._add(self._make_group(prompt, sampling_params or SamplingParams()))
+        params = SamplingParams() if sampling_params is None else sampling_params
+        return self._add(self._make_group(prompt, params))
 
     def abort_request(self, request_id: str) -> None:
         """End a request, if it has not finished, and free its blocks.
@@ -140,7 +142,7 @@ class LLM:
         one = not isinstance(prompts, (list, tuple)) or (prompts and isinstance(prompts[0], int))
         prompts = [prompts] if one else prompts
         if not isinstance(params, (list, tuple)):
-            params = [params or SamplingParams()] * len(prompts)
+            params = [SamplingParams() if params is None else params] * len(prompts)
         check("number of sampling_params", len(params), choices=[len(prompts)])
         return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
 
@@ -246,9 +248,6 @@ class LLM:
         self._closed, self._launched = True, []
         vars(self.runner).clear()  # whoever holds the engine still does not hold its tensors
         self.ranks.close()
-
-    def __enter__(self) -> "LLM":
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()

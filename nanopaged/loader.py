@@ -76,11 +76,13 @@ def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
     Of these generation_config.json may name several where config.json has one or none.
     """
     found = [*path.glob("tokenizer.*"), *path.glob("vocab.json")]
-    tokenizer = AutoTokenizer.from_pretrained(path) if found else None
+    # Cleaned up, what a token looks like would depend on what follows.
+    tokenizer = None if not found else AutoTokenizer.from_pretrained(
+        path, clean_up_tokenization_spaces=False)
     generation = read(path / "generation_config.json").get("eos_token_id")
     sources = generation, config.eos_token_id, getattr(tokenizer, "eos_token_id", None)
-    eos: Any = next((ids for ids in sources if ids is not None), [])
-    return tokenizer, eos if isinstance(eos, list) else [eos]
+    eos = next((ids if isinstance(ids, list) else [ids] for ids in sources if ids is not None), [])
+    return tokenizer, [token for token in eos if token in range(config.vocab_size)]
 
 
 def load_weights(model: CausalLM, whole: CausalLM, starts: dict[str, int], path: Path) -> None:

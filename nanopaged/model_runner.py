@@ -62,6 +62,7 @@ class ModelRunner:
         self.num_blocks, self.num_swap_blocks = self._size_pools()
         self.kv_caches = self._make_pool(self.device, self.num_blocks)
         self.swap_space = self._make_pool(torch.device("cpu"), self.num_swap_blocks)
+        # Only Triton's `store` knows padding.
         if self.device.type == "cuda" and self.attention != "torch" and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
@@ -161,7 +162,8 @@ class ModelRunner:
     def _free_bytes(self) -> int:
         """What K and V may take on the device. One of the largest steps is run to measure it.
 
-        Beside the pool there is room for that step, and about as much for the graphs.
+        Beside the pool there is room for that step, and about as much for the graphs and the copies
+        that `FlashAttention` makes.
         """
         if self.device.type == "cpu":
             return CPU_POOL_BYTES

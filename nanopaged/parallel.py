@@ -107,10 +107,9 @@ class Ranks:
         """Rank 0's tensor, in place: the others add zeros."""
         return self.all_reduce(x.mul_(self.rank == 0)) if self.size > 1 else x
 
-    def gather(self, x: Tensor, start: int, total: int) -> Tensor:
-        """x: some columns of a matrix, from `start` on; returns all of them."""
-        columns = start, total - start - x.shape[1]  # of zeros, before and behind
-        return self.all_reduce(F.pad(x, columns)) if self.size > 1 else x
+    def gather(self, x: Tensor, at: int, total: int) -> Tensor:
+        """x: the columns from `at` on of a matrix that has `total`; returns all of them."""
+        return self.all_reduce(F.pad(x, (at, total - at - x.shape[1]))) if self.size > 1 else x
 
     def send(self, message: object) -> None:
         if self.store and self.rank == 0:

@@ -240,6 +240,24 @@ def test_a_stop_string_before_min_tokens_does_not_stop_later_either(stops, sizes
     assert detokenizer.text == "ababxyzxyz"
 
 
+def test_stop_strings_are_looked_for_in_new_text_only():
+    searched = []
+
+    class Text(str):
+        def __add__(self, other):
+            return Text(str(self) + other)
+
+        def find(self, stop, start):
+            searched.append(len(self) - start)
+            return super().find(stop, start)
+
+    tokenizer, ids = letters("abc" * 20 + "xy")
+    detokenizer = Detokenizer(tokenizer, 0, ["xy", "zz"])
+    detokenizer.text = Text()
+    assert [update(detokenizer, ids[: n + 1]) for n in range(62)] == [False] * 61 + [True]
+    assert max(searched) <= 3
+
+
 def test_a_stop_string_after_min_tokens_stops():
     tokenizer, ids = letters("ababxab")
     detokenizer = Detokenizer(tokenizer, 0, ["ab"])

@@ -366,6 +366,22 @@ def test_eos_ids_come_from_the_config_where_there_is_no_generation_config(
     assert output.finish_reason == "stop"
 
 
+def test_eos_ids_that_no_token_has_are_left_out(make_model, edit_model, engine, reference):
+    from nanopaged import SamplingParams
+
+    path = make_model("llama", seed=11)
+    copy = edit_model(path)
+    eos = {"eos_token_id": [3, 10**6, -1, "<eos>"]}
+    (copy / "generation_config.json").write_text(json.dumps(eos))
+    llm, prompt = engine(copy), [9, 8, 7]
+    assert llm.eos_token_ids == [3]
+    params = SamplingParams(temperature=0, max_tokens=12, min_tokens=5)
+    output = llm.generate([prompt], params, use_tqdm=False)[0].outputs[0]
+    free = reference.generate(path, prompt, 12)
+    assert 3 not in free[:5]  # nothing is suppressed
+    assert list(output.token_ids) == reference.generate(path, prompt, 12, eos=[3])
+
+
 def test_a_model_without_any_eos_runs_to_max_tokens(
     make_model, edit_model, engine, reference, draw_prompts
 ):

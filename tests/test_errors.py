@@ -29,6 +29,7 @@ PARAMS = [
     ("top_k", -2),
     ("top_k", 2.5),
     ("top_k", True),
+    ("top_k", 2**63),
     ("min_p", -0.25),
     ("min_p", 1.25),
     ("min_p", NAN),
@@ -39,6 +40,7 @@ PARAMS = [
     ("min_tokens", -1),
     ("min_tokens", 17),  # more than max_tokens
     ("min_tokens", 2.5),
+    ("min_tokens", 2**63),
     ("min_tokens", True),
     ("stop", ""),
     ("stop", ["a", ""]),
@@ -72,6 +74,9 @@ OPTIONS = [
     ("num_blocks", 0),
     ("num_blocks", -4),
     ("num_blocks", 2.5),
+    ("num_blocks", 10**30),
+    ("swap_space", 1e300),
+    ("max_num_seqs", 10**30),
     ("num_blocks", True),
     ("max_model_len", 0),
     ("max_model_len", -5),
@@ -521,9 +526,7 @@ def test_params_of_another_number_than_prompts_are_refused(count, busy):
     assert_refused(lambda: list(busy.stream(prompts, params)), ["2", str(count)])
 
 
-@pytest.mark.parametrize(
-    "params", [{"temperature": 0}, "greedy", 3, [None]], ids=["dict", "str", "int", "list of none"]
-)
+@pytest.mark.parametrize("params", [{"temperature": 0}, "greedy", 3, [None], {}, "", 0], ids=repr)
 def test_params_of_another_type_are_refused(params, busy):
     words = ["SamplingParams"]
     assert_refused(lambda: busy.generate([[1, 2]], params, use_tqdm=False), words)

@@ -4,7 +4,9 @@ A scripted model says a known text token by token, so what must be told after ea
 A random model emits arbitrary bytes. Streamed text only ever grows, and towards the final text.
 """
 
+import json
 import random
+import shutil
 
 import pytest
 
@@ -114,6 +116,15 @@ def test_bytes_that_nothing_completes_are_told_in_the_end(text_model, tokenizer,
         full = tokenizer.decode(list(output.outputs[0].token_ids), skip_special_tokens=True)
         assert without_half_characters(full) == without_half_characters(text_of(output))
     assert any("\ufffd" in without_half_characters(text_of(output)) for output in outputs)
+
+
+def test_text_is_not_cleaned_up_whatever_the_tokenizer_says(text_model, tmp_path, engine):
+    """It would depend on what follows; older releases of transformers clean up what they can."""
+    copy = shutil.copytree(text_model, tmp_path / "model")
+    file = copy / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}
+    file.write_text(json.dumps(settings))
+    assert engine(copy).tokenizer.clean_up_tokenization_spaces is False
 
 
 def test_special_tokens_are_not_text(make_scripted_model, tokenizer, engine):
