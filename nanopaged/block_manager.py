@@ -160,8 +160,9 @@ class BlockManager:
             block = self.blocks[block_id]
             block.hash, content = self._identify(seq, seq.block_table, index)
             first = self.blocks[self.published.setdefault(block.hash, block_id)]
-            same = first.content == content  # also if it is this one, and has been published before
-            block.prefix_id = first.prefix_id if same else next(self.prefix_ids)
+            # A sibling may have published this very block before: then its name stays.
+            names = (x.prefix_id for x in (block, first) if x.content == content)
+            block.prefix_id = next(names, 0) or next(self.prefix_ids)
             block.content = content
             seq.num_published = index + 1
 

@@ -968,3 +968,20 @@ def test_any_operations_keep_every_invariant():
 def test_a_hundred_thousand_operations_keep_every_invariant():
     counts = drive(1700, 100)
     assert counts["operations"] >= 100_000
+
+
+def test_after_a_collision_siblings_publish_the_same_blocks_without_renaming_them():
+    """Found by the machine: a new name for a shared block changed the hash of the one behind it."""
+
+    def collide(data):  # first blocks have one hash, others that of the name before them
+        return data[0] if not any(data[1:8]) else -1
+
+    manager = BlockManager(9, 4, num_swap_blocks=9, hash_function=collide)
+    run(manager, [9, 9, 9, 9, 1])
+    first, second = run_group(manager, A + B + [9], 2)
+    for free in (manager.free_swap_blocks, manager.free_blocks):
+        manager.swap([first, second], free)
+    for seq in (first, second):
+        manager.publish(seq)
+    blocks = manager.blocks
+    assert all(blocks[block].hash == hash for hash, block in manager.published.items())
