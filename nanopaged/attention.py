@@ -1,24 +1,28 @@
-"""Attention over the paged cache: what a step has to say about it, and the backends.
+"""Attention over the paged cache: what a step must know about it, and the backends.
 
-K and V of this step's tokens are stored first, then attention reads everything through the block
-tables. So a prompt's first chunk, its later ones, a cached prefix and a decode are one and the same
-case: some queries at known positions, and keys from position 0 to theirs.
+K and V of this step's tokens are stored first, then attention reads everything through
+the block tables. So a prompt's first chunk, its later chunks, a cached prefix and a
+decode are one and the same case: some queries at known positions, and the keys from
+position 0 to theirs.
 
 Shapes, here and everywhere:
 
-    num_tokens     tokens of the flat batch, all sequences one behind the other, no padding
+    num_tokens     tokens of the flat batch, one sequence after the other, no padding
                    (but in recorded graphs, at position -1)
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim]
-    kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one for every layer: a block
-                   is one piece of memory, first all its K, then all its V, head by head
-    block_tables   [num_seqs, max_blocks]: physical block of a logical block; any, past the end
-    slots          [num_tokens], the slot mapping: where a token's K and V are stored, physical
-                   block * block_size + place in there; -1: they are not (padding)
+    kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
+                   block is one piece of memory, first all its K, then all its V, head
+                   by head
+    block_tables   [num_seqs, max_blocks]: physical block of a logical block; any number
+                   after the sequence's last block
+    slots          [num_tokens], the slot mapping: where a token's K and V are stored,
+                   physical block * block_size + offset; -1: nowhere (padding)
 """
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -32,205 +36,441 @@ from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.int64]
 
-QUERY_TILE = 128  # queries in a tile: keys behind its last query are never read
-GATHER_BYTES = 8 << 20  # K and V that tiles done together may gather: what the CPU's caches hold
+QUERY_TILE = 512  # queries of a chunk that are masked together
 
 
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens are, where they are stored and what they attend to.
+    """Where this step's tokens are and where they are stored: the same for every layer."""
 
-    The same for every layer.
-    """
-
-    plan: Any  # of the torch backend: a list of gathers; of Triton: tiles, tables, rows, splits
     positions: Tensor  # [num_tokens]: of a token in its sequence
     slots: Tensor  # [num_tokens]: the slot mapping
-    prompts: Any = None  # of flash: places of all keys, where sequences begin, the longest
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Of the Triton backend: whose contents say which step this is, if the shapes stay."""
-        return [self.positions, self.slots, *self.plan[:2]]
+
+@dataclass
+class Chunk:
+    """Some queries of one sequence, and the blocks with their keys."""
+
+    tokens: slice  # of the flat batch
+    block_ids: Tensor  # [num_blocks]
+    num_keys: int
+    mask: Tensor | None  # [num_queries, num_keys]: who sees what; None: see `causal`
+    causal: bool  # there is no past: query i sees keys 0 to i
+
+
+@dataclass
+class TorchMetadata(AttentionMetadata):
+    chunks: list[Chunk]
 
 
 class TorchAttention:
-    """Plain torch, on any device: gather whole blocks, then torch's own attention.
+    """The reference, on any device: gather a sequence's K and V, then torch's attention."""
 
-    Tiles of equal size are batched until their K and V fill the processor's caches: one gather for
-    all of them would go through memory twice, one at a time would drown in calls.
-    """
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.group_size = num_heads // num_kv_heads
+        self.head_dim = head_dim
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = device
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int,
-                 dtype: torch.dtype, device: torch.device) -> None:
-        self.num_kv_heads, self.group_size = num_kv_heads, num_heads // num_kv_heads
-        self.head_dim, self.block_size = head_dim, block_size
-        self.dtype, self.device = dtype, device
-        self.block_bytes = 2 * num_kv_heads * block_size * head_dim * dtype.itemsize
-        self.tile_sizes = [QUERY_TILE] * 2  # for few and for many queries
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
+        """Plan a step: sequence i has counts[i] new tokens from position starts[i] on."""
+        positions, slots = self._place(block_tables, starts, counts)
+        chunks = self._make_chunks(block_tables, starts, counts, np.arange(len(counts)))
+        return TorchMetadata(
+            to_device(positions, self.device), to_device(slots, self.device), chunks
+        )
 
-    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
-        """Plan a step: sequence i has `counts[i]` new tokens at the positions from `starts[i]`."""
-        # starts=[5, 0], counts=[2, 3] -> seqs=[0, 0, 1, 1, 1], positions=[5, 6, 0, 1, 2]:
-        # place in the batch - place of the sequence's first token + that one's position.
-        seqs = np.repeat(np.arange(len(counts)), counts)
-        positions = np.arange(len(seqs)) + (starts - np.cumsum(counts) + counts)[seqs]
-        indices, offsets = np.divmod(positions, self.block_size)
-        slots = np.where(positions < 0, -1, block_tables[seqs, indices] * self.block_size + offsets)
-        # Cut every sequence's queries into tiles: some rows of the flat batch each. Those with the
-        # most keys come first, since a chip should run empty on short ones.
-        size = self.tile_sizes[int(counts.mean() > self.tile_sizes[0])]
-        firsts = np.flatnonzero((positions - starts[seqs]) % size == 0)
-        sizes = np.diff(firsts, append=len(seqs))
-        tiles = np.stack((seqs[firsts], firsts, positions[firsts], sizes), 1)
-        tiles = tiles[np.argsort(-positions[firsts] - sizes)]
-        return AttentionMetadata(self._plan(tiles, size, block_tables),
-                                 to_device(positions, self.device), to_device(slots, self.device))
+    def _place(self, block_tables: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
+        """Positions and slots of all tokens: two arrays [num_tokens].
 
-    def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
-        """tiles: [num_tiles, 4]: sequence, first token, its position, number of queries (<= size).
-
-        Here as many of one size as may be gathered together, those of the longest context first,
-        are one element of the plan.
+        starts=[5, 0], counts=[2, 3] -> positions=[5, 6, 0, 1, 2].
         """
-        plan = []
-        heads = np.arange(2 * self.num_kv_heads).reshape(2, 1, -1, 1)
-        for count in np.unique(tiles[:, 3]).tolist():
-            seqs, firsts, positions, _ = tiles[tiles[:, 3] == count].T[:, :, None]
-            queries, positions = firsts + np.arange(count), positions + np.arange(count)
-            begin = 0
-            while begin < len(seqs):
-                width = int(positions[begin, -1]) // self.block_size + 1  # blocks of the longest
-                some = slice(begin, begin + max(1, GATHER_BYTES // (width * self.block_bytes)))
-                # [2, num_tiles, num_kv_heads, num_blocks]:
-                cache_rows = block_tables[seqs[some], :width] * heads.size + heads
-                seen = np.arange(width * self.block_size) <= positions[some, None, :, None]
-                # Rows in the flat batch, rows of the cache (all K, then all V), and the mask,
-                # [num_tiles, 1, num_queries, num_keys].
-                arrays = queries[some].ravel(), cache_rows.ravel(), seen
-                plan.append([to_device(array, self.device) for array in arrays])
-                begin = some.stop
-        return plan
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        first_tokens = np.cumsum(counts) - counts
+        positions = np.arange(len(seqs)) - first_tokens[seqs] + starts[seqs]
+        indices, offsets = np.divmod(positions, self.block_size)
+        slots = block_tables[seqs, indices] * self.block_size + offsets
+        return positions, np.where(positions < 0, -1, slots)
 
-    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
-        kv_cache[self.places(metadata.slots)] = torch.stack((k, v), 1)
+    def _make_chunks(
+        self, block_tables: Ints, starts: Ints, counts: Ints, seqs: Ints
+    ) -> list[Chunk]:
+        chunks = []
+        first_tokens = np.cumsum(counts) - counts
+        for seq in seqs.tolist():
+            start, count, token = int(starts[seq]), int(counts[seq]), first_tokens[seq]
+            # Only a chunk with a past needs a mask: cut, so that masks stay small.
+            size = QUERY_TILE if start else count
+            for first in range(0, count, size):
+                num_queries = min(size, count - first)
+                num_keys = start + first + num_queries
+                num_blocks = -(-num_keys // self.block_size)
+                mask = None
+                if start and num_queries > 1:
+                    last_keys = np.arange(num_keys - num_queries, num_keys)
+                    mask = np.arange(num_keys) <= last_keys[:, None]
+                chunks.append(
+                    Chunk(
+                        slice(token + first, token + first + num_queries),
+                        to_device(block_tables[seq, :num_blocks], self.device),
+                        num_keys,
+                        mask if mask is None else to_device(mask, self.device),
+                        causal=start == 0,
+                    )
+                )
+        return chunks
 
-    def places(self, slots: Tensor) -> tuple[Any, ...]:
-        """Index of a layer's cache, for K and V [num_tokens, 2, num_kv_heads, head_dim]."""
-        return slots // self.block_size, slice(None), slice(None), slots % self.block_size
+    def store(
+        self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> None:
+        blocks = metadata.slots // self.block_size
+        offsets = metadata.slots % self.block_size
+        kv_cache[blocks, :, :, offsets] = torch.stack((k, v), 1)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """q: [num_tokens, num_heads, head_dim]; returns [num_tokens, num_heads * head_dim]."""
-        out = torch.empty_like(q)
-        cache = kv_cache.view(-1, self.block_size * self.head_dim)  # rows: (block, K or V, head)
-        for queries, cache_rows, seen in metadata.plan:
-            out.index_copy_(0, queries, self._attend(q[queries], cache, cache_rows, seen))
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+        """q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
+        out = q.new_empty(q.shape)
+        for chunk in metadata.chunks:
+            out[chunk.tokens] = self._attend_chunk(q[chunk.tokens], kv_cache, chunk)
         return out.flatten(1)
 
-    def _attend(self, q: Tensor, cache: Tensor, cache_rows: Tensor, seen: Tensor) -> Tensor:
-        """q and the result: [num_tiles * num_queries, num_heads, head_dim]
+    def _attend_chunk(self, q: Tensor, kv_cache: Tensor, chunk: Chunk) -> Tensor:
+        # [2, num_kv_heads, num_blocks, block_size, head_dim]
+        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, chunk.block_ids)
+        # What follows the last key in its block is stale: NaN there would spread.
+        k, v = blocks.flatten(2, 3)[:, :, : chunk.num_keys]
 
-        A function of its own, so that the next tiles get the memory of these, warm in the caches.
-        """
-        n, _, _, num_keys = seen.shape
-        k, v = cache.index_select(0, cache_rows).view(2, n, self.num_kv_heads, num_keys, -1)
-        rows = q.view(n, -1, *q.shape[1:]).transpose(1, 2)
-        result = F.scaled_dot_product_attention(rows, k, v, seen, enable_gqa=True)
-        return result.transpose(1, 2).reshape(q.shape)
+        # [num_kv_heads, group_size, num_queries or num_keys, head_dim], K and V not copied
+        q = q.view(len(q), self.num_kv_heads, self.group_size, -1).permute(1, 2, 0, 3)
+        k = k[:, None].expand(-1, self.group_size, -1, -1)
+        v = v[:, None].expand(-1, self.group_size, -1, -1)
+        result = F.scaled_dot_product_attention(
+            q, k, v, chunk.mask, is_causal=chunk.causal
+        )
+        return result.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(values)
-    # To a GPU from pinned memory, or else the copy may wait for it.
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+@dataclass
+class NumbaMetadata(TorchMetadata):
+    decodes: Tensor  # [num_decodes]: tokens of the flat batch
+    block_tables: Ints  # [num_decodes, max_blocks]
+    ends: Ints  # [num_decodes]: number of keys
+    num_splits: int
+
+
+class NumbaAttention(TorchAttention):
+    """On a CPU: decodes by the kernel of `cpu_kernels.py`, prompts by torch.
+
+    A decode has few operations per byte, so the kernel reads the pool in place. A
+    prompt's chunk has many: there, a copy of K and V costs little.
+    """
+
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        if find_spec("numba") is None or self.device.type != "cpu":
+            raise ValueError(
+                "attention_backend 'numba' needs numba (`pip install numba`) and device "
+                f"'cpu', got {self.device.type!r}: use 'torch'"
+            )
+        from nanopaged import cpu_kernels
+
+        self.kernels = cpu_kernels
+        self.num_threads = torch.get_num_threads()
+        self.pool = ThreadPoolExecutor(max(1, self.num_threads - 1), "nanopaged-attention")
+        self.bits = {2: torch.uint16, 4: torch.uint32}[self.dtype.itemsize]
+
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> NumbaMetadata:
+        positions, slots = self._place(block_tables, starts, counts)
+        prompts = np.flatnonzero(counts > 1)
+        chunks = self._make_chunks(block_tables, starts, counts, prompts)
+
+        decodes = np.flatnonzero(counts == 1)
+        ends = starts[decodes] + 1
+        # Enough splits that the longest sequence is no more than a quarter of a
+        # thread's work.
+        share = ends.sum() * self.num_kv_heads / (4 * self.num_threads)
+        num_splits = int(np.ceil(ends.max(initial=0) / max(share, 256)))
+        return NumbaMetadata(
+            to_device(positions, self.device),
+            to_device(slots, self.device),
+            chunks,
+            torch.from_numpy(np.cumsum(counts)[decodes] - 1),
+            block_tables[decodes],
+            ends,
+            num_splits,
+        )
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
+        num_decodes = len(metadata.ends)
+        if num_decodes == len(q):
+            return self._decode(q, kv_cache, metadata).flatten(1)
+
+        out = super().attend(q, kv_cache, metadata)
+        if num_decodes:
+            decodes = metadata.decodes
+            out[decodes] = self._decode(q[decodes], kv_cache, metadata).flatten(1)
+        return out
+
+    def _decode(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
+        """q and the result: [num_decodes, num_heads, head_dim]"""
+        parts = torch.empty(metadata.num_splits, *q.shape)
+        lse = torch.empty(parts.shape[:3])
+        kernel = partial(
+            self.kernels.paged_attention,
+            q=q.float().numpy(),
+            kv_cache=kv_cache.view(self.bits).numpy(),
+            block_tables=metadata.block_tables,
+            ends=metadata.ends,
+            is_float16=self.dtype == torch.float16,
+            out=parts.numpy(),
+            lse=lse.numpy(),
+        )
+        num_programs = metadata.num_splits * len(q) * self.num_kv_heads
+        self._run(kernel, num_programs)
+        if metadata.num_splits == 1:
+            return parts[0].to(q.dtype)
+
+        # Log-sum-exp merge: the mean of the splits, weighted by their sums.
+        weights = torch.softmax(lse, 0)
+        return (parts * weights[..., None]).sum(0).to(q.dtype)
+
+    def _run(self, kernel: Any, num_programs: int) -> None:
+        """Run all programs on some threads; each takes the next few when it is free."""
+        step = -(-num_programs // (4 * self.num_threads))
+        firsts = iter(range(0, num_programs, step))
+
+        def work() -> None:
+            for first in firsts:
+                kernel(programs=(first, min(first + step, num_programs)))
+
+        others = [self.pool.submit(work) for _ in range(self.num_threads - 1)]
+        work()
+        for other in others:
+            other.result()
+
+
+@dataclass
+class TritonMetadata(AttentionMetadata):
+    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, number of queries
+    block_tables: Tensor  # [num_seqs, max_blocks]
+    num_rows: int  # of a tile: queries times group_size, rounded up
+    num_splits: int  # of a tile's keys
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What tells one step from another, if the shapes are the same."""
+        return [self.positions, self.slots, self.tiles, self.block_tables]
 
 
 class TritonAttention(TorchAttention):
     """The same calls, by the kernels of `kernels.py`.
 
-    A query at position -1 is padding: its slot is -1 too, it is not stored, it sees no key, and
-    its result is zero. With other contents in the metadata's tensors, `store` and `attend` do
-    another step, of the same shapes.
+    A query at position -1 is padding: it is not stored, it sees no key, and its result is
+    zero. With other contents in the metadata's tensors, `store` and `attend` compute
+    another step of the same shapes: CUDA graphs rest on this.
     """
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
-        on_gpu, size = self.device.type == "cuda", self.dtype.itemsize
-        if find_spec("triton") is None or not (on_gpu or os.environ.get("TRITON_INTERPRET") == "1"):
-            raise ValueError("attention_backend 'triton' or 'flash' needs triton (`pip install "
-                             f"triton`) and device 'cuda', got {self.device.type!r}: use 'torch'")
+        on_gpu = self.device.type == "cuda"
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if find_spec("triton") is None or not (on_gpu or interpreted):
+            raise ValueError(
+                "attention_backend 'triton' or 'flash' needs triton (`pip install triton`) "
+                f"and device 'cuda', got {self.device.type!r}: use 'torch'"
+            )
         from nanopaged import kernels
 
         self.kernels = kernels
-        rows = kernels.FEW_ROWS, kernels.MANY_ROWS[size]  # queries x the group's heads
-        self.tile_sizes = [max(1, number // self.group_size) for number in rows]
-        self.dim: int = max(16, 1 << (self.head_dim - 1).bit_length())  # tl.dot takes no less
+        size = self.dtype.itemsize
+        self.few_queries = max(1, kernels.FEW_ROWS // self.group_size)
+        self.many_queries = max(1, kernels.MANY_ROWS[size] // self.group_size)
+        # tl.dot takes sizes that are powers of two, 16 or more.
+        self.dim = max(16, next_power_of_2(self.head_dim))
         self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * size)))
-        num_sms = torch.cuda.get_device_properties().multi_processor_count if on_gpu else 4
+
+        num_sms = 4
+        if on_gpu:
+            num_sms = torch.cuda.get_device_properties().multi_processor_count
         self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
 
-    def _plan(self, tiles: Ints, size: int, block_tables: Ints) -> Any:
-        """The tiles, the tables, how many rows a tile has, and how many splits its keys."""
-        # Few tiles are split, so that they fill the chip too; each split has a tile of the longest.
-        # All of a step's tiles count: tokens x splits is what there is memory for.
-        most = -(-block_tables.shape[1] * self.block_size // self.key_tile)
-        splits = min(self.num_programs // (len(tiles) * self.num_kv_heads), most, 64)
-        splits = 1 << (max(1, splits).bit_length() - 1)  # a power of two
-        rows = max(self.kernels.FEW_ROWS, 1 << (size * self.group_size - 1).bit_length())
-        both = (to_device(array.astype(np.int32), self.device) for array in (tiles, block_tables))
-        return *both, rows, splits
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> TritonMetadata:
+        """Cut each sequence's queries into tiles, and choose the number of splits.
 
-    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> None:
+        With tiles of 8 queries, starts=[40, 3] and counts=[1, 20] give the tiles
+
+            [[0, 0, 40, 1], [1, 17, 19, 4], [1, 9, 11, 8], [1, 1, 3, 8]]
+
+        Tokens 1 to 20 of the batch are sequence 1's, at positions 3 to 22: three tiles.
+        Most keys come first, so that a long tile does not start when all others end.
+        """
+        positions, slots = self._place(block_tables, starts, counts)
+        seqs = np.repeat(np.arange(len(counts)), counts)
+
+        # A tile begins at every size-th query of a sequence.
+        few = counts.mean() <= self.few_queries
+        size = self.few_queries if few else self.many_queries
+        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)
+        sizes = np.diff(first_tokens, append=len(seqs))
+        first_positions = positions[first_tokens]
+        tiles = np.stack((seqs[first_tokens], first_tokens, first_positions, sizes), 1)
+        tiles = tiles[np.argsort(-first_positions - sizes)]
+
+        # Few tiles are split, so that they fill the chip, too; but no split is shorter
+        # than one tile of keys.
+        max_keys = block_tables.shape[1] * self.block_size
+        num_splits = min(
+            self.num_programs // (len(tiles) * self.num_kv_heads),
+            -(-max_keys // self.key_tile),
+            64,
+        )
+        return TritonMetadata(
+            positions=to_device(positions, self.device),
+            slots=to_device(slots, self.device),
+            tiles=to_device(tiles.astype(np.int32), self.device),
+            block_tables=to_device(block_tables.astype(np.int32), self.device),
+            num_rows=max(self.kernels.FEW_ROWS, next_power_of_2(size * self.group_size)),
+            num_splits=previous_power_of_2(max(1, num_splits)),
+        )
+
+    def store(
+        self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
+    ) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
-            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
-            self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
+            k,
+            v,
+            metadata.slots,
+            kv_cache,
+            k.stride(0),
+            v.stride(0),
+            self.num_kv_heads,
+            self.head_dim,
+            self.block_size,
+            self.dim,
+            num_warps=1,
+        )
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        out, (tiles, tables, rows, splits) = q.new_empty(q.shape), metadata.plan
-        lse = torch.empty(*q.shape[:2], splits, device=q.device)
-        parts = torch.empty(*lse.shape, self.head_dim, device=q.device) if splits > 1 else out
-        self.kernels.paged_attention[len(tiles) * self.num_kv_heads, splits](
-            q, kv_cache, tables, tiles, parts, lse, q.stride(0), tables.stride(0),
-            self.num_kv_heads, self.group_size, self.head_dim, self.block_size, rows,
-            self.key_tile, self.dim, num_warps=max(4, rows // 16), num_stages=3)
-        if splits > 1:
-            self.kernels.merge_splits[q.shape[:2]](parts, lse, out, self.head_dim, splits, self.dim)
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
+        num_splits = metadata.num_splits
+        out = q.new_empty(q.shape)
+        lse = torch.empty(*q.shape[:2], num_splits, device=q.device)
+        parts = out
+        if num_splits > 1:
+            parts = torch.empty(*lse.shape, self.head_dim, device=q.device)
+
+        num_tiles = len(metadata.tiles)
+        self.kernels.paged_attention[num_tiles * self.num_kv_heads, num_splits](
+            *(q, kv_cache, metadata.block_tables, metadata.tiles, parts, lse),
+            *(q.stride(0), metadata.block_tables.stride(0)),
+            *(self.num_kv_heads, self.group_size, self.head_dim, self.block_size),
+            *(metadata.num_rows, self.key_tile, self.dim),
+            num_warps=max(4, metadata.num_rows // 16),
+            num_stages=3,
+        )
+        if num_splits > 1:
+            self.kernels.merge_splits[q.shape[:2]](
+                parts, lse, out, self.head_dim, num_splits, self.dim
+            )
         return out.flatten(1)
 
 
-class FlashAttention(TritonAttention):
-    """Prompts by FlashAttention-2 (Dao 2023): the kernel of flash-attn, or else of torch.
+@dataclass
+class FlashMetadata(TritonMetadata):
+    lengths: Tensor  # [num_seqs]: number of keys
+    first_queries: Tensor  # [num_seqs + 1]: where sequences begin in the flat batch
+    first_keys: Tensor  # [num_seqs + 1]
+    most_queries: int
+    most_keys: int
 
-    It gets copies of K and V, sequence by sequence, as it cannot read small blocks. So it is for
-    steps with few keys a query: the others are Triton's, all decodes among them, and float32.
+
+class FlashAttention(TritonAttention):
+    """Steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn or of torch.
+
+    It reads the pool in place, too, where blocks are large enough for it. Steps of decodes
+    alone, which CUDA graphs record, are Triton's, and so is float32.
     """
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
+        if self.block_size % 256:
+            raise ValueError(
+                "block_size must be a multiple of 256 for attention_backend='flash', got "
+                f"{self.block_size}: use 256, or attention_backend='triton'"
+            )
         try:
             from flash_attn import flash_attn_varlen_func
 
-            self.varlen: Any = partial(flash_attn_varlen_func, causal=True)
+            self.from_torch = False
+            self.flash: Any = partial(flash_attn_varlen_func, causal=True)
         except ImportError:
             from torch.nn.attention.varlen import varlen_attn
 
-            options: Any = {"window_size": (-1, 0), "enable_gqa": True}
-            names = varlen_attn.__kwdefaults__ or {}  # torch 2.11's has no enable_gqa, needs none
-            self.varlen = partial(varlen_attn, **{x: options[x] for x in options if x in names})
+            self.from_torch = True
+            self.flash = partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
 
-    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> AttentionMetadata:
+    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> TritonMetadata:
         metadata = super().prepare(block_tables, starts, counts)
-        ends, most = starts + counts, int(counts.max())
-        # A copy costs less than what a prompt's queries do with it; 4 is to be measured.
-        if most > 1 and ends.sum() <= 4 * counts.sum() and self.dtype != torch.float32:
-            places = self.places(super().prepare(block_tables, np.zeros_like(ends), ends).slots)
-            sums = np.cumsum([[0, *counts], [0, *ends]], 1, np.int32)  # where sequences begin
-            metadata.prompts = places, *to_device(sums, self.device), most, int(ends.max())
-        return metadata
+        ends = starts + counts
+        most_queries = int(counts.max())
+        if most_queries == 1 or self.dtype == torch.float32:
+            return metadata
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
-        if metadata.prompts is None:
+        return FlashMetadata(
+            **vars(metadata),
+            lengths=to_device(ends.astype(np.int32), self.device),
+            first_queries=to_device(np.cumsum([0, *counts], dtype=np.int32), self.device),
+            first_keys=to_device(np.cumsum([0, *ends], dtype=np.int32), self.device),
+            most_queries=most_queries,
+            most_keys=int(ends.max()),
+        )
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
+        if not isinstance(metadata, FlashMetadata):
             return super().attend(q, kv_cache, metadata)
-        places, *lengths = metadata.prompts
-        k, v = kv_cache[places].unbind(1)  # [num_keys, num_kv_heads, head_dim]
-        return torch.flatten(self.varlen(q, k, v, *lengths), 1)
+
+        # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
+        k, v = kv_cache.transpose(2, 3).unbind(1)
+        options = {"block_table": metadata.block_tables}
+        if self.from_torch:
+            options["seqused_k"] = metadata.lengths
+        out = self.flash(
+            *(q, k, v, metadata.first_queries, metadata.first_keys),
+            *(metadata.most_queries, metadata.most_keys),
+            **options,
+        )
+        return torch.flatten(out, 1)
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda":
+        return tensor
+    # To a GPU from pinned memory, or else the copy may wait for it.
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def previous_power_of_2(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+BACKENDS: dict[str, Any] = {
+    "torch": TorchAttention,
+    "numba": NumbaAttention,
+    "triton": TritonAttention,
+    "flash": FlashAttention,
+}

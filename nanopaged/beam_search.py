@@ -1,48 +1,88 @@
-"""Beam search: expand every beam, keep the best continuations, fork where a beam has several.
+"""Beam search: continue every beam, keep the best continuations, fork and drop beams.
 
-A beam is a sequence, and the group has always as many as the search is wide. A step gives every
-beam's most likely next tokens. The best of all these continuations that are not complete are the
-new beams: a beam's best child takes its place, other children the places of beams that have none.
-This file decides; the block manager's `fork` shares the blocks.
+A beam is a sequence, and the group always has as many as the search is wide. After a
+step the most likely next tokens of every beam are known. The best of all these
+continuations that are not complete become the new beams. The best child of a beam takes
+its place; its other children take the places of beams that have no child. This file
+decides which; sharing the blocks is the block manager's `fork`.
 
-The rules are those of transformers' `generate(num_beams=..)`, so the results are too.
+The rules are those of transformers' `generate(num_beams=..)`, so the results are the
+same.
 """
 
 from collections.abc import Callable
-from heapq import nlargest
+from typing import NamedTuple
 
 from nanopaged.sequence import Sequence, SequenceGroup
 
 
-def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) -> bool:
-    """Replace the live beams by their best continuations, and `fork` parents to new beams.
+class Child(NamedTuple):
+    """A beam, continued by one token."""
 
-    True says that the search is over; then `group.finished` has the best complete beams.
+    parent: Sequence
+    token: int
+    logprob: float
+
+    @property
+    def cumulative_logprob(self) -> float:
+        return self.parent.cumulative_logprob + self.logprob
+
+
+def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) -> bool:
+    """Replace the live beams by their best continuations; `fork` shares a parent's
+    blocks.
+
+    True means that the search is over, and `group.complete_beams` has the best beams.
     """
-    width, ends = group.beams.beam_width, group.stop_token_ids
-    # A child is a beam continued by one token; the best have the highest summed log-probability.
-    children = [(parent, token, logprob) for parent in group.live
+    assert group.beams is not None, "not a beam search"
+    width = group.beams.beam_width
+    length = len(group.live[0].token_ids)
+    # After the prompt all beams are equal: only the leader's children count.
+    is_first = length == group.num_prompt_tokens
+    parents = group.live[:1] if is_first else group.live
+    children = [Child(parent, token, logprob) for parent in parents
                 for token, logprob in parent.candidates.items()]
-    children.sort(key=lambda child: child[0].cumulative_logprob + child[2], reverse=True)
-    at_end = len(group.live[0].token_ids) + 1 >= group.max_len
-    for parent, token, logprob in children[:width]:  # what ends behind them is not good enough
-        if at_end or token in ends:
-            complete = Sequence(group, 0, parent.detokenizer)
-            complete.extend(parent, token, logprob)
-            complete.finish_reason = "stop" if token in ends else "length"
-            group.finished.append(complete)
-    group.finished = nlargest(width, group.finished, lambda seq: seq.score)
-    if at_end:
+    children.sort(key=lambda child: child.cumulative_logprob, reverse=True)
+
+    # Of the children that are complete, those count that are among the best of all.
+    at_max_len = length + 1 >= group.max_len
+    for child in children[:width]:
+        is_stop = child.token in group.stop_token_ids
+        if is_stop or at_max_len:
+            complete = Sequence(group, index=0)
+            complete.continue_beam(*child)
+            complete.finish_reason = "stop" if is_stop else "length"
+            group.complete_beams.append(complete)
+    group.complete_beams.sort(key=lambda seq: seq.score, reverse=True)
+    del group.complete_beams[width:]
+    if at_max_len:
         return True
-    kept = [child for child in children if child[1] not in ends][:width]
-    parents = {child[0]: child for child in reversed(kept)}  # and the best child of each
-    others = [child for child in kept if parents[child[0]] is not child]
-    idle = [seq for seq in group.live if seq not in parents]
-    for child, seq in zip(others, idle, strict=True):
-        fork(child[0], seq)
-        seq.extend(*child)
-    for parent, child in parents.items():  # at last: others need what they said before
-        parent.extend(*child)
-    if len(group.finished) < width:
+
+    survivors = [child for child in children if child.token not in group.stop_token_ids]
+    best_score = _replace_beams(group, survivors[:width], fork)
+    if len(group.complete_beams) < width:
         return False
-    return group.beams.early_stopping or kept[0][0].score <= group.finished[-1].score
+    # Unless it stops early, the search goes on while a running beam may still win.
+    return group.beams.early_stopping or best_score <= group.complete_beams[-1].score
+
+
+def _replace_beams(group: SequenceGroup, survivors: list[Child],
+                   fork: Callable[[Sequence, Sequence], None]) -> float:
+    """Make the survivors, best first, the live beams; returns the best one's score."""
+    best_children: dict[Sequence, Child] = {}
+    other_children: list[Child] = []
+    for child in survivors:
+        if child.parent not in best_children:
+            best_children[child.parent] = child
+        else:
+            other_children.append(child)
+
+    # Forks come first: a parent must not change while others still need what it was. A
+    # beam without a child gives back its blocks, and a fork takes its place.
+    childless = [seq for seq in group.live if seq not in best_children]
+    for child, seq in zip(other_children, childless, strict=True):
+        fork(child.parent, seq)
+        seq.continue_beam(*child)
+    for parent, child in best_children.items():
+        parent.continue_beam(*child)
+    return survivors[0].parent.score

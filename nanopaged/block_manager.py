@@ -1,13 +1,19 @@
-"""Physical blocks: who holds them, which are free, and what the free ones still remember.
+"""Physical blocks: which sequences hold them, which are free, and what free ones still
+hold.
 
-A block belongs to whoever holds a reference to it. Ref count 0 means free *and still cached*: it
-waits in the free list, least recently used first, until it is taken for something else. The manager
-knows block ids and token ids, not tensors; nobody else changes a ref count.
+A block belongs to every sequence that holds a reference to it. With a reference count
+of 0 it is free *and still cached*: it waits in the free list, least recently used
+first, until somebody takes it for other tokens. The manager deals in block ids and
+token ids and never sees a tensor. Nobody else changes a reference count or a block
+table.
 
-With block_size=4, a prompt of 6 tokens and free blocks 0 to 3: `allocate` gives the block table
-[0, 1]; its step publishes block 0, and not block 1 (half full). A second prompt with the same first
-4 tokens gets [0, 2]: block 0 has two references, and 4 tokens are not computed. If the first one
-forks, both have [0, 1]; who writes token 7 first takes a copy, [0, 3] (copy-on-write).
+An example with block_size=4 and the free blocks 0, 1, 2, 3:
+
+    a prompt of 6 tokens is allocated    [0, 1]    its step publishes block 0, which is full
+    a prompt with the same first 4       [0, 2]    block 0 has two references now
+    the first sequence forks             [0, 1]    both its sequences hold blocks 0 and 1
+    one of them writes its 7th token     [0, 3]    not into the shared block 1, but into a
+                                                   copy of it: copy-on-write
 """
 
 from array import array
@@ -21,172 +27,273 @@ import xxhash
 
 from nanopaged.sequence import Sequence
 
-FreeList: TypeAlias = OrderedDict[int, None]  # in eviction order; takes from the middle in O(1)
-Moves: TypeAlias = list[tuple[int, int]]  # (from, to): physical blocks whose contents are copied
+# Block ids in the order in which they are taken. An OrderedDict without values can also
+# drop a block from its middle in O(1): the prefix cache revives free blocks.
+FreeList: TypeAlias = OrderedDict[int, None]
+# Pairs (from, to) of physical blocks: the contents of one are copied to the other.
+Moves: TypeAlias = list[tuple[int, int]]
+# What a full block holds: the name of the block before it (the salt, for a first
+# block), and its own token ids.
 Content: TypeAlias = tuple[int | str | None, list[int]]
-"""Of a full block: the prefix_id of the block before it (of the first, the salt), its tokens."""
 
 
 @dataclass(slots=True)
 class Block:
-    """One physical block, and what `publish` says of it until it is taken for something else."""
+    """One physical block, and what it was published as.
+
+    Its name stands for all tokens from the start of the sequence to the end of this
+    block. A block is named once, when it is published, and keeps the name until it is
+    taken again. Two blocks with the same content get the same name.
+    """
 
     ref_count: int = 0
-    hash: int = 0  # it is published while `BlockManager.published` has it under this hash
-    content: Content | None = None
-    prefix_id: int = 0  # names all tokens from the start to its end
+    content: Content | None = None  # None: it has no name
+    name: int = 0
+    hash: int = 0  # of the content
 
 
 class BlockManager:
-    """Blocks 0 to num_blocks - 1 are the device's, those behind them the CPU's, for swapping."""
+    """Blocks 0 to num_blocks - 1 are on the device, those that follow in CPU memory."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
                  num_swap_blocks: int = 0,
                  hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
-        self.enable_prefix_caching, self.hash_function = enable_prefix_caching, hash_function
-        self.blocks = [Block() for _ in range(num_blocks + num_swap_blocks)]
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.hash_function = hash_function
+        num_all_blocks = num_blocks + num_swap_blocks
+        self.blocks = [Block() for _ in range(num_all_blocks)]
         self.free_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks))
-        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks, len(self.blocks)))
-        self.published: dict[int, int] = {}  # chained hash -> physical block
-        self.prefix_ids = count(1)
+        swap_blocks = range(num_blocks, num_all_blocks)
+        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(swap_blocks)
+        self.published: dict[int, int] = {}  # the prefix cache: hash -> physical block
+        self.names = count(1)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)  # rounded up
+
+    def most_blocks(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
+        """The most blocks that sequences of these lengths need if they share a
+        beginning.
+        """
+        num_shared = num_shared_tokens // self.block_size
+        return num_shared + sum(self.num_blocks_for(n) - num_shared for n in lengths)
+
+    # -- A sequence comes, grows and goes ----------------------------------------------
 
     def match_prefix(self, seq: Sequence) -> list[int]:
         """The physical blocks that hold the longest cached prefix of `seq`.
 
-        Its last token is never among them: somebody has to compute the logits that follow it. A
-        hash only finds a candidate; token ids and parent prove it, so a collision can cost a hit.
+        They never hold its last token: that one is computed, to get the logits that
+        follow. A hash only suggests a block; its content must be equal, and the content
+        names the block before. So a hash collision can cost a hit, but never gives a
+        wrong one.
         """
         found: list[int] = []
-        for index in range((seq.num_tokens - 1) // self.block_size):
-            hash, content = self._identify(seq, found, index)
-            block_id = self.published.get(hash, -1)
-            if block_id < 0 or self.blocks[block_id].content != content:
+        num_full_blocks = (seq.num_tokens_to_compute - 1) // self.block_size
+        for index in range(num_full_blocks):
+            content = self._content(seq, index, found)
+            block_id = self.published.get(self._hash(content))
+            if block_id is None or self.blocks[block_id].content != content:
                 break
             found.append(block_id)
         return found
 
-    def room(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
-        """The most blocks that sequences of these lengths hold which share their first tokens."""
-        shared = num_shared_tokens // self.block_size
-        return shared + sum(-(-length // self.block_size) - shared for length in lengths)
-
-    def allocate(self, seq: Sequence, prefix: list[int], room: int, spare: int = 0) -> bool:
-        """Fill the empty block table of `seq`: the matched `prefix`, then blocks for the rest.
-
-        False, and nothing has changed, if the `room` that its group is going to need, matched
-        blocks included, would leave fewer than `spare` blocks free.
+    def can_allocate(self, prefix: list[int], num_blocks: int, num_spare: int) -> bool:
+        """Whether `num_blocks`, the cached prefix included, would leave `num_spare`
+        free.
         """
-        revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
-        if room - len(prefix) + revived > len(self.free_blocks) - spare:
-            return False
+        num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
+        num_taken = num_blocks - len(prefix) + num_revived
+        return num_taken + num_spare <= len(self.free_blocks)
+
+    def allocate(self, seq: Sequence, prefix: list[int]) -> None:
+        """Give `seq` a block table: its cached prefix, then new blocks for the rest."""
         self._hold(seq, prefix)
-        seq.num_published = len(prefix)
+        seq.num_published_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
         self.grow(seq)
-        return True
 
-    def missing(self, seqs: list[Sequence]) -> int:
-        """How many free blocks `grow` is going to take for these sequences of one group."""
-        size = self.block_size
-        new = sum(-(-seq.num_tokens // size) - len(seq.block_table) for seq in seqs)
-        written = Counter(seq.block_table[index] for seq in seqs
-                          if (index := seq.num_computed_tokens // size) < len(seq.block_table))
-        # Each writer of a shared block copies it, but for the last one to hold it.
-        return new + sum(min(self.blocks[block_id].ref_count - 1, writers)
-                         for block_id, writers in written.items())
+    def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
+        """How many free blocks `grow` is going to take for these sequences of one
+        group.
+        """
+        num_new = 0
+        writers: Counter[int] = Counter()
+        for seq in seqs:
+            num_new += self.num_blocks_for(seq.num_tokens_to_compute) - len(seq.block_table)
+            index = seq.num_computed_tokens // self.block_size
+            if index < len(seq.block_table):
+                writers[seq.block_table[index]] += 1
+
+        # Each writer of a shared block takes a copy, except the last one that holds it.
+        for block_id, num_writers in writers.items():
+            num_new += min(num_writers, self.blocks[block_id].ref_count - 1)
+        return num_new
 
     def grow(self, seq: Sequence) -> Moves:
-        """Room for all tokens of `seq`: new blocks behind, and one of its own to write to next.
+        """Give `seq` blocks for all tokens it has to compute; there must be enough.
 
-        The caller knows that there are enough; what it gets is to be copied before the next write.
+        Returns the copies that must be made before the next step writes.
         """
-        table, index, moves = seq.block_table, seq.num_computed_tokens // self.block_size, []
-        if index < len(table) and self.blocks[table[index]].ref_count > 1:  # copy-on-write
-            moves.append((table[index], self._take(self.free_blocks)))
-            self.blocks[table[index]].ref_count -= 1
-            table[index] = moves[0][1]
+        table = seq.block_table
+        copies: Moves = []
+        index = seq.num_computed_tokens // self.block_size  # the block it writes to next
+        if index < len(table) and self.blocks[table[index]].ref_count > 1:
+            # Others hold this block too: copy-on-write.
+            shared = table[index]
+            table[index] = self._take(self.free_blocks)
+            self.blocks[shared].ref_count -= 1
+            copies.append((shared, table[index]))
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)
-        while len(table) * self.block_size < seq.num_tokens:
+
+        while len(table) * self.block_size < seq.num_tokens_to_compute:
             table.append(self._take(self.free_blocks))
-        return moves
+        return copies
+
+    def advance(self, seq: Sequence, num_tokens: int) -> None:
+        """Count `num_tokens` more as computed, and publish the blocks that are full
+        now.
+        """
+        seq.num_computed_tokens += num_tokens
+        if seq.num_computed_tokens // self.block_size > seq.num_published_blocks:
+            self.publish(seq)
+
+    def unsent_blocks(self, seq: Sequence) -> tuple[int, list[int]]:
+        """What is new in a block table since the last call: an index, and blocks from
+        there.
+        """
+        first = seq.num_sent_blocks
+        seq.num_sent_blocks = len(seq.block_table)
+        return first, seq.block_table[first:]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` have what `parent` has computed, in the same blocks: the last one too."""
-        self.free(child)  # a beam that dies has blocks, a new sequence has none
-        computed, size = parent.num_computed_tokens, self.block_size
-        child.num_published, child.num_computed_tokens = parent.num_published, computed
-        self._hold(child, parent.block_table[: -(-computed // size)])
-
-    def swap(self, seqs: list[Sequence], free: FreeList, spare: int = 0) -> Moves:
-        """Move the blocks of these sequences, shared ones once, to the pool with this free list.
-
-        No moves, and nothing has changed, if that would leave fewer than `spare` blocks free.
-        """
-        held = dict.fromkeys(block_id for seq in seqs for block_id in seq.block_table)
-        if len(held) > len(free) - spare:
-            return []
-        moved = {block_id: self._take(free) for block_id in held}
-        for seq in seqs:
-            table = [moved[block_id] for block_id in seq.block_table]
-            self.free(seq)
-            self._hold(seq, table)
-        for block_id in moved.values():
-            self.blocks[block_id].ref_count -= 1  # the one of `_take`
-        return list(moved.items())
+        """Let `child` share all blocks that `parent` has computed, its last one too."""
+        self.free(child)  # a beam that another one replaces still has blocks
+        num_computed_blocks = self.num_blocks_for(parent.num_computed_tokens)
+        self._hold(child, parent.block_table[:num_computed_blocks])
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.num_published_blocks = parent.num_published_blocks
 
     def free(self, seq: Sequence) -> None:
-        """Drop the references of `seq`, tail first: a prefix outlives what follows it."""
-        for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                free = self.free_blocks if block_id < self.num_blocks else self.free_swap_blocks
-                free[block_id] = None  # with nothing to remember it is the first to be taken again
-                free.move_to_end(block_id, last=self.published.get(block.hash) == block_id)
-        seq.block_table = []
-        seq.num_published = seq.num_sent_blocks = 0
+        """Drop all references of `seq`; nothing of it counts as computed any more."""
+        self._drop(seq)
+        seq.num_computed_tokens = 0
+
+    # -- Swapping ----------------------------------------------------------------------
+
+    def swap(self, seqs: list[Sequence], free_list: FreeList, num_spare: int = 0) -> Moves:
+        """Move the blocks of these sequences to the pool that has this free list.
+
+        No moves, and nothing has changed, if that would leave fewer than `num_spare`
+        free.
+        """
+        held = {block_id for seq in seqs for block_id in seq.block_table}
+        if len(held) + num_spare > len(free_list):
+            return []
+
+        # A block that several of them share moves once, and they go on sharing it.
+        moved: dict[int, int] = {}
+        for seq in seqs:
+            for block_id in seq.block_table:
+                if block_id not in moved:
+                    moved[block_id] = self._take(free_list)
+        for seq in seqs:
+            table = [moved[block_id] for block_id in seq.block_table]
+            self._drop(seq)
+            self._hold(seq, table)
+        for block_id in moved.values():
+            self.blocks[block_id].ref_count -= 1  # the reference that `_take` gave
+        return list(moved.items())
+
+    # -- The prefix cache --------------------------------------------------------------
 
     def publish(self, seq: Sequence) -> None:
-        """Let others find the full blocks of `seq` that are computed, or will be by this step.
+        """Let others find the full blocks of `seq` that are computed or will be by this
+        step.
 
-        Of two blocks with the same content the first stays published, and lends the other its
-        `prefix_id`. After a collision the block stays private, and those behind it are not found.
+        The next step of anyone runs after this one, or is the same batch, which stores
+        K and V before it reads any: so nobody can find a block that is not written when
+        it is read.
         """
-        known = min(seq.num_computed_tokens, len(seq.token_ids))
-        full = known // self.block_size if self.enable_prefix_caching else 0
-        for index in range(seq.num_published, full):
+        if not self.enable_prefix_caching:
+            return
+        # The token of a pending one is not known, and so it cannot be published yet.
+        num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
+        num_full_blocks = num_known_tokens // self.block_size
+        for index in range(seq.num_published_blocks, num_full_blocks):
             block_id = seq.block_table[index]
-            block = self.blocks[block_id]
-            block.hash, content = self._identify(seq, seq.block_table, index)
-            first = self.blocks[self.published.setdefault(block.hash, block_id)]
-            # A sibling may have published this very block before: then its name stays.
-            names = (x.prefix_id for x in (block, first) if x.content == content)
-            block.prefix_id = next(names, 0) or next(self.prefix_ids)
-            block.content = content
-            seq.num_published = index + 1
+            if self.blocks[block_id].content is None:  # else a fork has already published it
+                self._name(block_id, self._content(seq, index, seq.block_table))
+            seq.num_published_blocks = index + 1
 
-    def _take(self, free: FreeList) -> int:
-        block_id, _ = free.popitem(last=False)
+    def _name(self, block_id: int, content: Content) -> None:
+        """Publish a block, unless its hash already leads to another one.
+
+        If that one has the same content, this block gets its name too, so that what
+        follows either of them is found. If it has not, the hashes collide: this block
+        stays private.
+        """
         block = self.blocks[block_id]
-        if self.published.get(block.hash) == block_id:
+        block.hash = self._hash(content)
+        first = self.blocks[self.published.setdefault(block.hash, block_id)]
+        block.name = first.name if first.content == content else next(self.names)
+        block.content = content
+
+    def _content(self, seq: Sequence, index: int, table: list[int]) -> Content:
+        """What logical block `index` of `seq` holds; `table` has the blocks before it.
+        """
+        first = index * self.block_size
+        token_ids = seq.token_ids[first : first + self.block_size]
+        if index == 0:
+            return seq.group.params.cache_salt, token_ids
+        return self.blocks[table[index - 1]].name, token_ids
+
+    def _hash(self, content: Content) -> int:
+        """A chained hash: it covers the name of the block before, and so all tokens
+        before.
+        """
+        before, token_ids = content
+        start = before if isinstance(before, int) else hash(before)  # a salt, or None
+        return self.hash_function(array("q", [start, *token_ids]).tobytes())
+
+    # -- References --------------------------------------------------------------------
+
+    def _take(self, free_list: FreeList) -> int:
+        """Take the least recently used free block, and forget what it holds."""
+        block_id, _ = free_list.popitem(last=False)
+        block = self.blocks[block_id]
+        if self._is_published(block_id):
             del self.published[block.hash]
-        block.content, block.ref_count = None, 1
+        block.content = None
+        block.ref_count = 1
         return block_id
 
     def _hold(self, seq: Sequence, block_table: list[int]) -> None:
         for block_id in block_table:
-            if self.blocks[block_id].ref_count == 0:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
                 del self.free_blocks[block_id]
-            self.blocks[block_id].ref_count += 1
+            block.ref_count += 1
         seq.block_table = list(block_table)
 
-    def _identify(self, seq: Sequence, table: list[int], index: int) -> tuple[int, Content]:
-        """How a full block is found, a hash, and what proves it; the blocks before are in `table`.
-
-        The hash is chained: it covers the `prefix_id` of the block before, which names all of them.
+    def _drop(self, seq: Sequence) -> None:
+        """Drop the references, last block first: so a prefix outlives what follows it.
         """
-        before = self.blocks[table[index - 1]].prefix_id if index else seq.group.params.cache_salt
-        tokens = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-        data = array("q", [hash(before), *tokens])  # an int is its own hash, a salt is not
-        return self.hash_function(data.tobytes()), (before, tokens)
+        for block_id in reversed(seq.block_table):
+            block = self.blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                on_device = block_id < self.num_blocks
+                free_list = self.free_blocks if on_device else self.free_swap_blocks
+                free_list[block_id] = None
+                # A block that nobody can find again is the first to be taken.
+                free_list.move_to_end(block_id, last=self._is_published(block_id))
+        seq.block_table = []
+        seq.num_published_blocks = 0
+        seq.num_sent_blocks = 0
+
+    def _is_published(self, block_id: int) -> bool:
+        block = self.blocks[block_id]
+        return block.content is not None and self.published.get(block.hash) == block_id

@@ -1,143 +1,220 @@
-"""What the caller may choose.
+"""What the caller may choose: the options of the engine and the parameters of a
+request.
 
-Frozen dataclasses that validate themselves: an object that exists is valid, so nothing below checks
-again. A wrong value is a `TypeError` or `ValueError` that names field, value and what would do.
+These dataclasses check themselves, so whatever exists is valid and nobody checks it
+again. A wrong type is a `TypeError`, a wrong value a `ValueError`; both name the field,
+the value and what would be right. Numbers may be NumPy's, and become Python's.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+import operator
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import partial
 from math import inf
 from typing import Any
 
-
-def check(name: str, value: Any, kind: str = "int", low: float = -inf, high: float = inf,
-          choices: Sequence[Any] = ()) -> None:
-    """Raise unless `value` is of a `kind` as in annotations, within bounds, and a choice."""
-    kinds = kind.replace("None", "NoneType").replace("float", "int | float").split(" | ")
-    # The exact type: a bool is an int to isinstance, and never what was meant.
-    if type(value).__name__ not in [part.split("[")[0] for part in kinds]:
-        raise TypeError(f"{name} must be {kind}, got {value!r}")
-    if choices and value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
-    if isinstance(value, (int, float)) and not (low <= value <= high and abs(value) < inf):
-        raise ValueError(f"{name} must be finite, from {low} to {high}, got {value}")
+MAX_SEED = 2**63 - 1
 
 
-def check_token_ids(name: str, ids: Iterable[Any], vocab_size: float = inf) -> None:
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocab_size:  # only then the slow check
-            check(f"every token id in {name}", token, "int", 0, vocab_size - 1)
+def check_int(name: str, value: Any, low: int, high: float = inf,
+              optional: bool = False) -> Any:
+    """Return `value` as an int, if it is a whole number from `low` to `high`."""
+    if optional and value is None:
+        return None
+    # A bool is an int to Python, but nobody means one where a number is asked for.
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    check_range(name, value, low, high)
+    return operator.index(value)
 
 
-def option(default: Any, low: float = -inf, high: float = inf, choices: Sequence[Any] = ()) -> Any:
-    """A dataclass field with bounds, or choices, for `Checked`."""
-    return field(default=default, metadata={"low": low, "high": high, "choices": choices})
+def check_float(name: str, value: Any, low: float, high: float) -> float:
+    """Return `value` as a float, if it is a number from `low` to `high`."""
+    if isinstance(value, (bool, str)) or not hasattr(value, "__float__"):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    check_range(name, value, low, high)
+    return float(value)
+
+
+def check_range(name: str, value: Any, low: float, high: float) -> None:
+    if not low <= value <= high:  # NaN is not in any range
+        limits = f"at least {low}" if high == inf else f"between {low} and {high}"
+        raise ValueError(f"{name} must be {limits}, got {value}")
+
+
+def check_type(name: str, value: Any, kind: type, optional: bool = False) -> Any:
+    """Return `value`, if it is of this type."""
+    if not (isinstance(value, kind) or (optional and value is None)):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {value!r}")
+    return value
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
+    """Return `value`, if it is one of these strings."""
+    check_type(name, value, str)
+    if value not in choices:
+        expected = ", ".join(map(repr, choices))
+        raise ValueError(f"{name} must be one of {expected}, got {value!r}")
+    return str(value)
+
+
+def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: float = inf) -> list[int]:
+    """Return a list of plain ints, if all are ids of the vocabulary."""
+    checked = list(token_ids)
+    for index, token in enumerate(checked):
+        if type(token) is not int or not 0 <= token < vocab_size:
+            what = f"every token id in {name}"
+            checked[index] = check_int(what, token, 0, vocab_size - 1)
+    return checked
+
+
+def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
+    """A dataclass field that `Checked` checks, and converts, by `check(name, value,
+    **limits)`.
+    """
+    return field(default=default, metadata={"check": partial(check, **limits)})
 
 
 class Checked:
-    """Checks every field against its annotation, and against its bounds if it is an `option`."""
+    """A dataclass that checks its fields, when it is made and when they are changed."""
 
     def __post_init__(self) -> None:
         for f in fields(self):  # type: ignore[arg-type]  # always mixed into a dataclass
-            check(f.name, getattr(self, f.name), str(f.type), **f.metadata)
+            if "check" in f.metadata:
+                value = f.metadata["check"](f.name, getattr(self, f.name))
+                vars(self)[f.name] = value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in vars(self):  # else it is being made
+            value = getattr(replace(self, **{name: value}), name)  # type: ignore[type-var]
+        elif name not in {f.name for f in fields(self)}:  # type: ignore[arg-type]
+            raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+        vars(self)[name] = value
 
 
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams(Checked):
     """How the tokens of one request are chosen; names and defaults are vLLM's.
 
-    `n` continuations of one prompt share its K and V. `temperature=0` is greedy. `top_k=0` (or
-    -1), `top_p=1` and `min_p=0` keep every token. `seed` makes the draws repeatable, whoever else
-    is served (None: one drawn from the engine's).
-    `max_tokens=None` runs to `max_model_len`. No stop or EOS token comes among the first
-    `min_tokens`; `ignore_eos` goes on behind one. `stop` strings end a sequence and are left out of
-    its text; `stop_token_ids` end it and stay in. `logprobs=k` returns the log-probabilities of the
-    k most likely tokens and of the sampled one, at every position. `cache_salt` keeps cached blocks
-    apart from those of requests with another salt.
+    n: how many continuations; they share the K and V of the prompt.
+    temperature: 0 always takes the most likely token.
+    top_p, top_k, min_p: sample among the most likely tokens only. `top_p=1`, `top_k=0` (or
+        -1) and `min_p=0` keep all tokens.
+    max_tokens: None goes on to the engine's `max_model_len`.
+    min_tokens: no EOS or stop token is sampled before there are so many tokens.
+    stop: one string or several. They end a sequence and are not part of its text.
+    stop_token_ids: tokens that end a sequence, as EOS tokens do.
+    ignore_eos: go on after an EOS token.
+    seed: makes the result repeatable, whatever else is served. None: the engine draws one.
+    logprobs: return the log-probabilities of so many most likely tokens, and of the sampled
+        one, at every position.
+    cache_salt: requests share cached blocks only with requests of the same salt.
     """
 
-    n: int = option(1, low=1)
-    temperature: float = option(1.0, low=0, high=1e30)
-    top_p: float = option(1.0, low=1e-6, high=1)
-    top_k: int = option(0, low=-1, high=2**31)
-    min_p: float = option(0.0, low=0, high=1)
-    max_tokens: int | None = option(16, low=1)
-    min_tokens: int = option(0, low=0, high=2**31)
-    stop: str | list[str] | tuple[str, ...] | None = None
-    stop_token_ids: list[int] | tuple[int, ...] | set[int] | None = None
-    ignore_eos: bool = False
-    seed: int | None = option(None, low=0, high=2**63 - 1)
-    logprobs: int | None = option(None, low=0)
-    cache_salt: str | None = None
+    n: int = option(1, check_int, low=1)
+    temperature: float = option(1.0, check_float, low=0, high=1e30)
+    top_p: float = option(1.0, check_float, low=1e-6, high=1)
+    top_k: int = option(0, check_int, low=-1, high=2**31)
+    min_p: float = option(0.0, check_float, low=0, high=1)
+    max_tokens: int | None = option(16, check_int, low=1, optional=True)
+    min_tokens: int = option(0, check_int, low=0, high=2**31)
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Iterable[int] | None = None
+    ignore_eos: bool = option(False, check_type, kind=bool)
+    seed: int | None = option(None, check_int, low=0, high=MAX_SEED, optional=True)
+    logprobs: int | None = option(None, check_int, low=0, optional=True)
+    cache_salt: str | None = option(None, check_type, kind=str, optional=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("min_tokens", self.min_tokens, high=self.max_tokens or inf)
-        if not all(type(stop) is str and stop for stop in self.stop_strings):
-            raise ValueError(f"stop must be strings, and none of them empty, got {self.stop!r}")
-        check_token_ids("stop_token_ids", self.stop_token_ids or ())
+        if self.max_tokens is not None:
+            check_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        # Lists are copied, so that nobody can change them later.
+        if self.stop_token_ids is not None:
+            if isinstance(self.stop_token_ids, str):
+                raise TypeError(f"stop_token_ids must be a list, got {self.stop_token_ids!r}")
+            check_type("stop_token_ids", self.stop_token_ids, Iterable)
+            token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
+            vars(self)["stop_token_ids"] = token_ids
+        if self.stop is not None and not isinstance(self.stop, str):
+            vars(self)["stop"] = list(check_type("stop", self.stop, Sequence))
+        for string in self.stop_strings:
+            if not isinstance(string, str) or not string:
+                raise ValueError(f"stop must be non-empty strings, got {self.stop!r}")
 
     @property
     def stop_strings(self) -> Sequence[str]:
-        return (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-@dataclass(frozen=True)
+@dataclass
 class BeamSearchParams(Checked):
     """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
 
-    Complete beams are ranked by their summed log-probability / length**length_penalty.
-    `early_stopping` ends when there are `beam_width` of them, and else it goes on while the best
-    running one, as it is, would be better than the last of them. Beams end after `max_tokens`, or
-    at an EOS token but with `ignore_eos`.
+    Complete beams are ranked by their log-probability / length**length_penalty. The
+    search ends when the best running beam can no longer win; with `early_stopping`, as
+    soon as `beam_width` beams are complete. A beam is complete after `max_tokens`, or
+    with an EOS token unless `ignore_eos` is set.
     """
 
-    beam_width: int = option(MISSING, low=1)
-    max_tokens: int = option(MISSING, low=1)
-    length_penalty: float = option(1.0, low=-10, high=10)
-    early_stopping: bool = False
-    ignore_eos: bool = False
+    beam_width: int = option(MISSING, check_int, low=1)
+    max_tokens: int = option(MISSING, check_int, low=1)
+    length_penalty: float = option(1.0, check_float, low=-10, high=10)
+    early_stopping: bool = option(False, check_type, kind=bool)
+    ignore_eos: bool = option(False, check_type, kind=bool)
 
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The keyword arguments of `LLM`, counted in tokens, blocks or sequences.
+    """The keyword arguments of `LLM`. "auto" and None are decided by the engine.
 
-    `None` and "auto" are decided from the model, the machine and its memory; see the startup log.
-    `model` is a directory or a hub id (None: the bundled one); `load_format="dummy"` gives it
-    random weights. There are `num_blocks` of `block_size` tokens (None: what
-    `gpu_memory_utilization` of the GPU leaves, 4 GiB on a CPU). A step has at most `max_num_seqs`
-    sequences and `max_num_batched_tokens` tokens, a sequence at most `max_model_len`, prompt
-    included.
-    `swap_space` is in GiB of CPU memory; `preemption_mode="auto"` swaps groups of several sequences
-    and computes single ones again. `attention_backend`: "torch" runs anywhere, "triton" on GPUs,
-    "flash" like it but with prompts by FlashAttention. `enforce_eager` does without CUDA graphs.
-    `tensor_parallel_size` is the number of ranks: processes, each with a GPU where there are any.
-    `seed` is where requests without a seed get theirs from.
+    model: a directory, or a repository's id on the hub. None: the bundled model.
+    dtype: "auto" is the checkpoint's, as far as the processor has instructions for it.
+    device: "auto" is "cuda" if there is a GPU.
+    block_size: tokens in a block; a power of two.
+    num_blocks: None takes `gpu_memory_utilization` of the GPU, or 4 GiB on a CPU.
+    max_model_len: the longest sequence, prompt included.
+    max_num_seqs, max_num_batched_tokens: the most sequences and tokens in a step.
+    swap_space: GiB of CPU memory for swapped blocks.
+    preemption_mode: "auto" swaps groups of several sequences and recomputes single ones.
+    attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs; "flash" is
+        Triton with prompts by FlashAttention.
+    enforce_eager: do not use CUDA graphs. tensor_parallel_size: the number of ranks;
+    each is a process, with a GPU if there are any. load_format: "dummy" gives random
+    weights to a model that has only a config.json. seed: where the seeds of requests
+    without one come from.
     """
 
-    model: str | None = None
-    dtype: str = option("auto", choices=("auto", "float32", "float16", "bfloat16"))
-    device: str = option("auto", choices=("auto", "cpu", "cuda"))
-    block_size: int = option(16, choices=[2**i for i in range(11)])  # kernels need powers of two
-    num_blocks: int | None = option(None, low=1, high=2**31)
-    max_model_len: int | None = option(None, low=2)
-    max_num_seqs: int = option(256, low=1, high=2**20)
-    max_num_batched_tokens: int = option(8192, low=1)
-    gpu_memory_utilization: float = option(0.9, low=0.01, high=1)
-    swap_space: float = option(4, low=0, high=2**20)
-    enable_prefix_caching: bool = True
-    preemption_mode: str = option("auto", choices=("auto", "recompute", "swap"))
-    attention_backend: str = option("auto", choices=("auto", "torch", "triton", "flash"))
-    enforce_eager: bool = False
-    tensor_parallel_size: int = option(1, low=1)
-    load_format: str = option("auto", choices=("auto", "dummy"))
-    seed: int = option(0, low=0, high=2**63 - 1)
+    model: str | os.PathLike[str] | None = None
+    dtype: str = option(
+        "auto", check_choice, choices=("auto", "float32", "float16", "bfloat16"))
+    device: str = option("auto", check_choice, choices=("auto", "cpu", "cuda"))
+    block_size: int = option(16, check_int, low=1, high=1024)
+    num_blocks: int | None = option(None, check_int, low=1, high=2**31, optional=True)
+    max_model_len: int | None = option(None, check_int, low=2, optional=True)
+    max_num_seqs: int = option(256, check_int, low=1, high=2**20)
+    max_num_batched_tokens: int = option(8192, check_int, low=1)
+    gpu_memory_utilization: float = option(0.9, check_float, low=0.01, high=1)
+    swap_space: float = option(4, check_float, low=0, high=2**20)
+    enable_prefix_caching: bool = option(True, check_type, kind=bool)
+    preemption_mode: str = option(
+        "auto", check_choice, choices=("auto", "recompute", "swap"))
+    attention_backend: str = option(
+        "auto", check_choice, choices=("auto", "torch", "numba", "triton", "flash"))
+    enforce_eager: bool = option(False, check_type, kind=bool)
+    tensor_parallel_size: int = option(1, check_int, low=1)
+    load_format: str = option("auto", check_choice, choices=("auto", "dummy"))
+    seed: int = option(0, check_int, low=0, high=MAX_SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # With fewer some sequences could not decode in a step.
-        check("max_num_batched_tokens, at least max_num_seqs,", self.max_num_batched_tokens,
-              low=self.max_num_seqs)
+        if self.model is not None and not isinstance(self.model, (str, os.PathLike)):
+            raise TypeError(f"model must be a directory or a hub id, got {self.model!r}")
+        if self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, so "
+                "that all sequences can decode in one step: raise it, or lower max_num_seqs "
+                f"too, got {self.max_num_batched_tokens}")

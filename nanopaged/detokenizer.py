@@ -1,8 +1,10 @@
-"""Text from token ids while they arrive: never half a character, never past a stop string.
+"""Text from token ids while they arrive: never half a character, never past a stop
+string.
 
-A token can hold a part of a character's bytes, and what a token looks like can depend on the one
-before it. So new tokens are always decoded together with a few known ones, and the text of the
-known ones is cut off again: the two offsets of Hugging Face's text-generation-inference.
+A token can hold a part of a character's bytes, and what a token looks like can depend
+on the one before it. So new tokens are always decoded together with a few known ones,
+and the text of the known ones is cut off again: the two offsets of Hugging Face's
+text-generation-inference.
 """
 
 from collections.abc import Sequence
@@ -23,9 +25,11 @@ class Detokenizer:
         self.start = 0  # stop strings count from this character on
 
     def update(self, token_ids: list[int], check_stops: bool = True, final: bool = False) -> None:
-        """Decode what is new in `token_ids` (prompt included), and look for stop strings.
+        """Decode what is new in `token_ids` (prompt included), and look for stop
+        strings.
 
-        `final` says that nothing follows: characters before an incomplete one come out now.
+        `final` says that nothing follows: characters before an incomplete one come out
+        now.
         """
         if self.stopped or self.known == len(token_ids) or self.tokenizer is None:
             return
@@ -42,7 +46,9 @@ class Detokenizer:
                 self.text, self.stopped = self.text[: min(hits)], True
 
     def visible(self, final: bool = False) -> str:
-        """The text, unless final without a tail that may be the beginning of a stop string."""
+        """The text, unless final without a tail that may be the beginning of a stop
+        string.
+        """
         if final or not self.stops:
             return self.text
         held_back = max(length for stop in self.stops for length in range(len(stop))

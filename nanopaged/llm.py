@@ -1,252 +1,415 @@
-"""The engine's front: prompts in, text out. Start reading here.
+"""The engine's front: prompts in, text out. Start reading here, at `LLM._step`.
 
-`LLM._step` is the whole engine; the rest of this file turns prompts into requests and sequences
-into text, and every other file explains one of that method's lines.
+That method is the whole engine. The rest of this file turns prompts into requests and
+sequences into text, and every other file explains one line of it.
 """
 
 import itertools
 import logging
 import random
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, check, check_token_ids
+from nanopaged.config import (
+    BeamSearchParams, EngineConfig, SamplingParams, check_int, check_token_ids, check_type)
 from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
 from nanopaged.parallel import Ranks
-from nanopaged.scheduler import Scheduler
+from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import SequenceGroup
 
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
-Prompts: TypeAlias = Prompt | Sequence[Prompt]
-AnyParams: TypeAlias = SamplingParams | BeamSearchParams
-Params: TypeAlias = AnyParams | Sequence[AnyParams] | None
+Params: TypeAlias = SamplingParams | BeamSearchParams
+Observer: TypeAlias = Callable[[str, Batch | None], None]
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """An engine with one model. Keyword arguments: see `EngineConfig`.
+    """An engine with one model. For the keyword arguments see `EngineConfig`.
 
     >>> with LLM() as llm:  # the bundled model
     ...     print(llm.generate("ROMEO:", SamplingParams(max_tokens=32))[0].outputs[0].text)
+
+    Threads may share an engine: their requests then run in common batches.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: Any = None, **options: Any) -> None:
         self.config = config = EngineConfig(model, **options)
         path = resolve(config)
-        self.model_config = whole = load_config(path)
-        self.tokenizer, self.eos_token_ids = load_tokenizer(path, whole)
-        check("tensor_parallel_size", config.tensor_parallel_size, high=whole.num_attention_heads)
+        self.model_config = load_config(path)
+        self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
         self.ranks = Ranks(config)
         with self.ranks.watched():
-            self.runner = runner = ModelRunner(config, whole, path, self.ranks)
-            if self.ranks.rank:
-                self.ranks.serve(runner.execute)
-        self.blocks = BlockManager(runner.num_blocks, config.block_size,
-                                   config.enable_prefix_caching, runner.num_swap_blocks)
-        self.scheduler = Scheduler(config, self.blocks)
+            self.runner = ModelRunner(config, self.model_config, path, self.ranks)
+            if self.ranks.rank > 0:
+                self.ranks.serve(self.runner.run)  # until rank 0 ends; does not return
+
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
-        # On a GPU the next step is prepared and launched before this one's tokens are read.
-        self.steps_ahead = 1 if runner.device.type == "cuda" else 0
-        self._launched: list[Any] = []  # steps, and what the runner gave for them, oldest first
+        self._requests: dict[str, SequenceGroup] = {}  # all whose end is not reported yet
+        self._for_step: set[str] = set()  # those made by `add_request`: `step` reports them
+        self._forgotten: list[SequenceGroup] = []  # to be aborted: nobody waits for them
+        self._lock = threading.Lock()
+        self._owner = 0  # the thread that holds it
         self._closed = False
-        room = runner.num_blocks * config.block_size / runner.max_model_len
-        logging.getLogger("nanopaged").info(
-            f"{path.name}: {runner.dtype} on {runner.device}; KV: {runner.num_blocks:,} blocks of "
-            f"{config.block_size} tokens of {runner.token_bytes:,} bytes, {room:.1f} sequences of "
-            f"{runner.max_model_len:,}; attention: {runner.attention} ({config.attention_backend})")
+        self.observers: list[Observer] = []
+        # On a GPU the next step is launched before the tokens of this one are read.
+        self.steps_ahead = 1 if self.runner.device.type == "cuda" else 0
+        self._launched: list[Any] = []  # steps and their outputs, oldest first
+        self._start_books()
+        logging.getLogger("nanopaged").info("%s: %s", path.name, self.runner.describe())
 
-    # -- the engine ----------------------------------------------------------------------------
+    def _start_books(self) -> None:
+        """Begin with all blocks free, an empty prefix cache and no requests."""
+        config, runner = self.config, self.runner
+        self.block_manager = BlockManager(
+            runner.num_blocks, config.block_size, config.enable_prefix_caching,
+            runner.num_swap_blocks)
+        self.scheduler = Scheduler(config, self.block_manager)
 
-    def step(self) -> list[RequestOutput]:
-        """Run one step; returns what is new of the requests made by `add_request`, each so far."""
-        self._step()
-        return [self._output(group) for group in self.scheduler.news.pop(None, {}).values()]
+    # -- The engine --------------------------------------------------------------------
 
     def _step(self) -> None:
-        """The whole engine: who runs, one forward pass, what came out."""
+        """The whole engine: who runs, one forward pass, what came out of it."""
         if not (self.scheduler.waiting or self.scheduler.running):
             return
         started = time.perf_counter()
-        try:
-            with self.ranks.watched():
-                batch = self.scheduler.schedule()
-                self._launched.append((batch, self.runner.execute(batch)))
-                # On a GPU all but the newest; all, where nobody could be scheduled.
-                while len(self._launched) > (self.steps_ahead if batch.rows else 0):
-                    self.scheduler.update(*self._launched.pop(0))
-        except BaseException:  # Ctrl-C too: who catches it may go on, with other requests
-            self._launched.clear()
-            self.scheduler.abort([*self.scheduler.waiting, *self.scheduler.running])
-            self.blocks.published.clear()  # nobody knows what is in the blocks
-            free = len(self.blocks.free_blocks) + len(self.scheduler.free_rows)
-            # But not with ranks that were left half-way, or if a change of the books was.
-            if self.ranks.size > 1 or free < self.blocks.num_blocks + self.config.max_num_seqs:
-                self.shutdown()
-            raise
+        self._notify("begin")
+
+        batch = self.scheduler.schedule()
+        self._notify("scheduled", batch)
+
+        sampled = self.runner.execute(batch)
+        self._notify("executed", batch)
+
+        # On a GPU the newest step is still running: read the tokens of the one before.
+        # An empty batch means that everybody waits for tokens, so then all of them are
+        # read.
+        self._launched.append((batch, sampled))
+        num_ahead = self.steps_ahead if batch.message.rows else 0
+        while len(self._launched) > num_ahead:
+            batch, sampled = self._launched.pop(0)
+            self.scheduler.update(batch, sampled.read(), sampled.logprobs)
+            self._notify("updated", batch)
         self.scheduler.stats.step_seconds += time.perf_counter() - started
 
-    # -- prompts in ----------------------------------------------------------------------------
+    def _notify(self, phase: str, batch: Batch | None = None) -> None:
+        """Tell observers where the step is: for timing, tracing and tests."""
+        for observer in self.observers:
+            observer(phase, batch)
 
-    def add_request(self, prompt: Prompt, sampling_params: AnyParams | None = None) -> str:
-        """Queue a request for `step` and return its id. A bad one raises and changes nothing."""
-        params = SamplingParams() if sampling_params is None else sampling_params
-        return self._add(self._make_group(prompt, params))
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Let one thread at a time change the books, and never leave them half-changed.
+
+        If anything fails in here, Ctrl-C included, nobody knows which block holds what.
+        So all requests end, and the engine starts again with empty books. With ranks,
+        which may be anywhere in the step, it shuts down.
+        """
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this engine has been shut down: make a new LLM")
+            self._owner = threading.get_ident()
+            try:
+                while self._forgotten:
+                    group = self._forgotten.pop()
+                    self.scheduler.abort([group])
+                    self.scheduler.changed.pop(group.request_id, None)
+                yield
+            except BaseException:
+                self._closed = True  # and so it stays if this is interrupted as well
+                self._end_all_requests()
+                if self.ranks.size > 1:
+                    self._close()
+                else:
+                    self._closed = False
+                raise
+            finally:
+                self._owner = 0
+
+    def _end_all_requests(self) -> None:
+        """Start new books, in which every request has been aborted."""
+        stats = self.scheduler.stats
+        self._launched = []
+        self._start_books()
+        self.scheduler.stats = stats
+        for group in self._requests.values():
+            self.scheduler.changed[group.request_id] = group
+            for seq in group.live:
+                seq.finish_reason = "abort"
+            group.live = []
+
+    # -- Requests one by one -----------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: Params | None = None) -> str:
+        """Queue a request for `step` and return its id. A bad one raises and changes
+        nothing.
+        """
+        group = self._make_group(prompt, sampling_params)
+        with self._exclusive():
+            request_id = self._add(group)
+            self._for_step.add(request_id)
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the outputs so far of all requests that it changed.
+
+        Of those made by `add_request`: `generate` and `stream` report their own.
+        """
+        with self._exclusive(), self.ranks.watched():
+            self._step()
+            return [self._output(group) for group in self._take_changed(self._for_step)]
 
     def abort_request(self, request_id: str) -> None:
-        """End a request, if it has not finished, and free its blocks.
+        """End a request and free its blocks; does nothing if it has finished.
 
-        What it has so far comes out of the next `step`, with finish_reason "abort".
+        The next `step` returns what it has so far, with finish_reason "abort".
         """
-        groups = [*self.scheduler.waiting, *self.scheduler.running]
-        self.scheduler.abort(group for group in groups if group.request_id == request_id)
+        check_type("request_id", request_id, str)
+        with self._exclusive():
+            if request_id in self._requests:
+                self.scheduler.abort([self._requests[request_id]])
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self.scheduler.waiting or self.scheduler.running or None in self.scheduler.news)
+        return bool(self.scheduler.waiting or self.scheduler.running or self._for_step)
 
-    def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
-        """A request that the engine can serve; ValueError or TypeError if it never will."""
-        if self._closed:
-            raise RuntimeError("this engine has been shut down: make a new LLM")
-        vocab_size, longest = self.model_config.vocab_size, self.runner.max_model_len
-        beams = params if isinstance(params, BeamSearchParams) else None
-        if beams:  # sequences whose candidates are so many that enough are left if all may end
-            most = beams.beam_width * max(2, 1 + len(self.eos_token_ids))
-            params = SamplingParams(beams.beam_width, 0, max_tokens=beams.max_tokens,
-                                    ignore_eos=beams.ignore_eos, logprobs=min(most, vocab_size))
-        check("sampling_params", params, "SamplingParams")
-        text, ids = self._encode(prompt)
-        check(f"prompt tokens, with max_model_len={longest},", len(ids), "int", 1, longest - 1)
-        check_token_ids("stop_token_ids", params.stop_token_ids or (), vocab_size)
-        check("logprobs", params.logprobs or 0, high=vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
-        eos_token_ids = () if params.ignore_eos else self.eos_token_ids
-        stop_token_ids = {*(params.stop_token_ids or ()), *eos_token_ids}
-        check("n or beam_width, within max_num_seqs,", params.n, high=self.config.max_num_seqs)
-        group = SequenceGroup(text, ids, params, stop_token_ids, longest, self.tokenizer, beams)
-        # Never: a group runs as a whole, so all its sequences must fit at their longest.
-        room = self.blocks.room(len(ids), [group.max_len] * params.n)
-        check(f"blocks for n or beam_width={params.n} (lower it or max_tokens), within num_blocks,",
-              room, high=self.blocks.num_blocks)
-        return group
+    # -- Prompts in, text out ----------------------------------------------------------
 
-    def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        one = not isinstance(prompts, (list, tuple)) or (prompts and isinstance(prompts[0], int))
-        prompts = [prompts] if one else prompts
-        if not isinstance(params, (list, tuple)):
-            params = [SamplingParams() if params is None else params] * len(prompts)
-        check("number of sampling_params", len(params), choices=[len(prompts)])
-        return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
+    def generate(
+        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Complete all prompts; returns an output for each, in their order.
 
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
-        one = not hasattr(prompt, "keys") or len(prompt) == 1  # patterns match more keys, too
-        match prompt:
-            case str(text) | {"prompt": str(text)} if one and self.tokenizer is not None:
-                return text, self.tokenizer(text).input_ids
-            case [*ids] | {"prompt_token_ids": [*ids]} if one:
-                check_token_ids("prompt", ids, self.model_config.vocab_size)
-                return None, ids
-        raise ValueError("prompt must be a list of token ids or, with a tokenizer, a string, or "
-                         f"{{'prompt': str}} or {{'prompt_token_ids': list}}, got {prompt!r}")
-
-    def _add(self, group: SequenceGroup, owner: object = None) -> str:
-        group.request_id, group.owner = str(next(self._ids)), owner
-        seed = group.params.seed
-        group.seed = self._random.getrandbits(63) if seed is None else seed
-        self.scheduler.waiting.append(group)
-        return group.request_id
-
-    # -- text out ------------------------------------------------------------------------------
-
-    def generate(self, prompts: Prompts, sampling_params: Params = None,
-                 use_tqdm: bool = True) -> list[RequestOutput]:
-        """Complete all prompts; returns one output for each, in their order.
-
-        A prompt is a string, a list of token ids, {"prompt": ..} or {"prompt_token_ids": ..}.
+        A prompt is a string, a list of token ids, {"prompt": ..} or
+        {"prompt_token_ids": ..}. `sampling_params` are for all prompts, or a list with
+        one for each.
         """
         groups = self._make_groups(prompts, sampling_params)
-        before, finished = self.scheduler.stats.output_tokens, 0
+        num_finished = 0
+        before = self.scheduler.stats.output_tokens
         with tqdm(unit=" tokens", disable=not use_tqdm) as bar:
             for group in self._run(groups):
-                finished += not group.live
-                bar.set_description_str(f"{finished}/{len(groups)} requests", refresh=False)
+                num_finished += not group.live
+                bar.set_description_str(f"{num_finished}/{len(groups)} requests", refresh=False)
                 bar.update(self.scheduler.stats.output_tokens - before - bar.n)
         return [self._output(group) for group in groups]
 
-    def stream(self, prompts: Prompts, sampling_params: Params = None) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields a request's output so far whenever it got a token.
+    def stream(self, prompts: Any, sampling_params: Any = None) -> Iterator[RequestOutput]:
+        """Like `generate`, but yields a request's output so far whenever it got a
+        token.
 
         Closing the iterator aborts what has not finished.
         """
         groups = self._make_groups(prompts, sampling_params)
-        return (self._output(group) for group in self._run(groups))
+        return (self._locked_output(group) for group in self._run(groups))
 
-    def chat(self, messages: list[Any], sampling_params: Params = None,
-             use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answer a conversation, a list of {"role": .., "content": ..}, or each of several."""
+    def chat(
+        self, messages: list[Any], sampling_params: Any = None, use_tqdm: bool = True
+    ) -> list[RequestOutput]:
+        """Answer a conversation, a list of {"role": .., "content": ..}, or each of
+        several.
+        """
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("chat needs a tokenizer with a chat template, which the model has not")
-        check("messages", messages, "list")
-        several = any(isinstance(message, list) for message in messages)
+            raise ValueError("chat needs a tokenizer with a chat template: this model has none")
+        check_type("messages", messages, list)
+        several = bool(messages) and isinstance(messages[0], list)
         for message in itertools.chain(*messages) if several else messages:
-            check("every message, with role and content,", message, "dict")
-        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True,
-                                                 return_dict=False)
+            check_type("every message", message, dict)
+        ids = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False)
         return self.generate(ids, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Prompts, params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first.
 
-        Their `cumulative_logprob` is the plain sum; `logprobs` has the tokens' own.
+        `cumulative_logprob` is the plain sum, and `logprobs` has that of each token.
         """
-        check("params", params, "BeamSearchParams")
+        check_type("params", params, BeamSearchParams)
         return self.generate(prompts, params, use_tqdm=False)
 
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Step until all have finished; yields a group whenever it got a token."""
-        owner, unfinished = object(), set(groups)
+        """Step until these groups have finished; yields a group whenever it got a
+        token.
+        """
+        mine: dict[str, SequenceGroup] = {}
         try:
-            for group in groups:
-                self._add(group, owner)
-            while unfinished:
-                self._step()
-                for group in self.scheduler.news.pop(owner, {}).values():
-                    if group in unfinished:  # else it was aborted meanwhile, and has been told
-                        unfinished -= set() if group.live else {group}
-                        yield group
+            with self._exclusive():
+                for group in groups:
+                    mine[self._add(group)] = group
+            while mine:
+                with self._exclusive(), self.ranks.watched():
+                    # The step of another thread may have changed them already.
+                    if self.scheduler.changed.keys().isdisjoint(mine):
+                        self._step()
+                    changed = self._take_changed(mine)
+                for group in changed:
+                    if not group.live:
+                        del mine[group.request_id]
+                    yield group
         finally:  # an error, Ctrl-C, or a stream that is closed early
-            self.scheduler.abort(groups)
-            self.scheduler.news.pop(owner, None)
+            self._forget(mine.values())
+
+    def _forget(self, groups: Iterable[SequenceGroup]) -> None:
+        """Abort groups that nobody waits for.
+
+        The garbage collector may close a stream at any moment, even inside a step of
+        this very thread. Then they wait until the next step begins.
+        """
+        for group in groups:
+            self._requests.pop(group.request_id, None)
+            self._forgotten.append(group)
+        if self._forgotten and not self._closed and self._owner != threading.get_ident():
+            with self._exclusive():
+                pass
+
+    # -- From prompts to groups --------------------------------------------------------
+
+    def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
+        is_list = isinstance(prompts, (list, tuple))
+        if not is_list or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        if not isinstance(params, (list, tuple)):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(
+                f"sampling_params must be as many as the prompts, or one for all: got "
+                f"{len(params)} for {len(prompts)} prompts")
+        return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
+
+    def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
+        """A request that the engine can serve; ValueError or TypeError if it never can.
+        """
+        if self._closed:
+            raise RuntimeError("this engine has been shut down: make a new LLM")
+        vocab_size = self.model_config.vocab_size
+        longest = self.runner.max_model_len
+        beams = None
+        if isinstance(params, BeamSearchParams):
+            beams = copy(params)
+            params = self._beam_sampling_params(beams)
+        params = SamplingParams() if params is None else copy(params)
+        check_type("sampling_params", params, SamplingParams)
+        max_num_seqs = self.config.max_num_seqs
+        check_int(f"n, with max_num_seqs={max_num_seqs},", params.n, 1, max_num_seqs)
+        check_int(f"logprobs, with {vocab_size} tokens,", params.logprobs or 0, 0, vocab_size)
+
+        text, ids = self._encode(prompt)
+        what = f"number of prompt tokens, with max_model_len={longest},"
+        check_int(what, len(ids), 1, longest - 1)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
+        stop_ids = check_token_ids("stop_token_ids", params.stop_token_ids or [], vocab_size)
+        eos_ids = [] if params.ignore_eos else self.eos_token_ids
+        group = SequenceGroup(
+            text, ids, params, {*stop_ids, *eos_ids}, longest, self.tokenizer, beams)
+
+        # A group runs as a whole, so all its sequences must fit at their longest.
+        num_blocks = self.block_manager.most_blocks(len(ids), [group.max_len] * params.n)
+        if num_blocks > self.block_manager.num_blocks:
+            raise ValueError(
+                f"{params.n} sequences of up to {group.max_len} tokens need {num_blocks} blocks, "
+                f"but num_blocks is {self.block_manager.num_blocks}: lower n, beam_width or "
+                "max_tokens, or raise num_blocks")
+        return group
+
+    def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
+        """A beam search is a group of `beam_width` sequences that ask for their
+        candidates.
+
+        There are so many candidates that enough remain if all the others are EOS
+        tokens.
+        """
+        width = beams.beam_width
+        num_eos = len(self.eos_token_ids)
+        most = self.model_config.vocab_size - num_eos
+        check_int(f"beam_width, with {most} tokens that do not end a beam,", width, 1, most)
+        check_int("beam_width", width, 1, self.config.max_num_seqs)
+        num_candidates = min(most + num_eos, width * max(2, 1 + num_eos))
+        return SamplingParams(
+            n=width, temperature=0, max_tokens=beams.max_tokens, ignore_eos=beams.ignore_eos,
+            logprobs=num_candidates)
+
+    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """The text of a prompt, if it has one, and its token ids."""
+        content = prompt
+        if hasattr(prompt, "keys") and len(prompt) == 1:
+            content = prompt.get("prompt", prompt.get("prompt_token_ids"))
+        if isinstance(content, str) and self.tokenizer is not None:
+            return content, self.tokenizer(content).input_ids
+        if isinstance(content, (list, tuple)):
+            return None, check_token_ids("prompt", content, self.model_config.vocab_size)
+        raise ValueError(
+            "prompt must be a list of token ids or, with a tokenizer, a string, or "
+            f"{{'prompt': str}} or {{'prompt_token_ids': list}}, got {prompt!r:.200}")
+
+    def _add(self, group: SequenceGroup) -> str:
+        group.request_id = str(next(self._ids))
+        group.seed = group.params.seed
+        if group.seed is None:
+            group.seed = self._random.getrandbits(63)
+        self._requests[group.request_id] = group
+        self.scheduler.waiting.append(group)
+        return group.request_id
+
+    # -- From groups to outputs --------------------------------------------------------
+
+    def _take_changed(self, request_ids: Collection[str]) -> list[SequenceGroup]:
+        """Take out of the scheduler's report what belongs to these requests."""
+        changed = self.scheduler.changed
+        groups = [changed.pop(id) for id in list(changed) if id in request_ids]
+        for group in groups:
+            if not group.live:
+                self._requests.pop(group.request_id, None)
+                self._for_step.discard(group.request_id)
+        return groups
+
+    def _locked_output(self, group: SequenceGroup) -> RequestOutput:
+        with self._lock:
+            return self._output(group)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
-        asked = group.params.logprobs is not None
+        wants_logprobs = group.params.logprobs is not None
+        completions = []
+        for index, seq in enumerate(group.sequences):
+            is_final = seq.finish_reason is not None
+            completions.append(CompletionOutput(
+                index=index,
+                text=seq.detokenize(is_final).visible(is_final),
+                token_ids=seq.token_ids[group.num_prompt_tokens :],
+                cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
+                logprobs=list(seq.logprobs) if wants_logprobs else None,
+                finish_reason=seq.finish_reason))
         return RequestOutput(
-            group.request_id, group.prompt, group.prompt_token_ids,
-            [CompletionOutput(index, seq.detokenize().visible(seq.finish_reason is not None),
-                              seq.token_ids[group.num_prompt_tokens :],
-                              seq.cumulative_logprob if asked else None,
-                              list(seq.logprobs) if asked else None, seq.finish_reason)
-             for index, seq in enumerate(group.sequences)],
-            not group.live, group.num_cached_tokens, group.metrics)
+            group.request_id, group.prompt, group.prompt_token_ids, completions,
+            finished=not group.live, num_cached_tokens=group.num_cached_tokens,
+            metrics=group.metrics)
 
-    # -- the rest ------------------------------------------------------------------------------
+    # -- The rest ----------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
+        """What the engine holds now, and what it has done since it started."""
         return self.scheduler.measure()
 
     def shutdown(self) -> None:
-        """Abort what runs and give back the memory; the engine serves nothing afterwards."""
+        """Abort what runs and give back the memory; the engine serves nothing
+        afterwards.
+        """
+        with self._lock:
+            self._close()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._launched = []
         self.scheduler.abort([*self.scheduler.waiting, *self.scheduler.running])
-        self._closed, self._launched = True, []
-        vars(self.runner).clear()  # whoever holds the engine still does not hold its tensors
+        self.runner.free()
         self.ranks.close()
 
     def __exit__(self, *exception: object) -> None:

@@ -1,8 +1,8 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the differences come from the config.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the config says in what they differ.
 
-It sees a flat batch of tokens and hands Q, K and V to the attention backend; it does not know what
-a sequence is. Modules carry the names of the checkpoints, except where several matrices are stacked
-into one (`Linear.parts` has their names). `config` is what `loader.load_config` returns.
+It sees a flat batch of tokens and hands Q, K and V to the attention backend; it does
+not know what a sequence is. Modules have the names of the checkpoints, except where
+several matrices are stacked into one: `Linear.parts` has their names.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,25 +14,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanopaged.attention import AttentionMetadata, TorchAttention
 from nanopaged.parallel import Ranks
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU, what `function` does becomes one kernel, by torch.compile.
+    """On a GPU, compile `function` into one kernel at its first use.
 
-    Between the matrix products every operation is a pass over memory, and a launch. On a CPU they
-    cost little beside the products, and `function` runs as it is written. Weights are arguments, so
-    that all layers share one kernel.
+    Between the matrix products every operation is a launch, and a pass over memory. On
+    a CPU they cost little, and `function` runs as it is written. Weights are arguments,
+    so that all layers share one kernel.
     """
-    compiled = cache(lambda: torch.compile(function))  # at its first use
-    return wraps(function)(lambda x, *rest: (compiled() if x.is_cuda else function)(x, *rest))
+
+    @cache
+    def compiled() -> Callable[..., Any]:
+        return torch.compile(function)
+
+    @wraps(function)
+    def run(x: Tensor, *arguments: Any) -> Any:
+        return (compiled() if x.is_cuda else function)(x, *arguments)
+
+    return run
 
 
 @fused
-def add_norm(x: Tensor, y: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    total = x + y
-    return total, F.rms_norm(total, weight.shape, weight, eps)
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, normalised (RMSNorm), and the sum itself: the next residual."""
+    residual = x + residual
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
 
 
 @fused
@@ -42,125 +50,184 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-class Linear(nn.Linear):
-    """y = x W^T + b, where W stacks the checkpoint's matrices `parts` (name -> rows).
-
-    One product for q, k and v reads x once and fills the machine better than three small ones.
-    """
-
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = dict(parts)
-
-    def reset_parameters(self) -> None:
-        """Weights are loaded: nothing is drawn for them."""
-
-    def pack(self) -> None:
-        """Reorder W once into oneDNN's own layout: 1.3 to 2.7 times as fast for few rows.
-
-        On CPUs with instructions for bfloat16. These are the operators that torch.compile's
-        freezing emits. They are private to torch, so nothing else here names them, and where they
-        are missing all stays as it is.
-        """
-        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-        fits = self.weight.is_cpu and self.weight.dtype == torch.bfloat16
-        if reorder and fits and torch.cpu._is_avx512_bf16_supported():
-            ops, packed, bias = torch.ops.mkldnn, reorder(self.weight, None), self.bias
-            self.weight = nn.Parameter(torch.empty(0), False)  # free the plain one
-            self.forward = lambda x: ops._linear_pointwise(x, packed, bias, "none", [], "")  # type: ignore[assignment,method-assign]
-
-
 @fused
 def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """x: [num_tokens, heads of q and of k, head_dim]; cos, sin: [num_tokens, 1, head_dim].
+    """Normalise the heads of Q and K, if there are weights for it, then rotate them
+    (RoFormer).
 
-    weights: [heads of q, head_dim], [heads of k, head_dim] for their norms; or none. Then the two
-    halves of a head's vector turn by angles that grow with the position (RoFormer):
-    (x1 cos - x2 sin, x2 cos + x1 sin) = [x1, x2] * [cos, cos] + [-x2, x1] * [sin, sin].
+    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads and
+    K's; cos, sin: [num_tokens, 1, head_dim], of angles that grow with the position. The
+    halves of a head turn like (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
     """
-    x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights) if weights else x
+    if weights:
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
     x1, x2 = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
 
 
-class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
-        super().__init__()
-        self.backend, self.ranks, self.eps = backend, ranks, config.rms_norm_eps
-        self.heads = config.num_attention_heads, config.num_key_value_heads
-        size, inner, self.head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, kv_size = (heads * self.head_dim for heads in self.heads)
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        # The ranks' results are added up, so the biases of o and down are rank 0's.
-        self.self_attn: Any = nn.ModuleDict({
-            "qkv_proj": Linear(size, parts, config.qkv_bias),
-            "o_proj": Linear(q_size, {"o_proj": size}, config.o_bias and not ranks.rank)})
-        self.qk_norms = ("q_norm", "k_norm") if config.qk_norm else ()  # applied by norm_rotate
-        self.self_attn.update({name: nn.RMSNorm(self.head_dim) for name in self.qk_norms})
-        self.mlp: Any = nn.ModuleDict({
-            "gate_up_proj": Linear(size, {"gate_proj": inner, "up_proj": inner}, config.mlp_bias),
-            "down_proj": Linear(inner, {"down_proj": size}, config.mlp_bias and not ranks.rank)})
-        self.input_layernorm = nn.RMSNorm(size, self.eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, self.eps)
+class Linear(nn.Linear):
+    """y = x W^T + b, where W stacks the matrices `parts` of the checkpoint: name ->
+    rows.
 
-    def forward(self, x: Tensor, update: Tensor, rotation: tuple[Tensor, Tensor],
-                kv_cache: Tensor, metadata: AttentionMetadata) -> tuple[Tensor, Tensor]:
-        """x + update is the input: their sum is left to the kernel that also normalises it.
+    One product for Q, K and V reads x once, and is faster than three small ones.
+    """
 
-        Returns the next such pair.
+    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
+        super().__init__(in_features, sum(parts.values()), bias)
+        self.parts = dict(parts)
+        self.packed: Tensor | None = None
+
+    def reset_parameters(self) -> None:
+        """Draw no random weights: the checkpoint's are loaded."""
+
+    def pack(self) -> None:
+        """On CPUs with bfloat16 instructions, reorder W for oneDNN: 1.3x to 2.7x as
+        fast.
+
+        These operators are private to torch (torch.compile uses them), so nothing else
+        here names them. Where they are missing, nothing changes.
         """
-        attn, mlp, (heads, kv_heads) = self.self_attn, self.mlp, self.heads
-        x, normed = add_norm(x, update, self.input_layernorm.weight, self.eps)
-        qkv = attn.qkv_proj(normed).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([heads + kv_heads, kv_heads], 1)  # [num_tokens, heads, head_dim]
-        pairs = zip(self.qk_norms, self.heads, strict=False)  # none, or both
-        weights = [attn[name].weight.expand(count, -1) for name, count in pairs]
-        q, k = norm_rotate(qk, weights, self.eps, *rotation).split([heads, kv_heads], 1)
+        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+        is_bfloat16 = self.weight.is_cpu and self.weight.dtype == torch.bfloat16
+        if reorder and is_bfloat16 and torch.cpu._is_avx512_bf16_supported():
+            self.packed = reorder(self.weight, None)
+            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # free the memory
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.packed is None:
+            return super().forward(x)
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, self.packed, self.bias, "none", [], "")
+        return product
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.backend = backend
+        self.ranks = ranks
+        self.num_heads = config.num_attention_heads
+        self.num_kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.eps = config.rms_norm_eps
+        q_size = self.num_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
+        # The results of the ranks are added up, so only rank 0 adds the bias.
+        o_bias = config.o_bias and ranks.rank == 0
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, o_bias)
+        if config.qk_norm:
+            self.q_norm = nn.RMSNorm(self.head_dim)
+            self.k_norm = nn.RMSNorm(self.head_dim)
+        self.has_norms = config.qk_norm
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                metadata: Any) -> Tensor:
+        """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
+        qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
+        weights = []
+        if self.has_norms:
+            weights = [self.q_norm.weight.expand(num_heads, -1),
+                       self.k_norm.weight.expand(num_kv_heads, -1)]
+        qk = norm_rotate(qk, weights, self.eps, *rotation)
+        q, k = qk.split([num_heads, num_kv_heads], dim=1)
+
         self.backend.store(k, v, kv_cache, metadata)
-        attended = self.ranks.all_reduce(attn.o_proj(self.backend.attend(q, kv_cache, metadata)))
-        x, normed = add_norm(x, attended, self.post_attention_layernorm.weight, self.eps)
-        return x, self.ranks.all_reduce(mlp.down_proj(silu_mul(mlp.gate_up_proj(normed))))
+        attended = self.backend.attend(q, kv_cache, metadata)
+        return self.ranks.all_reduce(self.o_proj(attended))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.ranks = ranks
+        size, inner = config.hidden_size, config.intermediate_size
+        parts = {"gate_proj": inner, "up_proj": inner}
+        self.gate_up_proj = Linear(size, parts, config.mlp_bias)
+        down_bias = config.mlp_bias and ranks.rank == 0
+        self.down_proj = Linear(inner, {"down_proj": size}, down_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = silu_mul(self.gate_up_proj(x))
+        return self.ranks.all_reduce(self.down_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, backend, ranks)
+        self.mlp = MLP(config, ranks)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
+                kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
+        """The layer's input is x + residual: the kernel that normalises it also adds it
+        up.
+
+        Returns such a pair for the next layer.
+        """
+        norm = self.input_layernorm
+        x, residual = add_norm(x, residual, norm.weight, norm.eps)
+        x = self.self_attn(x, rotation, kv_cache, metadata)
+        norm = self.post_attention_layernorm
+        x, residual = add_norm(x, residual, norm.weight, norm.eps)
+        return self.mlp(x), residual
 
 
 class CausalLM(nn.Module):
-    """The decoder and its output head; the weights are what memory held until they are loaded.
+    """The decoder and its output head; config: that of a rank's share (`Ranks.share`).
 
-    config: of this rank's share (`Ranks.share`). Tokens are split too: their embeddings, and the
-    logits.
+    The ranks share the vocabulary too: the embeddings, and the columns of the logits.
     """
 
-    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
+    def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks, self.vocab = ranks, (config.starts["lm_head"], config.total_vocab_size)
-        vocab_size, size = config.vocab_size, config.hidden_size  # of the vocabulary, a share
-        embedding: Any = nn.Embedding(vocab_size, size, _weight=torch.empty(vocab_size, size))
+        self.ranks = ranks
+        vocab_size, size = config.vocab_size, config.hidden_size
         layers = (DecoderLayer(config, backend, ranks) for _ in range(config.num_hidden_layers))
+        embeddings = torch.empty(vocab_size, size)  # as memory has them: weights come later
         self.model: Any = nn.ModuleDict({
-            "embed_tokens": embedding,
+            "embed_tokens": nn.Embedding(vocab_size, size, _weight=embeddings),
             "layers": nn.ModuleList(layers),
             "norm": nn.RMSNorm(size, config.rms_norm_eps),
-            "rotary_emb": LlamaRotaryEmbedding(config)})
-        self.lm_head: Any = Linear(size, {"lm_head": vocab_size}, bias=False)
+            "rotary_emb": LlamaRotaryEmbedding(config),
+        })
+        self.lm_head = Linear(size, {"lm_head": vocab_size})
         if config.tie_word_embeddings:
-            self.lm_head.weight = embedding.weight
+            self.lm_head.weight = self.model.embed_tokens.weight
         self.requires_grad_(False)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, sampling_rows: Tensor, kv_caches: Tensor,
-                metadata: AttentionMetadata) -> Tensor:
-        """One pass over a flat batch; returns logits [num_rows, vocab_size] of `sampling_rows`.
+    def forward(self, token_ids: Tensor, sampling_indices: Tensor, kv_caches: Tensor,
+                metadata: Any) -> Tensor:
+        """One pass over a flat batch; returns logits [num_samples, vocab_size].
 
-        token_ids: [num_tokens]; sampling_rows: [num_rows], rows of the batch; kv_caches: every
-        layer's cache, stacked.
+        token_ids: [num_tokens]; sampling_indices: [num_samples], the tokens after which
+        one is sampled; kv_caches: the caches of all layers, stacked.
         """
-        embed_tokens, layers, norm, rotary_emb = self.model.values()
-        # Other ranks' tokens look up row 0, and count as zero: the sum is the embedding.
-        ids = token_ids - self.vocab[0]
-        mine = (ids >= 0) & (ids < embed_tokens.num_embeddings)
-        x = self.ranks.all_reduce(embed_tokens(ids * mine) * mine[:, None])
-        # cos and sin of the angles, [num_tokens, 1, head_dim], scaled as long contexts need it
-        cos, sin = (y.transpose(0, 1) for y in rotary_emb(x, metadata.positions[None]))
-        update = torch.zeros_like(x)  # nothing yet
-        for layer, kv_cache in zip(layers, kv_caches, strict=True):
-            x, update = layer(x, update, (cos, sin), kv_cache, metadata)
-        return self.ranks.gather(self.lm_head(norm((x + update)[sampling_rows])), *self.vocab)
+        x = self.embed(token_ids)
+        residual = torch.zeros_like(x)
+        # cos and sin of the angles, [num_tokens, 1, head_dim]
+        cos, sin = self.model.rotary_emb(x, metadata.positions[None])
+        rotation = (cos.transpose(0, 1), sin.transpose(0, 1))
+
+        for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
+            x, residual = layer(x, residual, rotation, kv_cache, metadata)
+
+        x = self.model.norm((x + residual)[sampling_indices])
+        return self.ranks.gather(self.lm_head(x))
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens, hidden_size]; a rank that does not have a token's row adds
+        zeros.
+        """
+        table = self.model.embed_tokens
+        if self.ranks.size == 1:
+            return F.embedding(token_ids, table.weight)
+        ids = token_ids - self.ranks.rank * table.num_embeddings
+        is_mine = (ids >= 0) & (ids < table.num_embeddings)
+        return self.ranks.all_reduce(table(ids * is_mine) * is_mine[:, None])

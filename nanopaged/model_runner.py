@@ -1,18 +1,18 @@
-"""Everything that touches tensors: the model, the KV pool, a step's inputs, and CUDA graphs.
+"""Everything that touches tensors: the model, the KV pool, the inputs of a step, CUDA
+graphs.
 
-The scheduler speaks of rows, tokens and block ids. The runner keeps the block tables of all running
-sequences, one row each, so that a step only has to say what changed, and turns a `Batch` into one
-forward pass over one flat batch of tokens.
+The scheduler deals in rows, tokens and block ids. The runner keeps the block tables of
+all running sequences, one row each, so that a step only has to say what is new in them.
+It turns a `ControlMessage` into one forward pass over one flat batch of tokens.
 """
 
 import ctypes
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,122 +20,177 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import FlashAttention, TorchAttention, TritonAttention, to_device
+from nanopaged.attention import BACKENDS, Ints, to_device
 from nanopaged.block_manager import Moves
-from nanopaged.config import EngineConfig, check
+from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights
 from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import Sampler, SamplerOutput
-from nanopaged.scheduler import UNREAD, Batch
+from nanopaged.scheduler import PENDING, Batch, ControlMessage
 
-CPU_POOL_BYTES = 4 << 30  # for K and V where num_blocks is not given; pages unused cost nothing
+CPU_POOL_BYTES = 4 << 30  # for K and V, if num_blocks is not given; unused pages cost nothing
+
+
+class Graph(NamedTuple):
+    """A recorded forward pass: it reads its inputs and writes its logits always in
+    place.
+    """
+
+    inputs: list[Tensor]
+    replay: Callable[[], object]
+    logits: Tensor
 
 
 class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: Any, path: Path, ranks: Ranks) -> None:
-        self.config, self.ranks = config, ranks
-        devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-        self.device = torch.device(devices[0] if config.device == "auto" else config.device)
-        check("device, where torch sees these,", self.device.type, "str", choices=devices)
+        self.config = config
+        self.ranks = ranks
+        self.device = pick_device(config.device)
+        self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         if self.device.type == "cpu" and sys.platform == "linux":
             keep_freed_memory()
-        self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
-        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
-        check("max_model_len", self.max_model_len, high=model_config.max_position_embeddings)
+
+        max_positions = model_config.max_position_embeddings
+        self.max_model_len = config.max_model_len or max_positions
+        check_int("max_model_len, with this model,", self.max_model_len, 2, max_positions)
+
+        # This rank's share of the model.
         share = ranks.share(model_config)
-        heads, head_dim, layers = share.num_key_value_heads, share.head_dim, share.num_hidden_layers
-        self.token_bytes = 2 * layers * heads * head_dim * self.dtype.itemsize
-        default = "triton" if self.device.type == "cuda" and find_spec("triton") else "torch"
-        self.attention = config.attention_backend.replace("auto", default)
-        backends = {"torch": TorchAttention, "triton": TritonAttention, "flash": FlashAttention}
-        self.backend = backends[self.attention](
-            share.num_attention_heads, heads, head_dim, config.block_size, self.dtype, self.device)
-        self.model: Callable[..., Tensor] = self._load_model(share, model_config, path)
+        self.num_layers = share.num_hidden_layers
+        self.attention = pick_attention(config.attention_backend, self.device)
+        self.backend = BACKENDS[self.attention](
+            share.num_attention_heads, share.num_key_value_heads, share.head_dim,
+            config.block_size, self.dtype, self.device)
+        self.model: Any = self._load_model(share, model_config, path)
         self.sampler = Sampler(config.max_num_seqs)
-        self.last_tokens = torch.zeros(config.max_num_seqs, dtype=torch.int64, device=self.device)
-        # Entries past a sequence's end may be read, and masked, so they must name a block: zeros.
+
+        # One block of one layer: first all its K, then all its V, head by head.
+        self.block_shape = (2, share.num_key_value_heads, config.block_size, share.head_dim)
+        self.token_bytes = 2 * self.num_layers * share.num_key_value_heads * share.head_dim
+        self.token_bytes *= self.dtype.itemsize
+
+        # What the device or a rank must remember of every running sequence, by row.
+        # What is behind the end of a table may be read, but is masked: it must name
+        # some block.
         max_blocks = -(-self.max_model_len // config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
-        self.num_layers, self.block_shape = layers, (2, heads, config.block_size, head_dim)
-        self.graphs: dict[int, tuple[list[Tensor], Callable[[], object], Tensor]] = {}  # by size
+        self.last_tokens = torch.zeros(
+            config.max_num_seqs, dtype=torch.int64, device=self.device)
+
+        self.graphs: dict[int, Graph] = {}  # by number of sequences
         self.num_blocks, self.num_swap_blocks = self._size_pools()
-        self.kv_caches = self._make_pool(self.device, self.num_blocks)
-        self.swap_space = self._make_pool(torch.device("cpu"), self.num_swap_blocks)
-        # Only Triton's `store` knows padding.
-        if self.device.type == "cuda" and self.attention != "torch" and not config.enforce_eager:
+        self.kv_caches = self._make_pool(self.num_blocks, self.device)
+        self.swap_space = self._make_pool(self.num_swap_blocks, torch.device("cpu"))
+        # Graphs are padded, and only Triton's kernels know padding.
+        knows_padding = self.attention in ("triton", "flash")
+        if self.device.type == "cuda" and knows_padding and not config.enforce_eager:
             self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
 
-    @torch.inference_mode()
-    def execute(self, batch: Batch) -> SamplerOutput:
-        """One step: moves, then a forward pass; the result's tensors are still on the device.
+    # -- A step ------------------------------------------------------------------------
 
-        All ranks do it. Rank 0's sampler knows the parameters, so its tokens count.
+    def execute(self, batch: Batch) -> SamplerOutput:
+        """Run a step on all ranks; the tensors of the result are still on the device.
         """
-        self.ranks.send(replace(batch, drawn=[], admitted=[]))  # all but sequences
-        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
-        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
-        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
-        for row, first, block_ids in batch.table_updates:
-            self.block_tables[row, first : first + len(block_ids)] = block_ids
+        self.ranks.send(batch.message)
         for seq in batch.admitted:
             self.sampler.set_row(seq)
-        if not batch.rows:  # those that run wait for what their beams will be
+        return self.run(batch.message)
+
+    @torch.inference_mode()
+    def run(self, message: ControlMessage) -> SamplerOutput:
+        """This rank's part of a step: move blocks, then one forward pass."""
+        self._move_blocks(self.kv_caches, self.swap_space, message.swaps_out)
+        self._move_blocks(self.swap_space, self.kv_caches, message.swaps_in)
+        self._move_blocks(self.kv_caches, self.kv_caches, message.copies)
+        for row, first, block_ids in message.table_updates:
+            self.block_tables[row, first : first + len(block_ids)] = block_ids
+        if not message.rows:  # everybody waits for tokens that are not read yet
             return SamplerOutput(self.last_tokens[:0])
-        logits = self._forward(batch)
-        drawn = np.array(batch.drawn_rows, np.int64)
-        output = self.sampler.sample(logits, drawn, np.array(batch.ends)[batch.samples])
-        self.last_tokens[to_device(drawn, self.device)] = self.ranks.broadcast(output.token_ids)
+
+        logits = self._forward(message)
+        rows = np.array(message.sampled_rows, np.int64)
+        positions = np.array(message.ends)[message.samples]  # of the new tokens
+        output = self.sampler.sample(logits, rows, positions)
+        # Only rank 0 knows the parameters of the requests, so its tokens count.
+        tokens = self.ranks.broadcast(output.token_ids)
+        self.last_tokens[to_device(rows, self.device)] = tokens
         return output
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """The logits [num_samples, vocab_size]; by a recorded graph, where all compute a token."""
-        n = len(batch.rows)
-        decodes = len(batch.token_ids) == n and batch.samples == list(range(n))
-        size = min((size for size in self.graphs if size >= n and decodes), default=0)
-        width = -(-max(batch.ends) // self.config.block_size)
-        inputs, metadata = self._prepare(padded(batch, size) if size else batch, width)
+    def _forward(self, message: ControlMessage) -> Tensor:
+        """The logits [num_samples, vocab_size], if possible by replaying a graph."""
+        num_seqs = len(message.rows)
+        size = self._graph_size(message)
+        if size:
+            message = padded(message, size)
+        width = -(-max(message.ends) // self.config.block_size)  # columns in use
+        inputs, metadata = self._prepare(message, width)
         if not size:
-            return self.model(*inputs, self.kv_caches, metadata)
-        recorded, replay, logits = self.graphs[size]
-        for tensor, new in zip(recorded, [*inputs, *metadata.tensors], strict=True):
-            tensor[..., : new.shape[-1]].copy_(new)  # of the block tables what is in use
-        replay()
-        return logits[:n]
+            return self.model(*inputs, self.kv_caches, metadata)  # type: ignore[no-any-return]
 
-    def _prepare(self, batch: Batch, width: int | None = None) -> tuple[list[Tensor], Any]:
-        """The model's inputs: token ids, rows that sample; and what the backend makes of the rest.
+        graph = self.graphs[size]
+        for recorded, new in zip(graph.inputs, [*inputs, *metadata.tensors], strict=True):
+            recorded[..., : new.shape[-1]].copy_(new)
+        graph.replay()
+        return graph.logits[:num_seqs]
 
-        width: of the block tables, how many columns are in use.
-        """
-        lists = batch.token_ids, batch.rows, batch.counts, batch.ends, batch.samples
-        token_ids, rows, counts, ends, samples = (np.array(x, np.int64) for x in lists)
-        arrays = np.repeat(rows, counts), token_ids, np.cumsum(counts)[samples] - 1
-        token_rows, tokens, sampling_rows = (to_device(array, self.device) for array in arrays)
-        tokens = torch.where(tokens == UNREAD, self.last_tokens[token_rows], tokens)
+    def _graph_size(self, message: ControlMessage) -> int:
+        """The smallest graph for this step; 0 if it must run without one."""
+        num_seqs = len(message.rows)
+        if len(message.token_ids) > num_seqs or message.samples != list(range(num_seqs)):
+            return 0  # not just decodes
+        return min((size for size in self.graphs if size >= num_seqs), default=0)
+
+    def _prepare(
+        self, message: ControlMessage, width: int | None = None
+    ) -> tuple[list[Tensor], Any]:
+        """The inputs of the model, and what the attention backend makes of the rest."""
+        rows = np.array(message.rows, np.int64)
+        counts = np.array(message.counts, np.int64)
+        ends = np.array(message.ends, np.int64)
         metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
-        return [tokens, sampling_rows], metadata
+
+        # Tokens that are pending come from where the last step left them on the device.
+        token_ids = to_device(np.array(message.token_ids, np.int64), self.device)
+        token_rows = to_device(np.repeat(rows, counts), self.device)
+        tokens = torch.where(token_ids == PENDING, self.last_tokens[token_rows], token_ids)
+
+        # Logits are wanted after the last token of an entry only.
+        last_tokens = np.cumsum(counts) - 1
+        sampling_indices = to_device(last_tokens[message.samples], self.device)
+        return [tokens, sampling_indices], metadata
+
+    def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
+        """Copy blocks of every layer. Those in CPU memory are numbered after the
+        device's.
+        """
+        if not moves:
+            return
+        source_ids, target_ids = np.array(moves).T.copy()  # each [num_moves]
+        if source is self.swap_space:
+            source_ids -= self.num_blocks
+        if target is self.swap_space:
+            target_ids -= self.num_blocks
+        blocks = source.index_select(1, to_device(source_ids, source.device))
+        target.index_copy_(1, to_device(target_ids, target.device), blocks.to(target.device))
+
+    # -- CUDA graphs -------------------------------------------------------------------
 
     def capture_graphs(self, record: Callable[..., Any]) -> None:
-        """Record the forward pass of decodes for some batch sizes; others are padded to the next.
+        """Record the forward pass of decodes for some batch sizes; others are padded.
 
-        `record` runs a function once, and returns what repeats it and where the result is then. A
-        graph repeats the same kernels on the same tensors: a step copies its own into them.
+        `record` runs a function and returns what repeats it, and its result. A graph
+        repeats the same kernels on the same tensors, so each step copies its inputs
+        into them.
         """
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
         for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):  # the largest needs most
-            inputs, metadata = self._prepare(padded(Batch(), size))
+            inputs, metadata = self._prepare(padded(ControlMessage(), size))
             replay, logits = record(partial(self.model, *inputs, self.kv_caches, metadata))
-            self.graphs[size] = [*inputs, *metadata.tensors], replay, logits
+            self.graphs[size] = Graph([*inputs, *metadata.tensors], replay, logits)
 
-    def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
-        """Copy blocks, in every layer. Those in CPU memory are numbered behind the device's."""
-        if moves:
-            firsts = [self.num_blocks * (pool is self.swap_space) for pool in (source, target)]
-            ids, new_ids = (np.array(moves) - firsts).T.copy()  # each [num_moves]
-            blocks = source.index_select(1, to_device(ids, source.device)).to(target.device)
-            target.index_copy_(1, to_device(new_ids, target.device), blocks)
+    # -- Memory ------------------------------------------------------------------------
 
     def _load_model(self, share: Any, model_config: Any, path: Path) -> CausalLM:
         with self.device, local_torch_dtype(self.dtype):
@@ -143,75 +198,110 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            with torch.device("meta"):  # for the shapes
-                alone = Ranks(EngineConfig())
-                whole = CausalLM(alone.share(model_config), self.backend, alone)
-            load_weights(model, whole, share.starts, path)
+            with torch.device("meta"):  # only for the shapes of the whole tensors
+                whole = CausalLM(model_config, self.backend, self.ranks)
+            load_weights(model, whole, self.ranks, path)
         for module in model.modules():
             if isinstance(module, Linear):
                 module.pack()
         return model
 
-    def _make_pool(self, device: torch.device, num_blocks: int) -> Tensor:
-        shape = self.num_layers, num_blocks, *self.block_shape
+    def _make_pool(self, num_blocks: int, device: torch.device) -> Tensor:
+        shape = (self.num_layers, num_blocks, *self.block_shape)
         if device.type == "cuda":
             return torch.zeros(shape, dtype=self.dtype, device=device)
-        # NumPy's zeros are calloc's: the system hands out a page when it is first written.
+        # NumPy's zeros are calloc's: the system hands out a page when it is first
+        # written.
         return torch.from_numpy(np.zeros(shape, f"i{self.dtype.itemsize}")).view(self.dtype)
 
-    def _free_bytes(self) -> int:
-        """What K and V may take on the device. One of the largest steps is run to measure it.
+    def _size_pools(self) -> tuple[int, int]:
+        """How many blocks the device and the CPU get: as many as asked for, fit or are
+        of use.
 
-        Beside the pool there is room for that step, and about as much for the graphs and the copies
-        that `FlashAttention` makes.
+        Lowers max_model_len to what fits, unless that was asked for too.
+        """
+        config = self.config
+        block_bytes = self.token_bytes * config.block_size
+        max_num_seqs, blocks_per_seq = self.block_tables.shape
+        most = max_num_seqs * blocks_per_seq
+        num_blocks = config.num_blocks
+        if num_blocks is None:
+            num_blocks = min(self._measure_free_bytes() // block_bytes, most)
+        num_swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
+
+        # All ranks have the same block ids, so the smallest pools decide.
+        pools = torch.tensor([[num_blocks], [num_swap_blocks]], device=self.device)
+        num_blocks, num_swap_blocks = map(int, self.ranks.gather(pools).amin(1))
+        fewest = blocks_per_seq if config.max_model_len else 1
+        if num_blocks < fewest:
+            raise ValueError(
+                f"num_blocks must be at least {fewest} for max_model_len={self.max_model_len}, "
+                f"got {num_blocks}: raise it, free memory, or lower max_model_len")
+        self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
+        return num_blocks, num_swap_blocks
+
+    def _measure_free_bytes(self) -> int:
+        """What K and V may take on the device, found by running one of the largest
+        steps.
+
+        Beside the pool there must be room for such a step, and about as much for
+        graphs.
         """
         if self.device.type == "cpu":
             return CPU_POOL_BYTES
-        num_seqs, num_tokens = self.config.max_num_seqs, self.config.max_num_batched_tokens
+        num_seqs = self.config.max_num_seqs
+        num_tokens = self.config.max_num_batched_tokens
         ones = [1] * num_tokens
-        batch = Batch(ones, ones, ones, [0] * num_tokens, list(range(num_seqs)))
-        self.kv_caches = self._make_pool(self.device, 1)
-        # Until sequences set their rows: top_k=0, top_p=0, so all tokens are sorted: it takes most.
-        torch.cuda.reset_peak_memory_stats()  # who came before in this process does not count
+        largest = ControlMessage(
+            token_ids=ones, counts=ones, ends=ones, rows=[0] * num_tokens,
+            samples=list(range(num_seqs)))
+        self.kv_caches = self._make_pool(1, self.device)
+        torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:
-            self.sampler.draw(self._forward(batch), self.sampler.params, np.arange(num_seqs))
+            # No row is set yet. Their parameters, all 0, make the sampler sort all
+            # tokens, and that takes the most memory.
+            logits = self._forward(largest)
+            self.sampler.draw(logits, self.sampler.params, np.arange(num_seqs))
         except torch.OutOfMemoryError as error:
-            raise ValueError(f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must "
-                             f"be less for the device's memory: {error}") from error
-        step = torch.cuda.max_memory_allocated() - before
+            raise ValueError(
+                f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must be less "
+                f"for the memory of the device: {error}") from error
+        step_bytes = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
-        return int(free - (1 - self.config.gpu_memory_utilization) * total) - 2 * step
+        reserved = (1 - self.config.gpu_memory_utilization) * total
+        return int(free - reserved) - 2 * step_bytes
 
-    def _size_pools(self) -> tuple[int, int]:
-        """Blocks on the device and in CPU memory: what fits, or was asked for, or could be used.
+    def describe(self) -> str:
+        """What was decided, for the log."""
+        num_slots = self.num_blocks * self.config.block_size
+        return (
+            f"{self.dtype} on {self.device}; KV cache: {self.num_blocks:,} blocks of "
+            f"{self.config.block_size} tokens of {self.token_bytes:,} bytes, room for "
+            f"{num_slots / self.max_model_len:.1f} sequences of {self.max_model_len:,} tokens; "
+            f"attention: {self.attention} ({self.config.attention_backend})")
 
-        Shortens max_model_len to fit them, unless that was asked for too.
-        """
-        config, block_bytes = self.config, self.token_bytes * self.config.block_size
-        per_seq, most = self.block_tables.shape[1], self.block_tables.size
-        num_blocks = config.num_blocks or min(self._free_bytes() // block_bytes, most)
-        swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
-        # The smallest pools of all ranks are the pools: [2, num_ranks]
-        pools = torch.tensor([[num_blocks], [swap_blocks]], device=self.device)
-        pools = self.ranks.gather(pools, self.ranks.rank, self.ranks.size)
-        num_blocks, swap_blocks = map(int, pools.amin(1))
-        check(f"num_blocks (raise it, free memory, or lower max_model_len={self.max_model_len})",
-              num_blocks, low=per_seq if config.max_model_len else 1)
-        self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
-        return num_blocks, swap_blocks
+    def free(self) -> None:
+        """Give back the memory, even if somebody still holds the engine."""
+        self.graphs = {}
+        self.model = None
+        self.kv_caches = self.swap_space = self.last_tokens[:0]
 
 
-def padded(batch: Batch, size: int) -> Batch:
-    """Decodes, and as many sequences with one token at position -1 as are missing from `size`."""
-    more = [0] * (size - len(batch.rows))
-    return Batch(batch.token_ids + more, [1] * size, batch.ends + more, batch.rows + more,
-                 list(range(size)))
+def padded(message: ControlMessage, size: int) -> ControlMessage:
+    """Decodes, filled up to `size` entries with one token at position -1 each."""
+    padding = [0] * (size - len(message.rows))
+    return ControlMessage(
+        token_ids=message.token_ids + padding,
+        counts=[1] * size,
+        ends=message.ends + padding,
+        rows=message.rows + padding,
+        samples=list(range(size)))
 
 
 def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
-    run()  # what is set up by a first call must not be recorded
+    run()  # a first call may set things up that must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):
         logits = run()
@@ -219,17 +309,36 @@ def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Callable[[]
 
 
 def keep_freed_memory() -> None:
-    """Have glibc's malloc keep what is freed: a step's temporaries are the next one's.
+    """Let glibc's malloc keep what is freed: the next step needs it again.
 
-    By default large pieces go back to the system, and every step faults their pages in again: a
-    tenth of the time of a step. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3) in mallopt(3).
+    By default large pieces go back to the system, and every step faults their pages in
+    again, for a tenth of its time. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3)
+    in mallopt(3).
     """
     for parameter in (-1, -3):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
+def pick_device(name: str) -> torch.device:
+    has_gpu = torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ValueError("device must be 'cpu' or 'auto' here, as torch sees no GPU, got 'cuda'")
+    if name == "auto":
+        name = "cuda" if has_gpu else "cpu"
+    return torch.device(name)
+
+
+def pick_attention(name: str, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    best = "triton" if device.type == "cuda" else "numba"
+    return best if find_spec(best) else "torch"
+
+
 def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; on a CPU, for half precision, the one it has instructions for."""
+    """The checkpoint's dtype; for half precision on a CPU, one that it has instructions
+    for.
+    """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):

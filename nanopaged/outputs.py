@@ -1,11 +1,11 @@
-"""What the caller gets back; names are vLLM's where it has them."""
+"""What the caller gets back. The names are vLLM's where it has them."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class RequestMetrics:
-    """Points in time, in seconds of `time.perf_counter`; 0 where it has not come to that yet."""
+    """Points in time, in seconds of `time.perf_counter`; 0 where it is yet to come."""
 
     arrival_time: float
     first_scheduled_time: float = 0.0
@@ -15,19 +15,26 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One continuation so far; finish_reason is None while it runs, "stop", "length" or "abort"."""
+    """One continuation so far.
+
+    `logprobs` has a dict for every token: token id -> log-probability. `finish_reason`
+    is None while the sequence runs, then "stop", "length" or "abort".
+    """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, float]] | None  # for every token: token id -> log-probability
+    logprobs: list[dict[int, float]] | None
     finish_reason: str | None
 
 
 @dataclass
 class RequestOutput:
-    """A request's answer so far; `num_cached_tokens` of its prompt came from the prefix cache."""
+    """The answer to a request so far.
+
+    `num_cached_tokens` of the prompt were found in the prefix cache.
+    """
 
     request_id: str
     prompt: str | None
@@ -44,16 +51,16 @@ class EngineStats:
 
     blocks_total: int
     blocks_used: int = 0  # held by a sequence
-    blocks_cached: int = 0  # findable by their content, held or free
-    tokens_held: int = 0  # whose K and V sequences hold, shared ones once
-    kv_utilisation: float = 0.0  # tokens held over the room in the used blocks
+    blocks_cached: int = 0  # in the prefix cache, held or free
+    tokens_held: int = 0  # tokens whose K and V sequences hold; shared ones count once
+    kv_utilisation: float = 0.0  # tokens held / slots in the used blocks
     steps: int = 0
-    prompt_tokens: int = 0  # of the requests admitted so far, cached or not
+    prompt_tokens: int = 0  # of all requests that have started, cached or not
     output_tokens: int = 0
-    prefix_query_tokens: int = 0  # looked up at admissions
-    prefix_hit_tokens: int = 0  # of these, found
+    prefix_query_tokens: int = 0  # tokens that were looked up in the prefix cache
+    prefix_hit_tokens: int = 0  # how many of them were found
     preemptions_recompute: int = 0
     preemptions_swap: int = 0
-    blocks_copied: int = 0  # before a sequence wrote into one that it shared
+    blocks_copied: int = 0  # copy-on-write
     blocks_swapped: int = 0  # out and in
     step_seconds: float = 0.0

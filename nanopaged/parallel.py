@@ -1,16 +1,19 @@
-"""Several processes, one engine: each rank has a share of the weights, and of K and V its heads.
+"""Several processes, one engine: each rank has a share of the weights, and of K and V
+its heads.
 
-Rank 0 schedules and decides the tokens. What a step is goes to all ranks as one message of plain
-numbers (block ids are the same everywhere), and all run the same model, each with its share, and
-add up what the others need to know (Megatron-LM, Shoeybi et al. 2019).
+Rank 0 schedules. Every step it sends the other ranks one message of plain numbers.
+Block ids mean the same everywhere, so all ranks run the same model, each with its
+share, and add up their partial results (Megatron-LM, Shoeybi et al. 2019). The tokens
+are those of rank 0.
 
-The other ranks come from torchrun, which runs the user's script everywhere, or are started here.
-Either way they make an `LLM` too, which serves rank 0 and then ends the process.
+The other ranks are processes that torchrun starts with the user's own script, or that
+rank 0 starts here. Either way they make an `LLM` too, which serves rank 0 and then ends
+the process.
 """
 
 import atexit
+import json
 import os
-import pickle
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,13 +23,14 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
 from nanopaged.config import EngineConfig
+from nanopaged.scheduler import ControlMessage
 
 dist: Any = torch.distributed
+END = b"end"  # the message after the last step
 
 
 def start_rank(index: int, options: dict[str, Any], port: int) -> None:
@@ -34,9 +38,10 @@ def start_rank(index: int, options: dict[str, Any], port: int) -> None:
     from nanopaged import LLM
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    size, rank = str(options["tensor_parallel_size"]), str(index + 1)
-    os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1",
-                      MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    rank = str(index + 1)
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(options["tensor_parallel_size"]),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
     LLM(**options)
 
 
@@ -44,58 +49,73 @@ class Ranks:
     """This process among the ranks of an engine."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.rank, self.size, self.step = 0, config.tensor_parallel_size, 0  # steps that were sent
+        self.rank = 0
+        self.size = config.tensor_parallel_size
+        self.num_steps = 0  # how many messages were sent or received
         self.workers: Any = None  # the processes that were started here
-        self.store: Any = None  # where ranks find each other, and rank 0 puts its messages
+        self.store: Any = None  # where ranks find each other and rank 0 puts its messages
         self.group: Any = None  # for tensors
         if self.size > 1:
-            atexit.register(self.close)  # for who forgets it
+            atexit.register(self.close)
             with self.watched():
                 self._connect(config)
 
     def _connect(self, config: EngineConfig) -> None:
         if os.environ.get("WORLD_SIZE") == str(self.size):
-            self.store, self.rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=3)))
+            rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=3))
+            self.store, self.rank, _ = next(rendezvous)
         else:
             self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             self.workers = start_processes(  # type: ignore[no-untyped-call]
-                start_rank, (asdict(config), self.store.port), self.size - 1, False, daemon=True)
-        self.store.set_timeout(timedelta(days=365))  # an engine may idle; a lost peer is noticed
+                start_rank, (asdict(config), self.store.port), self.size - 1, join=False,
+                daemon=True)
+        # An engine may idle for long; that a peer is gone is noticed by its connection.
+        self.store.set_timeout(timedelta(days=365))
         if self.store.add(f"rank {self.rank}", 1) > 1:
             raise RuntimeError("under torchrun a script can have one engine with ranks, once")
-        while self.workers and not self.store.check([f"rank {i}" for i in range(self.size)]):
+        names = [f"rank {rank}" for rank in range(self.size)]
+        while self.workers and not self.store.check(names):
             self.workers.join(0.02)  # raises if one has ended
+
         backend = dist.ProcessGroupGloo
         if config.device != "cpu" and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
             backend = dist.ProcessGroupNCCL
         self.group = backend(self.store, self.rank, self.size)
 
-    # -- who has what --------------------------------------------------------------------------
+    # -- Who has what ------------------------------------------------------------------
 
     def share(self, config: Any) -> Any:
-        """The model's config with this rank's sizes; `starts` is where they begin in the whole.
+        """The model's config with the sizes of one rank's share, the same for all
+        ranks.
 
-        Query heads stay with their KV head. Where ranks outnumber KV heads, several have the same
-        one and share its query heads.
+        Where there are more ranks than KV heads, several ranks have the same KV head.
         """
-        share, num_kv_heads, rank = copy(config), config.num_key_value_heads, self.rank
-        firsts = [num_kv_heads * i // self.size for i in range(self.size + 1)]  # of every rank
-        kv, mates = firsts[rank], firsts.count(firsts[rank])  # who have the same KV heads
-        share.num_key_value_heads = max(1, firsts[rank + 1] - kv)
-        group_size = config.num_attention_heads // num_kv_heads
-        heads, index = group_size * share.num_key_value_heads, rank - firsts.index(kv)
-        q, q_end = (group_size * kv + heads * i // mates for i in (index, index + 1))
-        unit, unit_end = (config.intermediate_size * i // self.size for i in (rank, rank + 1))
-        token, token_end = (config.vocab_size * i // self.size for i in (rank, rank + 1))
-        share.num_attention_heads, share.intermediate_size = q_end - q, unit_end - unit
-        share.vocab_size, share.total_vocab_size = token_end - token, config.vocab_size
-        q, kv = q * config.head_dim, kv * config.head_dim
-        share.starts = {"q_proj": q, "k_proj": kv, "v_proj": kv, "o_proj": q, "gate_proj": unit,
-                        "up_proj": unit, "down_proj": unit, "embed_tokens": token, "lm_head": token}
+        share = copy(config)
+        for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+            size = getattr(config, name)
+            if size % self.size:
+                raise ValueError(
+                    f"tensor_parallel_size must divide {name}={size}, got {self.size}")
+            setattr(share, name, size // self.size)
+
+        num_kv_heads = config.num_key_value_heads
+        if num_kv_heads % self.size and self.size % num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size must divide num_key_value_heads={num_kv_heads} or be a "
+                f"multiple of it, got {self.size}")
+        share.num_key_value_heads = max(1, num_kv_heads // self.size)
         return share
 
-    # -- what a step needs ---------------------------------------------------------------------
+    def start_of(self, part: int, whole: int) -> int:
+        """Where this rank's part begins in a dimension of a weight that has `whole`
+        elements.
+
+        With 4 ranks and 2 KV heads of 64, part=64 and whole=128: 0, 0, 64, 64.
+        """
+        return self.rank * whole // self.size // part * part
+
+    # -- What a step needs -------------------------------------------------------------
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, in place."""
@@ -104,37 +124,53 @@ class Ranks:
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """Rank 0's tensor, in place: the others add zeros."""
-        return self.all_reduce(x.mul_(self.rank == 0)) if self.size > 1 else x
+        """The tensor of rank 0, in place: the others add zeros."""
+        if self.rank > 0:
+            x.zero_()
+        return self.all_reduce(x)
 
-    def gather(self, x: Tensor, at: int, total: int) -> Tensor:
-        """x: the columns from `at` on of a matrix that has `total`; returns all of them."""
-        return self.all_reduce(F.pad(x, (at, total - at - x.shape[1]))) if self.size > 1 else x
+    def gather(self, x: Tensor) -> Tensor:
+        """Every rank's columns side by side: [n, columns] -> [n, size * columns]."""
+        if self.size == 1:
+            return x
+        columns = x.new_zeros(len(x), self.size, x.shape[1])
+        columns[:, self.rank] = x
+        return self.all_reduce(columns).flatten(1)
 
-    def send(self, message: object) -> None:
-        if self.store and self.rank == 0:
-            self.step += 1
-            self.store.set(f"step {self.step}", pickle.dumps(message))
-            self.store.delete_key(f"step {self.step - 9}")  # nobody is so far behind
+    def send(self, message: ControlMessage) -> None:
+        """Tell the other ranks what the next step is, in JSON: nothing in it can be
+        run.
+        """
+        if self.store is not None:
+            self._put(json.dumps(vars(message)).encode())
 
-    def serve(self, run: Callable[[Any], object]) -> None:
-        """Do what rank 0 sends, until it ends; then end this process."""
-        while (message := pickle.loads(self.store.get(f"step {self.step + 1}"))) is not None:
-            self.step += 1
-            run(message)
-        os._exit(0)  # at once: NCCL's group would wait for the recorded graphs
+    def _put(self, data: bytes) -> None:
+        self.num_steps += 1
+        self.store.set(f"step {self.num_steps}", data)
+        self.store.delete_key(f"step {self.num_steps - 9}")  # nobody is so far behind
 
-    # -- how it ends ---------------------------------------------------------------------------
+    def serve(self, run: Callable[[ControlMessage], object]) -> None:
+        """Run what rank 0 sends until it ends; then end this process."""
+        while True:
+            self.num_steps += 1
+            data = self.store.get(f"step {self.num_steps}")
+            if data == END:
+                os._exit(0)  # at once: NCCL's group would wait for the recorded graphs
+            run(ControlMessage(**json.loads(data)))
+
+    # -- How it ends -------------------------------------------------------------------
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """What fails in here ends the ranks that were started here; what failed there is told."""
+        """If something fails in here, end the ranks, and say which of them failed and
+        why.
+        """
         try:
             yield
         except BaseException as error:
             try:
                 if self.workers and isinstance(error, RuntimeError):
-                    self.workers.join(2)  # raises if one has failed: that is why we have
+                    self.workers.join(2)  # raises if a rank has failed: then that is the cause
                 raise
             except ProcessException as failure:
                 raise RuntimeError(f"rank {failure.error_index + 1} failed: {failure}") from error
@@ -143,10 +179,14 @@ class Ranks:
 
     def close(self) -> None:
         """Tell the other ranks to end, and end those that were started here."""
-        self.send(None)
+        if self.store is not None and self.rank == 0:
+            self._put(END)
         for process in self.workers.processes if self.workers else ():
             process.kill()
             process.join()
-        self.workers = self.store = None
-        # A rank that failed says why before it is missed; NCCL's group would wait for the graphs.
-        self.group = self.group if self.rank or torch.cuda.is_available() else None
+        self.workers = None
+        self.store = None
+        # A rank that fails keeps its connection until it has printed why. NCCL's group
+        # would wait for the recorded graphs.
+        if self.rank == 0 and not torch.cuda.is_available():
+            self.group = None

@@ -1,19 +1,21 @@
-"""Who runs this step, and with how many tokens.
+"""Who runs in the next step, and with how many tokens.
 
-First come, first served, under one budget of tokens a step: running sequences first (one token
-each where they decode, a chunk where their prompt is not computed yet), then whoever waits. The
-scheduler knows no tensors, and of the text only whether a stop string has come.
+First come, first served, with a budget of tokens for each step. Running sequences come
+first: one token each where they decode, a chunk where their prompt is not computed yet.
+Then come those that wait. The scheduler deals in block ids and token ids and never sees
+a tensor.
 
-A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool is full the
-youngest goes back to the head of the queue. Its blocks move to CPU memory (swap), or its tokens are
-computed again (recompute), which is no more than `num_computed_tokens = 0`.
+A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
+is full, the youngest group goes back to the head of the queue: either its blocks move
+to CPU memory (swap), or its K and V are given up and computed again later (recompute).
 
-Admission is now, later or never. Never is told when the request is made; later ends, because the
-oldest group always fits into the pool and is the last to be preempted.
+Admission is now, later or never. Never is refused when the request is made. Later
+always comes: the oldest group is the last to be preempted, and alone it fits into the
+pool.
 """
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -21,190 +23,204 @@ from nanopaged.beam_search import advance
 from nanopaged.block_manager import BlockManager, Moves
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats
-from nanopaged.sampler import SamplerOutput
 from nanopaged.sequence import Sequence, SequenceGroup
 
-UNREAD = -1  # a token that was sampled in the step before and that only the device knows yet
+PENDING = -1  # stands for a token that only the device knows yet
+
+
+@dataclass
+class ControlMessage:
+    """What every rank must know about a step, in plain numbers.
+
+    Entry i of the step computes `counts[i]` tokens of the sequence in row `rows[i]`, up
+    to its position `ends[i]`. Sample j continues the sequence of entry `samples[j]`,
+    and its token goes to the sequence in row `sampled_rows[j]`: not always the same,
+    because a group that forks samples several times from the one sequence that computed
+    the prompt.
+
+    For example, a prompt of 10 tokens in row 0, asked for two continuations, and a
+    decode at position 4 in row 2 have
+
+        counts = [10, 1]   ends = [10, 5]   rows = [0, 2]
+        samples = [0, 0, 1]   sampled_rows = [0, 1, 2]
+    """
+
+    token_ids: list[int] = field(default_factory=list)  # of all entries, one after another
+    counts: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    sampled_rows: list[int] = field(default_factory=list)
+    # Blocks are moved in this order before the model runs.
+    swaps_out: Moves = field(default_factory=list)
+    swaps_in: Moves = field(default_factory=list)
+    copies: Moves = field(default_factory=list)
+    # What is new in block tables: (row, index of a logical block, physical blocks from
+    # there).
+    table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
 
 
 @dataclass
 class Batch:
-    """One step's work: sequence i computes `counts[i]` tokens, up to `ends[i]`.
-
-    The model's part is plain numbers; who they belong to comes last.
+    """One step: the message to all ranks, and what only rank 0 needs to know about it.
     """
 
-    token_ids: list[int] = field(default_factory=list)  # of all, one sequence behind the other
-    counts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)  # in the runner's table of block tables
-    samples: list[int] = field(default_factory=list)  # of every token that is drawn: behind whom
-    swaps_out: Moves = field(default_factory=list)  # first these blocks move,
-    swaps_in: Moves = field(default_factory=list)  # then these,
-    copies: Moves = field(default_factory=list)  # then these are copied, and then the model runs
-    table_updates: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    """(row, first logical block, physical blocks): what changed in the block tables"""
-    drawn_rows: list[int] = field(default_factory=list)  # of those who get the tokens of `samples`
-    drawn: list[Sequence] = field(default_factory=list)  # them
-    admitted: list[Sequence] = field(default_factory=list)  # those that have just got their row
+    message: ControlMessage = field(default_factory=ControlMessage)
+    sampled: list[Sequence] = field(default_factory=list)  # who gets the sampled tokens
+    admitted: list[Sequence] = field(default_factory=list)  # who has a row since this step
+
+    def add_sample(self, seq: Sequence) -> None:
+        """Sample a token for `seq` after the entry that was added last."""
+        self.message.samples.append(len(self.message.rows) - 1)
+        self.message.sampled_rows.append(seq.row)
+        self.sampled.append(seq)
+        seq.num_pending_tokens += 1
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, blocks: BlockManager) -> None:
-        self.config, self.blocks = config, blocks
+    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+        self.config = config
+        self.block_manager = block_manager
         self.waiting: deque[SequenceGroup] = deque()
-        self.running: list[SequenceGroup] = []  # oldest first, all older than those who wait
-        self.free_rows = list(range(config.max_num_seqs))[::-1]
-        self.stats = EngineStats(blocks.num_blocks)
-        # By owner: the groups that got a token or have ended, until the owner takes them out.
-        self.news: dict[object, dict[str, SequenceGroup]] = defaultdict(dict)
+        self.running: list[SequenceGroup] = []  # oldest first, all older than those waiting
+        self.free_rows = list(reversed(range(config.max_num_seqs)))
+        self.stats = EngineStats(block_manager.num_blocks)
+        # Requests that got a token or ended, until somebody takes them out to report
+        # it.
+        self.changed: dict[str, SequenceGroup] = {}
+
+    # -- Before the forward pass -------------------------------------------------------
 
     def schedule(self) -> Batch:
-        """Decide the next step. What it will have computed counts as computed from here on."""
-        batch, budget = Batch(), self.config.max_num_batched_tokens
-        served, preempted = 0, False
-        while served < len(self.running):
-            group = self.running[served]
-            if group.beams and group.live[0].num_unread_tokens:
-                served += 1  # what its beams will be is not known yet
-            elif self._make_room(seqs := group.scheduled, batch):
-                budget -= self._schedule_tokens(seqs, batch, budget)
-                served += 1
+        """Decide the next step. What it will compute counts as computed from here on.
+        """
+        batch = Batch()
+        budget = self.config.max_num_batched_tokens
+
+        has_preempted = False
+        index = 0
+        while index < len(self.running):
+            group = self.running[index]
+            if group.beams and group.live[0].num_pending_tokens:
+                index += 1  # its next beams are not known yet
+            elif self._make_room(group, batch):
+                budget -= self._schedule_group(group, batch, budget)
+                index += 1
             else:
-                self._preempt(self.running.pop(), batch)  # the youngest: maybe this very group
-                preempted = True
-        while self.waiting and budget and not preempted and self._admit(self.waiting[0], batch):
+                # The pool is full. The youngest gives way, and that may be this very
+                # group.
+                self._preempt(self.running.pop(), batch)
+                has_preempted = True
+
+        while self.waiting and budget > 0 and not has_preempted:
+            group = self.waiting[0]
+            if not self._admit(group, batch):
+                break
             self.running.append(self.waiting.popleft())
-            budget -= self._schedule_tokens(self.running[-1].scheduled, batch, budget)
-        for seq in batch.drawn:
-            seq.num_unread_tokens += 1
-            batch.drawn_rows.append(seq.row)
+            budget -= self._schedule_group(group, batch, budget)
+
+        message = batch.message
         self.stats.steps += 1
-        self.stats.blocks_copied += len(batch.copies)
-        self.stats.blocks_swapped += len(batch.swaps_out) + len(batch.swaps_in)
+        self.stats.blocks_copied += len(message.copies)
+        self.stats.blocks_swapped += len(message.swaps_out) + len(message.swaps_in)
         return batch
 
-    def update(self, batch: Batch, sampled: SamplerOutput) -> None:
-        """Append what was sampled, and finish what is complete."""
-        tokens = sampled.read()  # the one place that waits for the device
-        for i, (seq, token) in enumerate(zip(batch.drawn, tokens, strict=True)):
-            group, length = seq.group, len(seq.token_ids) + 1
-            seq.num_unread_tokens -= 1
-            if seq.finish_reason:  # found out only now that this step was one too many for it
-                continue
-            self.news[group.owner][group.request_id] = group
-            self.stats.output_tokens += 1
-            if not group.metrics.first_token_time:
-                group.metrics.first_token_time = time.perf_counter()
-            if group.beams:
-                seq.candidates = sampled.logprobs[i]
-                continue
-            seq.token_ids.append(token)
-            if i in sampled.logprobs:
-                seq.logprobs.append(sampled.logprobs[i])
-                seq.cumulative_logprob += sampled.logprobs[i][token]
-            if token in group.stop_token_ids:
-                self.finish(seq, "stop")
-            elif length >= group.max_len:
-                self.finish(seq, "length")
-            if group.params.stop and seq.detokenize().stopped:
-                self.finish(seq, "stop")
-        for group in dict.fromkeys(seq.group for seq in batch.drawn if seq.group.beams):
-            if group.live and advance(group, self.blocks.fork):  # the search is over
-                self.abort([group], "length")
-                group.sequences = group.finished
+    def _make_room(self, group: SequenceGroup, batch: Batch) -> bool:
+        """Give a group the blocks for what it computes next, if enough are free."""
+        manager = self.block_manager
+        seqs = group.next_sequences
+        if len(seqs) == 1:
+            # The usual case, kept short. A sequence alone shares full blocks only, and
+            # never writes to those, so it needs no copy.
+            num_slots = len(seqs[0].block_table) * manager.block_size
+            if seqs[0].num_tokens_to_compute <= num_slots:
+                return True
 
-    def finish(self, seq: Sequence, reason: str) -> None:
-        """Take a sequence out, wherever it is, and give back its blocks and its row."""
-        group, seq.finish_reason = seq.group, reason
-        if seq in group.live:
-            group.live.remove(seq)
-            queue = self.running if group in self.running else self.waiting
-            if not group.live and group in queue:  # in none, if a step was interrupted half-way
-                queue.remove(group)
-            self._release(seq)
-            self.news[group.owner][group.request_id] = group
-            group.metrics.finished_time = time.perf_counter()
-
-    def abort(self, groups: Iterable[SequenceGroup], reason: str = "abort") -> None:
-        for seq in [seq for group in groups for seq in group.live]:
-            self.finish(seq, reason)
-
-    def measure(self) -> EngineStats:
-        size = self.blocks.block_size
-        # Physical block -> tokens whose K and V are in it: as many for all who share it.
-        filled = {block_id: min(size, max(0, seq.num_computed_tokens - index * size))
-                  for group in self.running for seq in group.live
-                  for index, block_id in enumerate(seq.block_table)}
-        held = sum(filled.values())
-        return replace(
-            self.stats, tokens_held=held, kv_utilisation=held / max(1, len(filled) * size),
-            blocks_used=self.blocks.num_blocks - len(self.blocks.free_blocks),
-            blocks_cached=len(self.blocks.published))
-
-    def _make_room(self, seqs: list[Sequence], batch: Batch) -> bool:
-        """Give a group's sequences the blocks for what they compute next, if there are enough."""
-        # A sequence alone shares full blocks only, and writes to none of them.
-        if len(seqs) > 1 or seqs[0].num_tokens > len(seqs[0].block_table) * self.blocks.block_size:
-            if self.blocks.missing(seqs) > len(self.blocks.free_blocks):
-                return False
-            for seq in seqs:
-                batch.copies += self.blocks.grow(seq)
+        if manager.num_blocks_to_grow(seqs) > len(manager.free_blocks):
+            return False
+        for seq in seqs:
+            batch.message.copies += manager.grow(seq)
         return True
 
-    def _schedule_tokens(self, seqs: list[Sequence], batch: Batch, budget: int) -> int:
-        """Returns how many tokens a group computes. All its sequences sample, or none.
+    def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
+        """Spend budget on the sequences of a group; returns how much.
 
-        If not all can, each leaves its last token for later: it `waits`.
+        All of them sample in this step, or none does. If the budget is too small for
+        all, each leaves its last token, the one after which it would sample, for a
+        later step.
         """
-        group, left = seqs[0].group, budget
-        waits = len(seqs) > 1 and budget < sum(s.num_tokens - s.num_computed_tokens for s in seqs)
-        for seq in seqs:
-            count = min(seq.num_tokens - seq.num_computed_tokens - waits, left)
-            if count <= 0:
-                continue
-            left -= count
-            seq.num_computed_tokens += count
-            end = seq.num_computed_tokens
-            batch.token_ids += seq.token_ids[end - count : end] or [UNREAD]
-            batch.counts.append(count)
-            batch.ends.append(end)
-            batch.rows.append(seq.row)
-            if seq.num_sent_blocks < len(seq.block_table):
-                first, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_table)
-                batch.table_updates.append((seq.row, first, seq.block_table[first:]))
-            if end // self.blocks.block_size > seq.num_published:
-                self.blocks.publish(seq)
-            if end == len(seq.token_ids) + seq.num_unread_tokens:
-                batch.drawn.append(seq)
-            if end == group.num_prompt_tokens and not group.forked:
-                for other in group.live[1:]:
-                    self.blocks.fork(seq, other)
-                    if len(other.token_ids) == end:  # else it was preempted
-                        batch.drawn.append(other)
-            batch.samples += [len(batch.rows) - 1] * (len(batch.drawn) - len(batch.samples))
+        left = budget
+        seqs = group.next_sequences
+        counts = [seq.num_tokens_to_compute - seq.num_computed_tokens for seq in seqs]
+        if len(seqs) > 1 and sum(counts) > budget:
+            counts = [count - 1 for count in counts]
+
+        for seq, count in zip(seqs, counts, strict=True):
+            count = min(count, left)
+            if count > 0:
+                self._schedule_sequence(seq, count, batch)
+                left -= count
         return budget - left
 
+    def _schedule_sequence(self, seq: Sequence, count: int, batch: Batch) -> None:
+        """Add an entry to the batch: `seq` computes its next `count` tokens."""
+        group = seq.group
+        message = batch.message
+        self.block_manager.advance(seq, count)
+        end = seq.num_computed_tokens
+        message.token_ids += seq.token_ids[end - count : end] or [PENDING]
+        message.counts.append(count)
+        message.ends.append(end)
+        message.rows.append(seq.row)
+        if seq.num_sent_blocks < len(seq.block_table):
+            update = (seq.row, *self.block_manager.unsent_blocks(seq))
+            message.table_updates.append(update)
+
+        if end == len(seq.token_ids) + seq.num_pending_tokens:
+            batch.add_sample(seq)
+        if end == group.num_prompt_tokens and not group.forked:
+            self._fork(group, batch)
+
+    def _fork(self, group: SequenceGroup, batch: Batch) -> None:
+        """The leader computes the end of the prompt: the others go on from there."""
+        leader = group.live[0]
+        for seq in group.live[1:]:
+            self.block_manager.fork(leader, seq)
+            # A sequence that was preempted has tokens of its own, and computes them
+            # first.
+            if len(seq.token_ids) == group.num_prompt_tokens:
+                batch.add_sample(seq)
+        group.forked = True
+
+    # -- In and out of the device's pool -----------------------------------------------
+
     def _admit(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Give a waiting group rows and blocks: its own from the CPU, or cached and new ones."""
-        leader, blocks = group.live[0], self.blocks
-        # While others run a hundredth stays free (the watermark): else the next block that they
-        # need would preempt the newcomer at once.
-        spare = blocks.num_blocks // 100 if self.running else 0
+        """Let a waiting group run, if there are rows and blocks for all its sequences.
+        """
+        manager = self.block_manager
+        leader = group.live[0]
         if len(self.free_rows) < len(group.live):
             return False
-        if leader.block_table:  # it was swapped
-            spare += blocks.missing(group.scheduled)
-            moves = blocks.swap(group.live, blocks.free_blocks, spare)
+        # While others run, a hundredth of the pool stays free (the watermark). Without
+        # it, the next block that they need would preempt the newcomer at once.
+        num_spare = manager.num_blocks // 100 if self.running else 0
+
+        if leader.block_table:  # it was swapped out
+            num_spare += manager.num_blocks_to_grow(group.next_sequences)
+            moves = manager.swap(group.live, manager.free_blocks, num_spare)
             if not moves:
                 return False
-            batch.swaps_in += moves
+            batch.message.swaps_in += moves
         else:
-            room = blocks.room(group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
-            if not blocks.allocate(leader, blocks.match_prefix(leader), room, spare):
+            prefix = manager.match_prefix(leader)
+            lengths = [len(seq.token_ids) for seq in group.live]
+            num_blocks = manager.most_blocks(group.num_prompt_tokens, lengths)
+            if not manager.can_allocate(prefix, num_blocks, num_spare):
                 return False
-            self.stats.prefix_query_tokens += leader.num_tokens
+            manager.allocate(leader, prefix)
+            self.stats.prefix_query_tokens += leader.num_tokens_to_compute
             self.stats.prefix_hit_tokens += leader.num_computed_tokens
+
         for seq in group.live:
             seq.row = self.free_rows.pop()
             batch.admitted.append(seq)
@@ -212,24 +228,114 @@ class Scheduler:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
             self.stats.prompt_tokens += group.num_prompt_tokens
-        return self._make_room(group.scheduled, batch)  # there is room: it has been counted
+        return self._make_room(group, batch)  # it has been counted: there is room
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
-        """Back to the head of the queue. The tokens stay, so what was sampled is not lost."""
+        """Send a group back to the head of the queue. It keeps its tokens."""
         self.waiting.appendleft(group)
-        mode, several = self.config.preemption_mode, len(group.live) > 1
-        swap = mode == "swap" or (mode == "auto" and several)
-        moves = self.blocks.swap(group.live, self.blocks.free_swap_blocks) if swap else []
-        batch.swaps_out += moves  # none, if the CPU's pool is full as well: then recompute
-        self.stats.preemptions_swap += bool(moves)
-        self.stats.preemptions_recompute += not moves
-        for seq in group.live:
-            self._release(seq, keep_blocks=bool(moves))
+        manager = self.block_manager
+        mode = self.config.preemption_mode
+        moves: Moves = []
+        if mode == "swap" or (mode == "auto" and len(group.live) > 1):
+            moves = manager.swap(group.live, manager.free_swap_blocks)
 
-    def _release(self, seq: Sequence, keep_blocks: bool = False) -> None:
+        if moves:
+            batch.message.swaps_out += moves
+            self.stats.preemptions_swap += 1
+            for seq in group.live:
+                self._free_row(seq)
+        else:  # recompute: also if the CPU's pool is full
+            self.stats.preemptions_recompute += 1
+            for seq in group.live:
+                self._free_row(seq)
+                manager.free(seq)
+            group.forked = len(group.live) == 1
+
+    def _free_row(self, seq: Sequence) -> None:
         if seq.row >= 0:
             self.free_rows.append(seq.row)
             seq.row = -1
-        if not keep_blocks:
-            self.blocks.free(seq)
-            seq.num_computed_tokens = 0
+
+    # -- After the forward pass --------------------------------------------------------
+
+    def update(self, batch: Batch, token_ids: list[int],
+               logprobs: dict[int, dict[int, float]]) -> None:
+        """Append the sampled tokens, and finish the sequences that are complete.
+
+        logprobs: those of sample i, if its request asked for them.
+        """
+        for i, (seq, token) in enumerate(zip(batch.sampled, token_ids, strict=True)):
+            seq.num_pending_tokens -= 1
+            if seq.finish_reason is not None:
+                continue  # it ended in the step before, when this step was already launched
+            group = seq.group
+            self.changed[group.request_id] = group
+            self.stats.output_tokens += 1
+            if not group.metrics.first_token_time:
+                group.metrics.first_token_time = time.perf_counter()
+
+            if group.beams:
+                seq.candidates = logprobs[i]
+            else:
+                seq.append(token, logprobs.get(i))
+                reason = self._reason_to_finish(seq)
+                if reason is not None:
+                    self.finish(seq, reason)
+
+        beam_searches = {seq.group: None for seq in batch.sampled if seq.group.beams}
+        for group in beam_searches:
+            is_over = bool(group.live) and advance(group, self.block_manager.fork)
+            if is_over:
+                self.abort([group], "length")
+                group.sequences = group.complete_beams
+
+    def _reason_to_finish(self, seq: Sequence) -> str | None:
+        group = seq.group
+        reason = None
+        if seq.token_ids[-1] in group.stop_token_ids:
+            reason = "stop"
+        elif len(seq.token_ids) >= group.max_len:
+            reason = "length"
+        if group.params.stop and seq.detokenize(final=reason is not None).stopped:
+            reason = "stop"
+        return reason
+
+    def finish(self, seq: Sequence, reason: str) -> None:
+        """End a sequence, wherever it is, and give back its row and its blocks."""
+        group = seq.group
+        seq.finish_reason = reason
+        group.live.remove(seq)
+        self._free_row(seq)
+        self.block_manager.free(seq)
+        self.changed[group.request_id] = group
+        if not group.live:
+            queue = self.running if group in self.running else self.waiting
+            queue.remove(group)
+            group.metrics.finished_time = time.perf_counter()
+
+    def abort(self, groups: Iterable[SequenceGroup], reason: str = "abort") -> None:
+        """End all sequences of these groups that have not finished."""
+        for group in groups:
+            for seq in list(group.live):
+                self.finish(seq, reason)
+
+    def measure(self) -> EngineStats:
+        """The statistics so far, with what the pool holds now."""
+        manager = self.block_manager
+        tokens_in_block: dict[int, int] = {}  # the same for all sequences that share it
+        for group in self.running:
+            for seq in group.live:
+                for index, block_id in enumerate(seq.block_table):
+                    num_tokens = seq.num_computed_tokens - index * manager.block_size
+                    num_tokens = min(manager.block_size, max(0, num_tokens))
+                    tokens_in_block[block_id] = num_tokens
+
+        tokens_held = sum(tokens_in_block.values())
+        num_slots = len(tokens_in_block) * manager.block_size
+        return replace(
+            self.stats,
+            blocks_used=manager.num_blocks - len(manager.free_blocks),
+            blocks_cached=len(manager.published),
+            tokens_held=tokens_held,
+            kv_utilisation=tokens_held / max(1, num_slots),
+        )

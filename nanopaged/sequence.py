@@ -1,12 +1,23 @@
-"""A request and its sequences: what has been said so far, and where its K and V are.
+"""A request and its sequences: the tokens so far, and where their K and V are.
 
-A `Sequence` has some tokens, of which the first `num_computed_tokens` have their K and V in the
-cache (or will have, once the scheduled step has run). A step gives it some more; decoding is the
-case of one more. It knows its block table and not what a block is.
+The words that the whole engine uses, each with one meaning:
 
-The sequences of a group begin with the same prompt. Until that is computed only the first of them,
-the leader, is worked on; then the group forks: the others share the leader's blocks and go on from
-there, each its own way.
+    token        an id of the vocabulary; a sequence has the prompt's, then its own
+    sequence     one continuation of a prompt
+    group        the sequences of one request; scheduled, preempted and swapped as a whole
+    leader       the first sequence of a group: it computes the prompt for all of them
+    block        room for the K and V of block_size tokens. A sequence counts its logical
+                 blocks from 0; a physical block is a place in the pool of all blocks
+    block table  the physical block of each logical block of a sequence
+    slot         the place of one token in the pool: physical block * block_size + offset
+    computed     a token's K and V are in the cache, or will be after the scheduled step
+    pending      a token is sampled, but only the device knows it yet
+    row          the place of a running sequence in the tables of the model runner
+    publish      to enter a full block into the prefix cache, so that others can find it
+    fork         to let one more sequence share the blocks that another one has filled
+    swap         to move blocks between the device's pool and the CPU's
+    preempt      to take a group off the device because the pool is full
+    budget       how many tokens one step may compute
 """
 
 from __future__ import annotations
@@ -24,88 +35,109 @@ from nanopaged.outputs import RequestMetrics
 class Sequence:
     """One continuation of a prompt.
 
-    With block_size=4, 6 prompt tokens and 1 sampled one, after the prompt's step:
-    token_ids=[p0 .. p5, t0], num_computed_tokens=6, block_table=[8, 3]: t0's K and V are not in the
-    cache yet; the next step computes them, in block 3, and samples t1.
+    An example with block_size=4: after the step that computed a prompt of 6 tokens and
+    sampled the first token t0,
+
+        token_ids = [p0, p1, p2, p3, p4, p5, t0]
+        num_computed_tokens = 6
+        block_table = [8, 3]
+
+    so block 8 is full, and block 3 holds p4 and p5. The K and V of t0 are not in the
+    cache yet. The next step computes them, stores them in block 3, and samples t1.
     """
 
-    def __init__(self, group: SequenceGroup, index: int, detokenizer: Detokenizer) -> None:
-        self.group, self.index = group, index
+    def __init__(self, group: SequenceGroup, index: int) -> None:
+        self.group = group
+        self.index = index
         self.token_ids = list(group.prompt_token_ids)
+        self.num_pending_tokens = 0
+        self.row = -1  # none: it is not running
+
+        # These belong to the block manager: nobody else writes them.
+        self.block_table: list[int] = []
         self.num_computed_tokens = 0
-        self.num_unread_tokens = 0  # sampled, but only the device knows them yet
-        self.row = -1  # its row in the runner's table of block tables, while it is running
-        self.block_table: list[int] = []  # physical block of every logical block
-        self.num_published = 0  # leading blocks that the prefix cache knows
-        self.num_sent_blocks = 0  # leading blocks that the runner's table knows
-        self.detokenizer = copy(detokenizer)
+        self.num_published_blocks = 0  # the first ones, which the prefix cache has seen
+        self.num_sent_blocks = 0  # the first ones, which the model runner knows
+
+        self.detokenizer = copy(group.detokenizer)
         self.logprobs: list[dict[int, float]] = []
-        # All beams begin alike: the first one's continuations are to be the first beams.
-        self.cumulative_logprob = -math.inf if group.beams and index else 0.0
+        self.cumulative_logprob = 0.0
         self.candidates: dict[int, float] = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
 
     @property
-    def num_tokens(self) -> int:
-        """How many of its tokens are to be computed: before the fork, those that all share.
-
-        The last one that `max_len` allows is never computed: nothing follows it.
-        """
+    def num_tokens_to_compute(self) -> int:
+        """How many tokens must be computed before the next one can be sampled."""
         group = self.group
-        if len(group.live) > 1 and not group.forked:  # the first half is there for speed
-            return group.num_prompt_tokens
-        return min(len(self.token_ids) + self.num_unread_tokens, group.max_len - 1)
+        if not group.forked:
+            return group.num_prompt_tokens  # the part that all sequences of the group share
+        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        # Nothing follows the last token that max_len allows, so nobody needs its K and
+        # V.
+        return min(num_tokens, group.max_len - 1)
 
     @property
     def score(self) -> float:
-        """By which complete beams are ranked; `length_penalty=0` ranks by probability alone."""
+        """The rank of a complete beam: its log-probability, normalised by its length.
+        """
+        assert self.group.beams is not None, "only beams have a score"
         length = len(self.token_ids) - self.group.num_prompt_tokens
         return self.cumulative_logprob / math.pow(length, self.group.beams.length_penalty)
 
-    def detokenize(self) -> Detokenizer:
-        """Turn its new tokens into text, and look for a stop string there."""
-        check_stops = len(self.token_ids) > self.group.min_len
-        self.detokenizer.update(self.token_ids, check_stops, self.finish_reason is not None)
-        return self.detokenizer
+    def append(self, token: int, logprobs: dict[int, float] | None) -> None:
+        """Add a sampled token; `logprobs` has its log-probability and those of others.
+        """
+        self.token_ids.append(token)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[token]
 
-    def extend(self, parent: Sequence, token: int, logprob: float) -> None:
-        """Become what `parent` says, and `token`."""
+    def continue_beam(self, parent: Sequence, token: int, logprob: float) -> None:
+        """Become the beam `parent`, continued by one token."""
         self.token_ids = [*parent.token_ids, token]
         self.logprobs = [*parent.logprobs, {token: logprob}]
         self.cumulative_logprob = parent.cumulative_logprob + logprob
         self.detokenizer = copy(parent.detokenizer)
 
+    def detokenize(self, final: bool) -> Detokenizer:
+        """Turn new tokens into text; `final` means that no more tokens will follow."""
+        may_stop = len(self.token_ids) > self.group.min_len
+        self.detokenizer.update(self.token_ids, may_stop, final)
+        return self.detokenizer
+
 
 class SequenceGroup:
-    """One request: its parameters, and the sequences that answer it; scheduled as a whole."""
+    """One request: its parameters, and the sequences that answer it.
 
-    request_id = ""  # this, the owner and the seed are given when it is queued
-    owner: object = None  # the `generate` or `stream` that it belongs to, if not to `step`
-    seed = 0
-    num_cached_tokens = 0  # prompt tokens found in the prefix cache, at its first admission
+    All sequences begin with the same prompt. Until it is computed only the leader is
+    worked on. Then the group forks: the others share the leader's blocks, and each goes
+    its own way.
+    """
 
-    def __init__(self, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
-                 stop_token_ids: set[int], max_model_len: int, tokenizer: Any,
-                 beams: BeamSearchParams | None = None) -> None:
-        self.prompt, self.prompt_token_ids = prompt, prompt_token_ids
-        self.params = params
-        self.beams: Any = beams  # where a group has none, nobody asks for their fields
-        self.stop_token_ids = stop_token_ids
+    def __init__(self, prompt: str | None, prompt_token_ids: list[int],
+                 params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
+                 tokenizer: Any, beams: BeamSearchParams | None = None) -> None:
+        self.request_id = ""  # this and the seed are given when the request is queued
+        self.seed = 0
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
+        self.params = params
+        self.beams = beams
+        self.stop_token_ids = stop_token_ids
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        detokenizer = Detokenizer(tokenizer, self.num_prompt_tokens, params.stop_strings)
-        self.sequences = [Sequence(self, index, detokenizer) for index in range(params.n)]
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it started
+        self.metrics = RequestMetrics(arrival_time=time.perf_counter())
+
+        self.detokenizer = Detokenizer(tokenizer, self.num_prompt_tokens, params.stop_strings)
+        self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        self.finished: list[Sequence] = []  # of a beam search: the best complete beams, best first
-        self.metrics = RequestMetrics(time.perf_counter())
+        self.forked = params.n == 1  # whether each sequence has blocks of its own
+        self.complete_beams: list[Sequence] = []  # the best so far, best first
 
     @property
-    def forked(self) -> bool:
-        return len(self.live) == 1 or self.live[-1].block_table != []
-
-    @property
-    def scheduled(self) -> list[Sequence]:
-        """Whose tokens are computed next: everybody's, or the leader's before the fork."""
+    def next_sequences(self) -> list[Sequence]:
+        """The sequences whose tokens are computed next: before the fork, the leader."""
         return self.live if self.forked else self.live[:1]
