@@ -148,7 +148,7 @@ class SamplingParams(Checked):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
 
-@dataclass
+@dataclass(frozen=True)
 class BeamSearchParams(Checked):
     """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
 

@@ -344,7 +344,7 @@ class LLM(AbstractContextManager["LLM"]):
             content = prompt.get("prompt", prompt.get("prompt_token_ids"))
         if isinstance(content, str) and self.tokenizer is not None:
             return content, self.tokenizer(content).input_ids
-        if isinstance(content, (list, tuple)):
+        if isinstance(content, Iterable) and not isinstance(content, (str, bytes, dict)):
             return None, check_token_ids("prompt", content, self.model_config.vocab_size)
         raise ValueError(
             "prompt must be a list of token ids or, with a tokenizer, a string, or "
