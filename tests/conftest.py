@@ -1,15 +1,15 @@
-"""What every test stands on: tiny models that vary, transformers as oracle, engines without leaks.
+"""The fixtures: tiny models, transformers as the oracle, and engines checked for leaks.
 
-Weights are drawn wide: with the default initialisation a tiny tied model repeats one token for
-ever, and any engine agrees with it. Prompts whose reference generation comes near a tie are not
-used: there the order of a float32 sum decides, not the engine.
+The models' weights have a large variance. With the default initialisation a tiny tied
+model repeats one token forever, and any engine agrees with it. Prompts whose reference
+generation comes close to a tie are not used: there the order of a float32 sum decides,
+not the engine. Plain functions that hold no state are in helpers.py.
 """
 
 import dataclasses
 import json
 import os
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from nanopaged import LLM
+
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("helpers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,53 +46,86 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-COUNTERS = (
-    "blocks_total", "blocks_used", "blocks_cached", "tokens_held", "kv_utilisation",
-    "prefix_hit_tokens", "prefix_query_tokens", "preemptions_recompute",
-    "steps", "prompt_tokens", "output_tokens",
-)  # fmt: skip
-SHARING_COUNTERS = ("preemptions_swap", "blocks_copied", "blocks_swapped")  # where they exist
-EOS_IDS = [3, 17, 41, 77, 90, 101]  # many, so that a good part of the generations meets one
+# So many that a good part of the generations meets one.
+EOS_IDS = [3, 17, 41, 77, 90, 101]
 LLAMA3_ROPE = {
-    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
-}  # fmt: skip
-Heads = tuple[int, int, int]  # query heads, KV heads, head_dim (0: not stated, as in Qwen2)
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+# Query heads, KV heads, head_dim (0: left out, as in Qwen2).
+Heads = tuple[int, int, int]
 
 
 def shape(heads: Heads, hidden: int, vocab: int, **more: Any) -> dict[str, Any]:
     """The config fields that all families have in common."""
     query_heads, kv_heads, head_dim = heads
     stated = {"head_dim": head_dim} if head_dim else {}
-    return stated | {
-        "hidden_size": hidden, "intermediate_size": 2 * hidden + 8, "num_hidden_layers": 2,
-        "num_attention_heads": query_heads, "num_key_value_heads": kv_heads,
-        "vocab_size": vocab, "max_position_embeddings": 256,
-        "eos_token_id": EOS_IDS[0], "bos_token_id": 1, "pad_token_id": None,
-    } | more  # fmt: skip
+
+    fields = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden + 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": query_heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 256,
+        "eos_token_id": EOS_IDS[0],
+        "bos_token_id": 1,
+        "pad_token_id": None,
+    }
+    return stated | fields | more
 
 
 # name: (family, config fields, largest shard or None for one file)
 VARIANTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "llama": ("llama", shape((4, 2, 16), 64, 160), None),
-    "llama-llama3-rope-tied-biases": ("llama", shape(
-        (6, 3, 16), 48, 136, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True,
-        attention_bias=True, mlp_bias=True), None),
+    "llama-llama3-rope-tied-biases": (
+        "llama",
+        shape(
+            (6, 3, 16),
+            48,
+            136,
+            rope_parameters=LLAMA3_ROPE,
+            tie_word_embeddings=True,
+            attention_bias=True,
+            mlp_bias=True,
+        ),
+        None,
+    ),
     "llama-head-dim-80-one-kv-head": ("llama", shape((3, 1, 80), 42, 131), "40KB"),
     "llama-multi-head": ("llama", shape((5, 5, 8), 40, 200, rope_theta=500000.0), None),
-    "mistral-three-kv-heads": ("mistral", shape((6, 3, 16), 48, 144, sliding_window=None), "50KB"),
-    "mistral-tied": ("mistral", shape(
-        (4, 1, 24), 56, 151, sliding_window=None, tie_word_embeddings=True), None),
-    "qwen2-14-heads-tied": ("qwen2", shape((14, 2, 0), 112, 152, tie_word_embeddings=True), None),
+    "mistral-three-kv-heads": (
+        "mistral",
+        shape((6, 3, 16), 48, 144, sliding_window=None),
+        "50KB",
+    ),
+    "mistral-tied": (
+        "mistral",
+        shape((4, 1, 24), 56, 151, sliding_window=None, tie_word_embeddings=True),
+        None,
+    ),
+    "qwen2-14-heads-tied": (
+        "qwen2",
+        shape((14, 2, 0), 112, 152, tie_word_embeddings=True),
+        None,
+    ),
     "qwen2-untied-sharded": ("qwen2", shape((4, 4, 0), 48, 177), "30KB"),
     "qwen3-tied": ("qwen3", shape((4, 2, 32), 64, 128, tie_word_embeddings=True), None),
-    "qwen3-untied-biases": ("qwen3", shape((5, 1, 16), 50, 168, attention_bias=True), "30KB"),
+    "qwen3-untied-biases": (
+        "qwen3",
+        shape((5, 1, 16), 50, 168, attention_bias=True),
+        "30KB",
+    ),
     "qwen3-head-dim-96": ("qwen3", shape((3, 3, 96), 36, 190, rms_norm_eps=1e-5), None),
-}  # fmt: skip
+}
 
 
 def widen(model: PreTrainedModel, seed: int) -> None:
-    """Draw weights under which greedy outputs wander: see the module's docstring."""
+    """Draw weights that make greedy outputs vary: see the module's docstring."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in model.named_parameters():
         noise = torch.randn(weight.shape, generator=generator)
@@ -111,7 +147,7 @@ def make_model(
     seed: int = 0,
     **fields: Any,
 ) -> Path:
-    """Write a tiny random model of a family to `path` in Hugging Face format; return the path."""
+    """Write a tiny random model to `path` in Hugging Face format; return the path."""
     if "hidden_size" not in fields:
         fields = shape((4, 2, 16), 64, 160) | fields
     config = AutoConfig.for_model(family, **fields)
@@ -125,7 +161,7 @@ def make_model(
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One of the models the equivalence matrix runs over."""
+    """One of the models of the equivalence matrix."""
 
     name: str
     index: int
@@ -135,7 +171,7 @@ class Variant:
 
 @pytest.fixture(scope="session", name="make_model")
 def make_model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`make_model(family, **fields)`: the same arguments give the same directory, made once."""
+    """`make_model(family, **fields)`: a directory, made once for the same arguments."""
     made: dict[str, Path] = {}
 
     def make(family: str, **fields: Any) -> Path:
@@ -149,7 +185,7 @@ def make_model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Callable[...
 
 @pytest.fixture(scope="session", params=VARIANTS)
 def variant(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Variant:
-    """Each of the families in each of its forms."""
+    """Each of the variants in turn."""
     family, fields, max_shard_size = VARIANTS[request.param]
     index = list(VARIANTS).index(request.param)
     path = make_model(family, max_shard_size=max_shard_size, seed=index, **fields)
@@ -158,24 +194,28 @@ def variant(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> 
 
 @pytest.fixture(scope="session")
 def llama(make_model: Callable[..., Path]) -> Path:
-    """A plain Llama, vocabulary 160, several EOS ids, no tokenizer: where any model will do."""
+    """A plain Llama, for any test: 160 tokens, several EOS ids, no tokenizer."""
     return make_model("llama", seed=11)
 
 
 class Reference:
-    """Transformers in float32, one prompt at a time, without padding; its answers are kept."""
+    """Transformers in float32, one prompt at a time, unpadded; answers are cached."""
 
     eos_ids = EOS_IDS
     near_tie = 1e-3  # closer than this, the order of a float32 sum could decide
 
     def __init__(self) -> None:
         self.models: dict[Path, PreTrainedModel] = {}
-        self.known: dict[tuple[Path, tuple[int, ...]], tuple[list[int], list[float]]] = {}
+        self.known: dict[
+            tuple[Path, tuple[int, ...]], tuple[list[int], list[float]]
+        ] = {}
 
     def model(self, path: Path) -> PreTrainedModel:
         if path not in self.models:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-            model.generation_config = GenerationConfig()  # nothing stops it but the length
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32
+            ).eval()
+            model.generation_config = GenerationConfig()  # only the length stops it
             self.models[path] = model
         return self.models[path]
 
@@ -183,8 +223,12 @@ class Reference:
     def run(
         self, path: Path, prompt: Sequence[int], **options: Any
     ) -> tuple[list[int], list[float]]:
-        """`generate` once: new tokens, and how far the first choice was ahead of the second."""
-        options = {"do_sample": False, "pad_token_id": 0, "output_logits": True} | options
+        """Call `generate`: new tokens, and each one's lead over the second choice."""
+        options = {
+            "do_sample": False,
+            "pad_token_id": 0,
+            "output_logits": True,
+        } | options
         ids = torch.tensor([list(prompt)])
         result = self.model(path).generate(
             ids,
@@ -193,11 +237,14 @@ class Reference:
             generation_config=GenerationConfig(**options),
         )
         top = torch.stack(result.logits)[:, 0].topk(2).values
-        return result.sequences[0, len(prompt) :].tolist(), (top[:, 0] - top[:, 1]).tolist()
+        return result.sequences[0, len(prompt) :].tolist(), (
+            top[:, 0] - top[:, 1]
+        ).tolist()
 
     def endless(
         self, path: Path, prompt: Sequence[int], count: int
     ) -> tuple[list[int], list[float]]:
+        """Greedy tokens and their leads, ignoring EOS."""
         key = (path, tuple(prompt))
         if key not in self.known or len(self.known[key][0]) < count:
             self.known[key] = self.run(path, prompt, max_new_tokens=count)
@@ -205,15 +252,19 @@ class Reference:
         return tokens[:count], leads[:count]
 
     def generate(
-        self, path: Path, prompt: Sequence[int], max_new_tokens: int, eos: Sequence[int] = ()
+        self,
+        path: Path,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        eos: Sequence[int] = (),
     ) -> list[int]:
-        """Greedy tokens, up to and with the first of `eos`."""
+        """Greedy tokens, up to and including the first of `eos`."""
         tokens, _ = self.endless(path, prompt, max_new_tokens)
         ends = [i for i, token in enumerate(tokens) if token in set(eos)]
         return tokens[: ends[0] + 1] if ends else tokens
 
     def is_clear(self, path: Path, prompt: Sequence[int], count: int) -> bool:
-        """True where no step of the generation came near a tie."""
+        """True if no step of the generation comes close to a tie."""
         return min(self.endless(path, prompt, count)[1]) > self.near_tie
 
     @torch.inference_mode()
@@ -229,13 +280,18 @@ def reference() -> Reference:
 
 @pytest.fixture(scope="session")
 def draw_prompts(reference: Reference) -> Callable[..., list[list[int]]]:
-    """`draw_prompts(path, lengths, count)`: random prompts with `count` clear greedy tokens."""
+    """`draw_prompts(path, lengths, count)`: prompts with that many clear tokens."""
 
     def draw(
-        path: Path, lengths: Sequence[int], count: int, seed: int = 0, prefix: Sequence[int] = ()
+        path: Path,
+        lengths: Sequence[int],
+        count: int,
+        seed: int = 0,
+        prefix: Sequence[int] = (),
     ) -> list[list[int]]:
         rng = random.Random(seed)
         vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
+
         prompts = []
         for length in lengths:
             for _ in range(50):
@@ -246,34 +302,22 @@ def draw_prompts(reference: Reference) -> Callable[..., list[list[int]]]:
             else:
                 raise AssertionError(f"no clear prompt of length {length} for {path}")
             prompts.append(prompt)
+
         return prompts
 
     return draw
 
 
-def counters(llm: Any) -> dict[str, Any]:
-    """The fields of `llm.stats()` that time does not change."""
-    stats = llm.stats()
-    names = [*COUNTERS, *(name for name in SHARING_COUNTERS if hasattr(stats, name))]
-    return {name: getattr(stats, name) for name in names}
-
-
-@pytest.fixture(scope="session", name="counters")
-def counters_fixture() -> Callable[[Any], dict[str, Any]]:
-    return counters
-
-
 @pytest.fixture
 def engine() -> Iterator[Callable[..., Any]]:
-    """`engine(path, **options)`: a float32 CPU `LLM` that must hold no block when the test ends."""
-    from nanopaged import LLM
-
+    """`engine(path, **options)`: a float32 `LLM` on the CPU that may leak no block."""
     engines = []
 
     def make(path: Path | None, **options: Any) -> Any:
-        defaults = {"block_size": 4, "num_blocks": 64, "max_model_len": 96}
         fixed = {"dtype": "float32", "device": "cpu"}
-        llm = LLM(model=None if path is None else str(path), **(fixed | defaults | options))
+        defaults = {"block_size": 4, "num_blocks": 64, "max_model_len": 96}
+        model = None if path is None else str(path)
+        llm = LLM(model=model, **(fixed | defaults | options))
         engines.append(llm)
         return llm
 
@@ -289,117 +333,9 @@ def engine() -> Iterator[Callable[..., Any]]:
             llm.shutdown()
 
 
-def drain(llm: Any) -> dict[Any, list[Any]]:
-    """Step until nothing is left, and once more for what is still untold: outputs by request id."""
-    told: dict[Any, list[Any]] = {}
-    more = True
-    while more:
-        more = llm.has_unfinished_requests()
-        for output in llm.step():
-            told.setdefault(output.request_id, []).append(output)
-    return told
-
-
-@pytest.fixture(scope="session", name="drain")
-def drain_fixture() -> Callable[[Any], dict[Any, list[Any]]]:
-    return drain
-
-
-def is_swapped(group: Any) -> bool:
-    """It waits, and its blocks are in CPU memory."""
-    return any(seq.row < 0 and seq.block_table for seq in group.live)
-
-
-def check_invariants(llm: Any) -> None:
-    """Blocks are held by exactly the tables that name them, in the pool where they belong.
-
-    Holds between any two steps: groups in order of arrival, each of them as a whole either on the
-    device, or in the swap pool, or nowhere.
-    """
-    manager, scheduler = llm.blocks, llm.scheduler
-    running, waiting = list(scheduler.running), list(scheduler.waiting)
-    device, size = manager.num_blocks, manager.block_size
-    references: Counter[int] = Counter()
-    rows = []
-    for group in [*running, *waiting]:
-        tables = [seq.block_table for seq in group.live]
-        for seq in group.live:
-            assert len(set(seq.block_table)) == len(seq.block_table), "a block twice in a table"
-            assert seq.num_computed_tokens <= len(seq.block_table) * size, "K and V nowhere"
-            references.update(seq.block_table)
-            rows += [seq.row] if seq.row >= 0 else []
-        held = [block_id for table in tables for block_id in table]
-        holders = sum(map(bool, tables))
-        assert holders in (0, 1, len(tables)), "a group that holds blocks in parts"
-        if group.live and group in running:
-            assert holders and not is_swapped(group)
-            assert all(block_id < device for block_id in held), "it runs on a swap block"
-        elif group.live and is_swapped(group):
-            assert holders and all(block_id >= device for block_id in held)
-        elif group.live:
-            assert not held and not any(seq.num_computed_tokens for seq in group.live)
-        if group in waiting:
-            assert all(seq.row == -1 for seq in group.live), "a row for one who waits"
-        over = [seq for seq in group.sequences if all(seq is not other for other in group.live)]
-        assert not any(seq.block_table for seq in over), "who has finished holds blocks"
-    assert [block.ref_count for block in manager.blocks] == [
-        references[block_id] for block_id in range(len(manager.blocks))
-    ]
-    unheld = set(range(len(manager.blocks))) - references.keys()
-    assert set(manager.free_blocks) == {block_id for block_id in unheld if block_id < device}
-    assert set(manager.free_swap_blocks) == {block_id for block_id in unheld if block_id >= device}
-    assert all(block_id < device for block_id in manager.published.values())
-    assert len(set(rows)) == len(rows) <= llm.config.max_num_seqs
-    assert not set(rows) & set(scheduler.free_rows)
-    arrivals = [int(group.request_id) for group in [*running, *waiting] if group.live]
-    assert arrivals == sorted(arrivals), "not first come, first served"
-
-
-@pytest.fixture(scope="session", name="check_invariants")
-def check_invariants_fixture() -> Callable[[Any], None]:
-    return check_invariants
-
-
-@pytest.fixture(scope="session")
-def drain_checked() -> Callable[..., dict[Any, Any]]:
-    """`drain_checked(llm)`: step to the end, invariants checked; the last output of each request.
-
-    A step that brings nothing is allowed (a chunk of a prompt), thousands of steps are a deadlock.
-    """
-
-    def drain(llm: Any, limit: int = 5000) -> dict[Any, Any]:
-        last = {}
-        for _ in range(limit):
-            more = llm.has_unfinished_requests()
-            last.update({output.request_id: output for output in llm.step()})
-            check_invariants(llm)
-            if not more:
-                break
-        assert not llm.has_unfinished_requests(), "no end in sight"
-        assert len(llm.blocks.free_blocks) == llm.blocks.num_blocks
-        assert len(llm.blocks.free_swap_blocks) == len(llm.blocks.blocks) - llm.blocks.num_blocks
-        return last
-
-    return drain
-
-
-@pytest.fixture(scope="session")
-def swap_space() -> Callable[[Path, int, int], float]:
-    """`swap_space(path, num_blocks, block_size)`: GiB that hold so many blocks in float32."""
-
-    def gibibytes(path: Path, num_blocks: int, block_size: int) -> float:
-        fields = json.loads((path / "config.json").read_text())
-        heads, head_dim = fields["num_key_value_heads"], fields.get("head_dim")
-        head_dim = head_dim or fields["hidden_size"] // fields["num_attention_heads"]
-        token_bytes = 2 * fields["num_hidden_layers"] * heads * head_dim * 4
-        return num_blocks * block_size * token_bytes / 2**30
-
-    return gibibytes
-
-
 @pytest.fixture(scope="session")
 def edit_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`edit_model(path, config=..., weights=...)`: a copy, its config and weights edited."""
+    """`edit_model(path, config=..., weights=...)`: an edited copy of a model."""
 
     def edit(
         path: Path,
@@ -409,6 +345,7 @@ def edit_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         copy = tmp_path_factory.mktemp("edited")
         for file in path.iterdir():
             (copy / file.name).write_bytes(file.read_bytes())
+
         if config is not None:
             fields = json.loads((copy / "config.json").read_text())
             config(fields)
@@ -417,6 +354,7 @@ def edit_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
             tensors = load_file(copy / "model.safetensors")
             weights(tensors)
             save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+
         return copy
 
     return edit
@@ -428,15 +366,23 @@ CORPUS = (
     "first come, first served: the youngest sequence gives way and comes back later. "
 ) * 4
 CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{{ bos_token }}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer: any bytes can come out of a model, whole characters or not."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    """A byte-level BPE tokenizer: a model can emit any bytes, even half a character."""
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        pre_tokenizers,
+        processors,
+        trainers,
+    )
 
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -462,21 +408,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(scope="session")
 def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer like the first Llama's: spaces are marked, the first is cut, bytes are tokens."""
+    """Like the first Llama's: spaces are marked, the first is cut, bytes are tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     words = ["▁block", "▁table", "▁of", "▁the", "s"]
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocab += sorted(set("".join(words)))
+
     merges = []
     for word in words:
         for end in range(2, len(word) + 1):
             merges.append((word[: end - 1], word[end - 1]))
             vocab += [word[:end]] if word[:end] not in vocab else []
+
     ids = {token: i for i, token in enumerate(vocab)}
     raw = Tokenizer(models.BPE(ids, list(dict.fromkeys(merges)), byte_fallback=True))
     raw.add_special_tokens(["<unk>", "<s>", "</s>"])
-    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     raw.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -486,7 +436,10 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
         ]
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw, bos_token="<s>", eos_token="</s>", clean_up_tokenization_spaces=False
+        tokenizer_object=raw,
+        bos_token="<s>",
+        eos_token="</s>",
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -494,9 +447,11 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
 def text_model(
     tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A random model with a tokenizer: it emits arbitrary bytes."""
+    """A random model with a tokenizer; it emits arbitrary bytes."""
     path = tmp_path_factory.mktemp("text")
-    make_model("llama", path, eos=[tokenizer.eos_token_id], seed=5, vocab_size=len(tokenizer))
+    make_model(
+        "llama", path, eos=[tokenizer.eos_token_id], seed=5, vocab_size=len(tokenizer)
+    )
     tokenizer.save_pretrained(path)
     return path
 
@@ -505,22 +460,30 @@ def text_model(
 def make_scripted_model(
     tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Sequence[int]], Path]:
-    """`make_scripted_model(tokens)`: a Llama that says exactly these tokens, over and over.
+    """`make_scripted_model(tokens)`: a Llama that repeats exactly these tokens.
 
-    Attention and MLP add nothing, embeddings are one-hot, the head maps a token to its successor.
+    Attention and MLP add nothing, embeddings are one-hot, and the head maps each token
+    to its successor.
     """
 
     byte_level = tokenizer
 
-    def make(tokens: Sequence[int], tokenizer: PreTrainedTokenizerFast = byte_level) -> Path:
+    def make(
+        tokens: Sequence[int], tokenizer: PreTrainedTokenizerFast = byte_level
+    ) -> Path:
         assert len(set(tokens)) == len(tokens), "a token with two successors"
-        path, size = tmp_path_factory.mktemp("scripted"), len(tokenizer)
+        path = tmp_path_factory.mktemp("scripted")
+        size = len(tokenizer)
         hidden = -(-size // 8) * 8
         fields = shape((4, 2, 8), hidden, size, eos_token_id=tokenizer.eos_token_id)
         config = AutoConfig.for_model("llama", **(fields | {"num_hidden_layers": 1}))
+
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for name, weight in model.named_parameters():
-            weight.data = torch.ones_like(weight) if "norm" in name else torch.zeros_like(weight)
+            weight.data = (
+                torch.ones_like(weight) if "norm" in name else torch.zeros_like(weight)
+            )
+
         model.model.embed_tokens.weight.data = torch.eye(size, hidden)
         for token, successor in zip(tokens, [*tokens[1:], tokens[0]], strict=True):
             model.lm_head.weight.data[successor, token] = 1.0
@@ -530,7 +493,3 @@ def make_scripted_model(
         return path
 
     return make
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "slow: takes minutes; run with -m slow")

@@ -1,9 +1,10 @@
-"""Beam search is that of transformers: all beams, in order, with their scores, whatever the pool.
+"""Beam search finds the beams of transformers, in order, with their scores.
 
-The oracle is `generate(num_beams=...)` in float32, one prompt at a time. A search counts only where
-no choice came near a tie: there the order of a float32 sum decides, not the engine. Each search
-runs on a roomy pool and on pools that preempt by recomputing and by swapping, among other searches
-and ordinary requests. Protects expanding, forking and pruning, and the blocks of dropped beams.
+The oracle is `generate(num_beams=...)` in float32, one prompt at a time. A search
+counts only if no choice came close to a tie, where the order of a float32 sum decides
+and not the engine. Each search runs on a roomy pool and on pools that preempt by
+recomputing and by swapping, next to other searches and ordinary requests. These tests
+protect expanding, forking and pruning, and the blocks of dropped beams.
 """
 
 import itertools
@@ -11,13 +12,29 @@ import json
 import math
 import random
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+import helpers
+from helpers import (
+    add_all,
+    check_invariants,
+    counters,
+    drain_checked,
+    most_blocks,
+    step,
+    step_until_swapped,
+    swap_space,
+    tokens_of,
+)
+from nanopaged import BeamSearchParams
+
 NEW_TOKENS = 14
-EOS = list(range(5, 160, 4))  # so many that beams of all lengths come out
+greedy = partial(helpers.greedy, max_tokens=NEW_TOKENS)
+EOS = list(range(5, 160, 4))  # so many that beams of all lengths occur
 NEAR_TIE = 1e-4
 WIDTHS = [2, 3, 4, 5, 6]
 PENALTIES = [0.0, 0.5, 1.0, 2.0]
@@ -25,36 +42,37 @@ LENGTHS = [5, 8, 11, 6]  # of the prompts of a case: within a block, on a bounda
 POOLS = ["roomy", "recompute", "swap"]
 
 
-def is_swapped(group):
-    """It waits, and its blocks are in CPU memory."""
-    return any(seq.row < 0 and seq.block_table for seq in group.live)
-
-
 class Watch(LogitsProcessor):
-    """Follows a search of transformers, and how near it came to choosing otherwise."""
+    """Follows a search in transformers, and records how close its choices were."""
 
     def __init__(self, width, eos):
-        self.width, self.eos = width, torch.tensor(list(eos), dtype=torch.int64)
+        self.width = width
+        self.eos = torch.tensor(list(eos), dtype=torch.int64)
         self.sums = {}  # running sequence -> its log-probability
         self.margin = math.inf
         self.steps = 0
 
     def __call__(self, input_ids, log_probs):
-        width, beams = self.width, [tuple(row) for row in input_ids.tolist()]
-        if not self.sums:  # the first step: all rows are the prompt, and only one counts
-            self.sums, beams = {beams[0]: 0.0}, beams[:1]
+        width = self.width
+        beams = [tuple(row) for row in input_ids.tolist()]
+        if not self.sums:  # the first step: all rows are the prompt, only one counts
+            self.sums = {beams[0]: 0.0}
+            beams = beams[:1]
+
         sums = torch.tensor([self.sums[beam] for beam in beams])[:, None]
         totals = sums + log_probs[: len(beams)]
         count = min(totals.numel(), (1 + len(self.eos)) * width + 1)
         values, places = totals.flatten().topk(count)
         tokens = places % log_probs.shape[1]
         going_on = values[~torch.isin(tokens, self.eos)]
-        for ranked in (values, going_on):  # who counts as complete, and who goes on
+        for ranked in (values, going_on):  # which beams are complete, and which go on
             self.margin = min(self.margin, float(ranked[width - 1] - ranked[width]))
         parents = (places // log_probs.shape[1]).tolist()
         self.sums = {
             (*beams[parent], token): value
-            for parent, token, value in zip(parents, tokens.tolist(), values.tolist(), strict=True)
+            for parent, token, value in zip(
+                parents, tokens.tolist(), values.tolist(), strict=True
+            )
         }
         self.steps += 1
         return log_probs
@@ -62,7 +80,7 @@ class Watch(LogitsProcessor):
 
 @dataclass
 class Beams:
-    """What transformers found: tokens and scores, best first; how clearly; in how many steps."""
+    """What transformers found, best first; by what margin; in how many steps."""
 
     tokens: list[list[int]]
     scores: list[float]
@@ -77,7 +95,7 @@ def beam_model(make_model):
 
 @pytest.fixture(scope="session")
 def beam_reference(reference):
-    """`beam_reference(path, prompt, params, eos)`; the answers are kept."""
+    """`beam_reference(path, prompt, params, eos)`; its answers are cached."""
     known = {}
 
     @torch.inference_mode()
@@ -98,22 +116,27 @@ def beam_reference(reference):
             output_scores=True,
             return_dict_in_generate=True,
         )
-        ids, watch = torch.tensor([list(prompt)]), Watch(params.beam_width, eos)
+        ids = torch.tensor([list(prompt)])
+        watch = Watch(params.beam_width, eos)
         result = reference.model(path).generate(
             ids,
             attention_mask=torch.ones_like(ids),
             generation_config=config,
             logits_processor=LogitsProcessorList([watch]),
         )
+
         found = []
         for row in result.sequences[:, len(prompt) :].tolist():
             ends = [i for i, token in enumerate(row) if token in eos]
             found.append(row[: ends[0] + 1] if ends else row)
         scores = result.sequences_scores.tolist()
-        # As differences of sums, or a high penalty would make near ties of them all.
+        # Compare sums: a high penalty would make near ties of all scores.
         gaps = [
-            (a - b) * min(len(one) ** params.length_penalty, len(two) ** params.length_penalty)
-            for (a, one), (b, two) in itertools.pairwise(zip(scores, found, strict=True))
+            (a - b)
+            * min(len(one) ** params.length_penalty, len(two) ** params.length_penalty)
+            for (a, one), (b, two) in itertools.pairwise(
+                zip(scores, found, strict=True)
+            )
         ]
         known[key] = Beams(found, scores, min([watch.margin, *gaps]), watch.steps)
         return known[key]
@@ -123,13 +146,16 @@ def beam_reference(reference):
 
 @pytest.fixture(scope="session")
 def draw_beams(beam_reference):
-    """`draw_beams(path, length, params, seed)`: a random prompt whose search is clear."""
+    """`draw_beams(path, length, params, seed)`: a prompt with a clear search."""
 
     def draw(path, length, params, seed, prefix=(), eos=EOS):
         rng = random.Random(seed)
         vocab_size = json.loads((path / "config.json").read_text())["vocab_size"]
         for _ in range(30):
-            prompt = [*prefix, *(rng.randrange(vocab_size) for _ in range(length - len(prefix)))]
+            prompt = [
+                *prefix,
+                *(rng.randrange(vocab_size) for _ in range(length - len(prefix))),
+            ]
             if beam_reference(path, prompt, params, eos).margin > NEAR_TIE:
                 return prompt
         raise AssertionError(f"no clear search of width {params.beam_width}")
@@ -138,16 +164,7 @@ def draw_beams(beam_reference):
 
 
 def beam_params(width=4, **more):
-    from nanopaged import BeamSearchParams
-
     return BeamSearchParams(beam_width=width, **({"max_tokens": NEW_TOKENS} | more))
-
-
-def greedy(**more):
-    from nanopaged import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-    return SamplingParams(**(defaults | more))
 
 
 def score(output, length_penalty):
@@ -156,13 +173,15 @@ def score(output, length_penalty):
 
 
 def assert_equal(output, expected, params, eos=EOS):
-    """All beams are there, best first, with their scores and reasons."""
+    """All beams are there, best first, with their scores and finish reasons."""
     assert output.finished
     eos = () if params.ignore_eos else eos
     assert [list(beam.token_ids) for beam in output.outputs] == expected.tokens
+
     scores = [score(beam, params.length_penalty) for beam in output.outputs]
     assert scores == pytest.approx(expected.scores, rel=1e-6, abs=1e-4)
     assert scores == sorted(scores, reverse=True)
+
     for beam in output.outputs:
         stopped = beam.token_ids[-1] in eos
         assert beam.finish_reason == ("stop" if stopped else "length")
@@ -170,22 +189,22 @@ def assert_equal(output, expected, params, eos=EOS):
 
 
 def settings(length_penalty):
-    """The four kinds of search of a case: early stopping or not, EOS reached or ignored."""
+    """The four searches of a case: early stopping or not, EOS obeyed or ignored."""
     return [
-        {"length_penalty": length_penalty, "early_stopping": early, "ignore_eos": ignore}
+        {
+            "length_penalty": length_penalty,
+            "early_stopping": early,
+            "ignore_eos": ignore,
+        }
         for early, ignore in itertools.product([False, True], [False, True])
     ]
 
 
-def most_blocks(length, width, count=NEW_TOKENS, block_size=4):
-    """What a search can need at most: the prompt's full blocks once, the rest for every beam."""
-    shared = length // block_size
-    return shared + width * (-(-(length + count) // block_size) - shared)
-
-
-def pool_options(pool, width, path, swap_space, block_size=4):
-    """Room for all, or for the largest search alone and one block more."""
-    largest = max(most_blocks(length, width, block_size=block_size) for length in LENGTHS)
+def pool_options(pool, width, path, block_size=4):
+    """Room for everything, or for the largest search alone and one block more."""
+    largest = max(
+        most_blocks(length, width, NEW_TOKENS, block_size) for length in LENGTHS
+    )
     return {
         "block_size": block_size,
         "num_blocks": 400 if pool == "roomy" else largest + 1,
@@ -201,50 +220,70 @@ def pool_options(pool, width, path, swap_space, block_size=4):
 # --- the oracle ---
 
 
-def test_the_reference_searches_branch_stop_and_differ(beam_model, beam_reference, draw_beams):
-    """A search that never branches would be n times greedy, and any engine would pass."""
-    late, stopped, early, total = 0, 0, 0, 0
+def test_the_reference_searches_branch_stop_and_differ(
+    beam_model, beam_reference, draw_beams
+):
+    """If searches never branched, any engine that can decode greedily would pass."""
+    late = 0
+    stopped = 0
+    early = 0
+    total = 0
     for width, settings_ in itertools.product([2, 4, 6], settings(1.0)):
         params = beam_params(width, **settings_)
         prompt = draw_beams(beam_model, 8, params, seed=width)
         found = beam_reference(beam_model, prompt, params)
         assert len({tuple(tokens) for tokens in found.tokens}) == width
-        common = len(list(itertools.takewhile(
-            lambda column: len(set(column)) == 1, zip(*found.tokens, strict=False)
-        )))  # fmt: skip
+
+        common = len(
+            list(
+                itertools.takewhile(
+                    lambda column: len(set(column)) == 1,
+                    zip(*found.tokens, strict=False),
+                )
+            )
+        )
         late += common > 0
         stopped += sum(len(tokens) < NEW_TOKENS for tokens in found.tokens)
         early += found.steps < NEW_TOKENS
         total += 1
-    assert late > total // 4, "all beams differ from their first token on"
+
+    assert late > total // 4, "all beams differ from the first token"
     assert stopped > 8, "hardly any beam met an EOS"
-    assert early >= 2, "no search ended before its time"
+    assert early >= 2, "no search ended early"
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("length_penalty", PENALTIES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_beams_equal_transformers(
-    beam_model, width, length_penalty, pool, engine, reference, beam_reference, draw_beams,
-    draw_prompts, swap_space, drain_checked,
-):  # fmt: skip
-    """240 searches: 5 widths, 4 penalties, early stopping or not, EOS or not, 3 pools."""
-    llm = engine(beam_model, **pool_options(pool, width, beam_model, swap_space))
+    beam_model,
+    width,
+    length_penalty,
+    pool,
+    engine,
+    reference,
+    beam_reference,
+    draw_beams,
+    draw_prompts,
+):
+    """240 searches: 5 widths, 4 penalties, early stopping, EOS, 3 pools."""
+    llm = engine(beam_model, **pool_options(pool, width, beam_model))
     params = [beam_params(width, **more) for more in settings(length_penalty)]
     prompts = [
         draw_beams(beam_model, length, param, seed=100 * width + i)
         for i, (length, param) in enumerate(zip(LENGTHS, params, strict=True))
     ]
     plain = draw_prompts(beam_model, [7], NEW_TOKENS, seed=width)[0]
-    requests = [llm.add_request(*pair) for pair in zip(prompts, params, strict=True)]
+    requests = add_all(llm, prompts, params)
     requests.insert(2, llm.add_request(plain, greedy()))
 
     last = drain_checked(llm)
 
     ordinary = last[requests.pop(2)]
-    assert list(ordinary.outputs[0].token_ids) == reference.generate(beam_model, plain, NEW_TOKENS)
+    assert tokens_of(ordinary) == reference.generate(beam_model, plain, NEW_TOKENS)
     for request, prompt, param in zip(requests, prompts, params, strict=True):
         assert_equal(last[request], beam_reference(beam_model, prompt, param), param)
+
     stats = llm.stats()
     assert stats.blocks_copied > 0
     assert (stats.preemptions_recompute > 0) == (pool == "recompute")
@@ -254,37 +293,49 @@ def test_beams_equal_transformers(
 @pytest.mark.parametrize("block_size", [1, 2, 8, 32])
 @pytest.mark.parametrize("caching", [True, False])
 def test_block_size_and_chunks_change_no_beam(
-    beam_model, block_size, caching, engine, reference, beam_reference, draw_beams, swap_space,
-    drain_checked,
-):  # fmt: skip
+    beam_model, block_size, caching, engine, beam_reference, draw_beams
+):
     params = [beam_params(3, early_stopping=True), beam_params(4, length_penalty=0.5)]
     prompts = [draw_beams(beam_model, 36 - 3 * i, params[i], seed=i) for i in range(2)]
-    llm = engine(beam_model, block_size=block_size, num_blocks=512 // block_size, max_model_len=56,
-                 max_num_seqs=8, max_num_batched_tokens=8, enable_prefix_caching=caching,
-                 swap_space=swap_space(beam_model, 64, block_size))  # fmt: skip
-    for _ in range(2):  # the second time on what is cached
-        requests = [llm.add_request(*pair) for pair in zip(prompts, params, strict=True)]
+
+    llm = engine(
+        beam_model,
+        block_size=block_size,
+        num_blocks=512 // block_size,
+        max_model_len=56,
+        max_num_seqs=8,
+        max_num_batched_tokens=8,
+        enable_prefix_caching=caching,
+        swap_space=swap_space(beam_model, 64, block_size),
+    )
+    for _ in range(2):  # the second time from the cache
+        requests = add_all(llm, prompts, params)
         last = drain_checked(llm)
         for request, prompt, param in zip(requests, prompts, params, strict=True):
             found = beam_reference(beam_model, prompt, param)
             assert_equal(last[request], found, param)
             hits = last[request].num_cached_tokens
             assert hits == 0 or caching
+
     assert (llm.stats().prefix_hit_tokens > 0) == caching
 
 
 def test_one_call_takes_several_prompts_and_keeps_their_order(
-    beam_model, engine, reference, beam_reference, draw_beams, swap_space
+    beam_model, engine, beam_reference, draw_beams
 ):
     param = beam_params(3, length_penalty=2.0)
-    prompts = [draw_beams(beam_model, length, param, seed=length) for length in (9, 3, 14, 3)]
+    prompts = [
+        draw_beams(beam_model, length, param, seed=length) for length in (9, 3, 14, 3)
+    ]
     llm = engine(beam_model, num_blocks=200, swap_space=swap_space(beam_model, 16, 4))
     outputs = llm.beam_search(prompts, param)
+
     assert [output.prompt_token_ids for output in outputs] == prompts
     for output, prompt in zip(outputs, prompts, strict=True):
         found = beam_reference(beam_model, prompt, param)
         assert_equal(output, found, param)
         assert [beam.index for beam in output.outputs] == [0, 1, 2]
+
     (single,) = llm.beam_search(prompts[0], param)
     assert [list(beam.token_ids) for beam in single.outputs] == beam_reference(
         beam_model, prompts[0], param
@@ -292,27 +343,28 @@ def test_one_call_takes_several_prompts_and_keeps_their_order(
 
 
 def test_prompts_with_a_common_beginning_share_it_and_keep_their_beams(
-    beam_model, engine, reference, beam_reference, draw_beams, swap_space, drain_checked
+    beam_model, engine, beam_reference, draw_beams
 ):
     param = beam_params(4)
     stem = draw_beams(beam_model, 12, param, seed=40)
     prompts = [draw_beams(beam_model, 15, param, seed=i, prefix=stem) for i in range(3)]
     prompts += [stem, stem]
     llm = engine(beam_model, num_blocks=200, swap_space=swap_space(beam_model, 16, 4))
-    requests = [llm.add_request(prompt, param) for prompt in prompts]
+    requests = add_all(llm, prompts, param)
+
     last = drain_checked(llm)
     for request, prompt in zip(requests, prompts, strict=True):
         found = beam_reference(beam_model, prompt, param)
         assert_equal(last[request], found, param)
+
     assert llm.stats().prefix_hit_tokens >= 2 * 12 + 8 + 8
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 @pytest.mark.parametrize("early_stopping", [True, False])
 def test_very_short_searches(
-    beam_model, max_tokens, early_stopping, engine, reference, beam_reference, draw_beams,
-    swap_space, drain_checked,
-):  # fmt: skip
+    beam_model, max_tokens, early_stopping, engine, beam_reference, draw_beams
+):
     llm = engine(beam_model, swap_space=swap_space(beam_model, 16, 4))
     for width, length in itertools.product([2, 5], [1, 4, 7]):
         param = beam_params(width, max_tokens=max_tokens, early_stopping=early_stopping)
@@ -322,18 +374,18 @@ def test_very_short_searches(
         assert_equal(drain_checked(llm)[request], found, param)
 
 
-def test_a_search_ends_at_max_model_len(
-    beam_model, engine, reference, beam_reference, draw_beams, swap_space, drain_checked
-):
-    """As if max_tokens were what is left of it."""
+def test_a_search_ends_at_max_model_len(beam_model, engine, beam_reference, draw_beams):
+    """It behaves as if max_tokens were the room that is left."""
     param = beam_params(3, max_tokens=9, ignore_eos=True)
     prompt = draw_beams(beam_model, 15, param, seed=3)
     llm = engine(beam_model, max_model_len=24, swap_space=swap_space(beam_model, 16, 4))
     request = llm.add_request(prompt, beam_params(3, max_tokens=50, ignore_eos=True))
-    assert_equal(drain_checked(llm)[request], beam_reference(beam_model, prompt, param), param)
+    assert_equal(
+        drain_checked(llm)[request], beam_reference(beam_model, prompt, param), param
+    )
 
 
-def test_a_search_of_width_one_is_greedy(beam_model, engine, reference, draw_prompts, swap_space):
+def test_a_search_of_width_one_is_greedy(beam_model, engine, reference, draw_prompts):
     prompt = draw_prompts(beam_model, [6], NEW_TOKENS)[0]
     llm = engine(beam_model, swap_space=swap_space(beam_model, 16, 4))
     (output,) = llm.beam_search([prompt], beam_params(1, ignore_eos=True))
@@ -344,27 +396,30 @@ def test_a_search_of_width_one_is_greedy(beam_model, engine, reference, draw_pro
 @pytest.mark.parametrize("early_stopping", [True, False])
 @pytest.mark.parametrize("count", [1, 40, 120])
 def test_few_and_many_eos_ids(
-    make_model, count, early_stopping, engine, reference, beam_reference, draw_beams,
-    swap_space, drain_checked,
-):  # fmt: skip
-    """With 120 of 160 tokens ending a beam, the best candidates are often all complete."""
+    make_model, count, early_stopping, engine, beam_reference, draw_beams
+):
+    """With 120 of 160 tokens ending a beam, all the best candidates may be complete."""
     eos = list(range(2, 2 + count))
     path = make_model("llama", seed=11, eos=eos)
     llm = engine(path, num_blocks=100, swap_space=swap_space(path, 16, 4))
     for width, length_penalty in itertools.product([2, 4], [0.5, 2.0]):
-        param = beam_params(width, length_penalty=length_penalty, early_stopping=early_stopping)
+        param = beam_params(
+            width, length_penalty=length_penalty, early_stopping=early_stopping
+        )
         prompt = draw_beams(path, 6, param, seed=count + width, eos=eos)
         request = llm.add_request(prompt, param)
         found = beam_reference(path, prompt, param, eos)
         assert_equal(drain_checked(llm)[request], found, param, eos)
 
 
-def test_the_text_is_that_of_each_beams_tokens(text_model, engine, tokenizer, swap_space):
+def test_each_beam_has_the_text_of_its_tokens(text_model, engine, tokenizer):
     llm = engine(text_model, num_blocks=100, swap_space=swap_space(text_model, 16, 4))
     (output,) = llm.beam_search(["the block"], beam_params(5, max_tokens=20))
     assert output.prompt == "the block"
+
     texts = [beam.text for beam in output.outputs]
     assert len(set(texts)) > 2
+
     for beam in output.outputs:
         full = tokenizer.decode(beam.token_ids, skip_special_tokens=True)
         assert full.startswith(beam.text)
@@ -374,100 +429,116 @@ def test_the_text_is_that_of_each_beams_tokens(text_model, engine, tokenizer, sw
 # --- blocks ---
 
 
-def test_beams_share_the_blocks_of_what_they_have_in_common(
-    beam_model, engine, draw_beams, swap_space, check_invariants
-):
-    """The full blocks of the prompt are held by every beam, and a step may add one for each."""
-    width, param = 5, beam_params(5, ignore_eos=True)
+def test_beams_share_the_blocks_of_their_common_prefix(beam_model, engine, draw_beams):
+    """Every beam holds the prompt's full blocks; a step may add one block for each."""
+    width = 5
+    param = beam_params(5, ignore_eos=True)
     prompt = draw_beams(beam_model, 30, param, seed=9)
     llm = engine(beam_model, num_blocks=100, swap_space=swap_space(beam_model, 16, 4))
     llm.add_request(prompt, param)
     llm.step()
     assert llm.stats().blocks_used == 8
+
     together, apart = 0, 0
     while llm.has_unfinished_requests():
         llm.step()
         check_invariants(llm)
+
         live = [seq for group in llm.scheduler.running for seq in group.live]
         if not live:
             continue
         tables = [seq.block_table for seq in live]
+
         assert len(live) == width
         assert len({tuple(table[:7]) for table in tables}) == 1
-        assert all(llm.blocks.blocks[block].ref_count == width for block in tables[0][:7])
+        assert all(
+            llm.blocks.blocks[block].ref_count == width for block in tables[0][:7]
+        )
+
         held = {block for table in tables for block in table}
         assert len(held) == llm.stats().blocks_used
+
         together += len(held)
         apart += sum(map(len, tables))
+
     assert together < 0.5 * apart
 
 
-def test_a_dropped_beam_frees_its_blocks_at_once(
-    beam_model, engine, draw_beams, swap_space, check_invariants
-):
-    """With one token a block, exactly the nodes of the tree of running beams are held."""
+def test_a_dropped_beam_frees_its_blocks_at_once(beam_model, engine, draw_beams):
+    """With one token a block, the blocks held are the nodes of the tree of beams."""
     param = beam_params(4, ignore_eos=True)
     prompt = draw_beams(beam_model, 6, param, seed=12)
-    llm = engine(beam_model, block_size=1, num_blocks=100, swap_space=swap_space(beam_model, 16, 1))
+    llm = engine(
+        beam_model,
+        block_size=1,
+        num_blocks=100,
+        swap_space=swap_space(beam_model, 16, 1),
+    )
     llm.add_request(prompt, param)
+
     pruned = 0
     while llm.has_unfinished_requests():
         before = llm.stats().blocks_used
         llm.step()
         check_invariants(llm)
+
         live = [seq for group in llm.scheduler.running for seq in group.live]
-        nodes = {tuple(s.token_ids[:i]) for s in live for i in range(1, s.num_computed_tokens + 1)}
+        nodes = {
+            tuple(s.token_ids[:i])
+            for s in live
+            for i in range(1, s.num_computed_tokens + 1)
+        }
+
         assert llm.stats().blocks_used == len(nodes)
         pruned += bool(live) and len(nodes) < before + 4
+
     assert pruned > 3
-    assert llm.stats().blocks_copied == 0  # there is no partly filled block
+    assert llm.stats().blocks_copied == 0  # no block is ever partly filled
 
 
 @pytest.mark.parametrize("steps", range(0, 12, 2))
 @pytest.mark.parametrize("pool", POOLS)
-def test_abort_of_a_search_at_any_step_frees_all_its_blocks(
-    beam_model, pool, steps, engine, reference, beam_reference, draw_beams, swap_space,
-    check_invariants, drain_checked,
-):  # fmt: skip
+def test_aborting_a_search_at_any_step_frees_all_its_blocks(
+    beam_model, pool, steps, engine, beam_reference, draw_beams
+):
     param = beam_params(4, ignore_eos=True)
     prompts = [draw_beams(beam_model, length, param, seed=20) for length in LENGTHS[:3]]
     for victim in range(3):
-        llm = engine(beam_model, **pool_options(pool, 4, beam_model, swap_space))
-        requests = [llm.add_request(prompt, param) for prompt in prompts]
-        last = {}
-        for _ in range(steps):
-            last.update({output.request_id: output for output in llm.step()})
+        llm = engine(beam_model, **pool_options(pool, 4, beam_model))
+        requests = add_all(llm, prompts, param)
+        last = step(llm, steps)
         llm.abort_request(requests[victim])
         check_invariants(llm)
+
         last.update(drain_checked(llm))
         aborted = last[requests[victim]]
         assert aborted.finished
         assert "abort" in {beam.finish_reason for beam in aborted.outputs}
+
         for request, prompt in zip(requests, prompts, strict=True):
             if request != requests[victim]:
                 found = beam_reference(beam_model, prompt, param)
                 assert_equal(last[request], found, param)
 
 
-def test_abort_while_swapped_frees_the_swap_blocks(
-    beam_model, engine, reference, beam_reference, draw_beams, swap_space, drain_checked,
-    check_invariants,
-):  # fmt: skip
+def test_aborting_a_swapped_search_frees_its_swap_blocks(
+    beam_model, engine, beam_reference, draw_beams
+):
     param = beam_params(4, ignore_eos=True)
     prompts = [draw_beams(beam_model, length, param, seed=20) for length in LENGTHS[:3]]
-    llm = engine(beam_model, **pool_options("swap", 4, beam_model, swap_space))
-    requests = [llm.add_request(prompt, param) for prompt in prompts]
+    llm = engine(beam_model, **pool_options("swap", 4, beam_model))
+    requests = add_all(llm, prompts, param)
     total = len(llm.blocks.free_swap_blocks)
     assert total == 100
-    while not any(is_swapped(group) for group in llm.scheduler.waiting):
-        assert llm.has_unfinished_requests(), "nothing was swapped"
-        llm.step()
-    (swapped,) = (group for group in llm.scheduler.waiting if is_swapped(group))
+
+    (swapped,) = step_until_swapped(llm)
     distinct = {block for seq in swapped.live for block in seq.block_table}
     assert len(llm.blocks.free_swap_blocks) == total - len(distinct)
+
     llm.abort_request(swapped.request_id)
     check_invariants(llm)
     assert len(llm.blocks.free_swap_blocks) == total
+
     last = drain_checked(llm)
     for request, prompt in zip(requests, prompts, strict=True):
         if request != swapped.request_id:
@@ -476,40 +547,47 @@ def test_abort_while_swapped_frees_the_swap_blocks(
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_after_a_step_that_failed_new_searches_are_right(
-    beam_model, pool, engine, reference, beam_reference, draw_beams, swap_space, drain_checked,
-    check_invariants, monkeypatch,
-):  # fmt: skip
+def test_after_a_failed_step_new_searches_are_right(
+    beam_model, pool, engine, beam_reference, draw_beams, monkeypatch
+):
     param = beam_params(4, ignore_eos=True)
     prompts = [draw_beams(beam_model, length, param, seed=20) for length in LENGTHS[:3]]
     for failing in range(1, 30, 3):
-        llm = engine(beam_model, **pool_options(pool, 4, beam_model, swap_space))
-        requests = [llm.add_request(prompt, param) for prompt in prompts]
-        last = {}
-        for _ in range(failing):
-            last.update({output.request_id: output for output in llm.step()})
+        llm = engine(beam_model, **pool_options(pool, 4, beam_model))
+        requests = add_all(llm, prompts, param)
+        last = step(llm, failing)
+
         with monkeypatch.context() as patch:
             patch.setattr(llm.runner, "execute", lambda batch: 1 / 0)
             if llm.scheduler.waiting or llm.scheduler.running:
                 with pytest.raises(ZeroDivisionError):
                     llm.step()
         check_invariants(llm)
-        last.update({output.request_id: output for output in llm.step()})
+
+        last.update(step(llm))
         assert all(last[request].finished for request in requests)
-        requests = [llm.add_request(prompt, param) for prompt in prompts]
+
+        requests = add_all(llm, prompts, param)
         last.update(drain_checked(llm))
         for request, prompt in zip(requests, prompts, strict=True):
             found = beam_reference(beam_model, prompt, param)
             assert_equal(last[request], found, param)
 
 
-# --- what is refused ---
+# --- what is rejected ---
 
 
-def test_a_search_that_can_never_run_is_refused(beam_model, engine, counters, swap_space):
-    llm = engine(beam_model, num_blocks=24, max_model_len=96, max_num_seqs=6,
-                 max_num_batched_tokens=16, swap_space=swap_space(beam_model, 16, 4))  # fmt: skip
+def test_a_search_that_can_never_run_is_refused(beam_model, engine):
+    llm = engine(
+        beam_model,
+        num_blocks=24,
+        max_model_len=96,
+        max_num_seqs=6,
+        max_num_batched_tokens=16,
+        swap_space=swap_space(beam_model, 16, 4),
+    )
     before = counters(llm)
+
     for params, word in (
         (beam_params(7, max_tokens=2, ignore_eos=True), "beam_width"),
         (beam_params(6, max_tokens=40, ignore_eos=True), "blocks"),
@@ -543,16 +621,19 @@ def test_a_search_that_can_never_run_is_refused(beam_model, engine, counters, sw
     ids=repr,
 )
 def test_bad_params_are_refused(fields):
-    from nanopaged import BeamSearchParams
-
     with pytest.raises((TypeError, ValueError)) as error:
         BeamSearchParams(**fields)
-    names = {"beam_width", "max_tokens", "length_penalty", "early_stopping", "ignore_eos"}
+    names = {
+        "beam_width",
+        "max_tokens",
+        "length_penalty",
+        "early_stopping",
+        "ignore_eos",
+    }
     assert any(name in str(error.value) for name in names | {"temperature"})
 
 
-def test_beam_params_are_no_sampling_params_nor_the_other_way_round(beam_model, engine, counters,
-                                                                     swap_space):  # fmt: skip
+def test_beam_params_and_sampling_params_are_not_interchangeable(beam_model, engine):
     llm = engine(beam_model, swap_space=swap_space(beam_model, 16, 4))
     before = counters(llm)
     with pytest.raises(TypeError):
@@ -564,17 +645,18 @@ def test_beam_params_are_no_sampling_params_nor_the_other_way_round(beam_model, 
     assert counters(llm) == before
 
 
-# --- many ---
+# --- at random ---
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_random_searches_equal_transformers(
-    variant, seed, engine, reference, beam_reference, draw_beams, swap_space, drain_checked
+    variant, seed, engine, reference, beam_reference, draw_beams
 ):
-    """Any settings, on any model: 352 more searches, in pools for little more than the largest."""
+    """352 more searches: any settings, any model, pools hardly larger than needed."""
     rng = random.Random(1000 * variant.index + seed)
-    eos, requests = reference.eos_ids, []
+    eos = reference.eos_ids
+    requests = []
     for _ in range(8):
         params = beam_params(
             rng.choice([2, 2, 3, 4, 5, 6]),
@@ -584,10 +666,15 @@ def test_random_searches_equal_transformers(
             ignore_eos=rng.random() < 0.2,
         )
         prompt_seed = rng.randrange(10**6)
-        prompt = draw_beams(variant.path, rng.randint(1, 24), params, prompt_seed, eos=eos)
+        prompt = draw_beams(
+            variant.path, rng.randint(1, 24), params, prompt_seed, eos=eos
+        )
         requests.append((prompt, params))
+
     block_size = rng.choice([1, 2, 4, 8, 16])
-    worst = max(p.beam_width * -(-(len(r) + p.max_tokens) // block_size) for r, p in requests)
+    worst = max(
+        p.beam_width * -(-(len(r) + p.max_tokens) // block_size) for r, p in requests
+    )
     max_num_seqs = rng.randint(max(params.beam_width for _, params in requests), 24)
     llm = engine(
         variant.path,
@@ -597,10 +684,13 @@ def test_random_searches_equal_transformers(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + rng.choice([0, 1, 7, 60]),
         preemption_mode=rng.choice(["auto", "swap", "recompute"]),
-        swap_space=swap_space(variant.path, rng.choice([0, worst // 2, 4 * worst]), block_size),
+        swap_space=swap_space(
+            variant.path, rng.choice([0, worst // 2, 4 * worst]), block_size
+        ),
         enable_prefix_caching=rng.random() < 0.7,
     )
     ids = [llm.add_request(*request) for request in requests]
+
     last = drain_checked(llm)
     for request, (prompt, params) in zip(ids, requests, strict=True):
         found = beam_reference(variant.path, prompt, params, eos)

@@ -1,7 +1,8 @@
-"""The engine on a GPU: the answers of the CPU, memory as promised, and no waiting.
+"""The engine on a GPU: the CPU's answers, memory as promised, and no waiting.
 
-Everything is compared in float32 with the torch backend on the CPU, which the other tests compare
-with transformers. What differs is the order of sums, so greedy prompts are clear ones.
+Everything is compared in float32 with the torch backend on the CPU, which other tests
+compare with transformers. Only the order of sums differs, so greedy prompts are clear
+ones.
 """
 
 import gc
@@ -10,27 +11,28 @@ import random
 import numpy as np
 import pytest
 import torch
-from test_fusions import arguments
-from test_kernels import TritonCase
-from test_one_step_ahead import TIGHT, answers, draw_requests
 from torch.utils._pytree import tree_map_only
 
+from helpers import (
+    CPU,
+    all_tokens_of,
+    counters,
+    draw_requests,
+    generate,
+    greedy,
+    serve,
+)
 from nanopaged import LLM, BeamSearchParams, SamplingParams, model
 from nanopaged.attention import FlashAttention
 from nanopaged.sampler import Sampler
+from test_fusions import arguments
+from test_kernels import TritonCase
+from test_one_step_ahead import TIGHT
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 BUNDLED = {"block_size": 4, "max_model_len": 96}
-
-
-def greedy(count):
-    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-
-
-def tokens(outputs):
-    return [[completion.token_ids for completion in output.outputs] for output in outputs]
 
 
 def release():
@@ -40,7 +42,7 @@ def release():
 
 @pytest.fixture
 def on_gpu(engine):
-    """`on_gpu(path, steps_ahead=1, **options)`: as `engine`, in float32 on the GPU."""
+    """`on_gpu(path, steps_ahead=1, **options)`: like `engine`, but on the GPU."""
 
     def make(path, steps_ahead=1, **options):
         llm = engine(path, device=DEVICE.type, **options)
@@ -51,57 +53,69 @@ def on_gpu(engine):
     release()
 
 
-# -- the same answers as on the CPU --
+# --- the same answers as on the CPU ---
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_greedy_tokens_of_every_model_are_the_cpus(
+def test_greedy_tokens_of_every_model_match_the_cpu(
     variant, engine, on_gpu, draw_prompts, enforce_eager
 ):
     prompts = draw_prompts(variant.path, [1, 3, 8, 17, 40], 20, seed=variant.index)
     options = {"max_num_seqs": 6, "num_blocks": 128}
-    expected = tokens(engine(variant.path, **options).generate(prompts, greedy(20)))
+    expected = generate(engine(variant.path, **options), prompts, greedy(20))
     llm = on_gpu(variant.path, enforce_eager=enforce_eager, **options)
+
     assert llm.runner.attention == "triton"
-    for _ in range(2):  # the second time around prefixes are cached
-        assert tokens(llm.generate(prompts, greedy(20))) == expected
-    alone = [tokens(llm.generate([prompt], greedy(20)))[0] for prompt in prompts]
+    for _ in range(2):  # the second time prefixes are cached
+        assert generate(llm, prompts, greedy(20)) == expected
+
+    alone = [generate(llm, [prompt], greedy(20))[0] for prompt in prompts]
     assert alone == expected
 
 
 @pytest.fixture(scope="module")
 def expected():
-    """Answers to mixed requests, from a CPU with room for all of them."""
-    with LLM(dtype="float32", device="cpu", num_blocks=1000, **BUNDLED) as llm:
-        yield [answers(llm, list(draw_requests(seed))) for seed in range(2)]
+    """Answers to mixed requests from a CPU with room for all of them."""
+    with LLM(num_blocks=1000, **CPU, **BUNDLED) as llm:
+        yield [serve(llm, draw_requests(seed)) for seed in range(2)]
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_samples_beams_and_stop_strings_with_preemption(
-    on_gpu, expected, counters, enforce_eager, steps_ahead, mode
+    on_gpu, expected, enforce_eager, steps_ahead, mode
 ):
-    llm = on_gpu(None, steps_ahead, num_blocks=50, enforce_eager=enforce_eager,
-                 preemption_mode=mode, **BUNDLED, **TIGHT)  # fmt: skip
-    for seed, told in enumerate(expected):
-        assert answers(llm, list(draw_requests(seed))) == told
+    llm = on_gpu(
+        None,
+        steps_ahead,
+        num_blocks=50,
+        enforce_eager=enforce_eager,
+        preemption_mode=mode,
+        **BUNDLED,
+        **TIGHT,
+    )
+
+    for seed, wanted in enumerate(expected):
+        assert serve(llm, draw_requests(seed)) == wanted
     assert counters(llm)[f"preemptions_{mode}"] > 0
 
 
-def test_chunks_of_prompts_beside_decodes(engine, on_gpu, llama, draw_prompts):
+def test_chunks_of_prompts_together_with_decodes(engine, on_gpu, llama, draw_prompts):
     prompts = draw_prompts(llama, [50, 3, 61, 20, 1, 33], 12)
-    expected = tokens(engine(llama, num_blocks=200).generate(prompts, greedy(12)))
+    expected = generate(engine(llama, num_blocks=200), prompts, greedy(12))
     llm = on_gpu(llama, num_blocks=200, max_num_seqs=8, max_num_batched_tokens=9)
-    assert tokens(llm.generate(prompts, greedy(12))) == expected
+    assert generate(llm, prompts, greedy(12)) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    "heads, block_size", [((4, 2, 64), 16), ((16, 8, 128), 32), ((6, 1, 96), 256)], ids=str
+    "heads, block_size",
+    [((4, 2, 64), 16), ((16, 8, 128), 32), ((6, 1, 96), 256)],
+    ids=str,
 )
 def test_flash_attention_is_attention(heads, block_size, dtype):
-    """The real kernel, of flash-attn or of torch, as tests/test_flash.py has a stand-in for it."""
+    """The real kernel of flash-attn or torch; test_flash.py uses a stand-in."""
     case = TritonCase([(0, 300), (0, 7), (64, 40), (3, 1)], heads, block_size, dtype)
     backend = FlashAttention(*heads, block_size, dtype, DEVICE)
     assert case.prepare(backend).prompts is not None
@@ -109,9 +123,13 @@ def test_flash_attention_is_attention(heads, block_size, dtype):
 
 
 def test_bfloat16_is_near_float32(engine, on_gpu):
-    """All log-probabilities behind some prompts, and of some decodes."""
+    """All log-probabilities after some prompts, and of some decodes."""
     params = SamplingParams(temperature=0, max_tokens=4, logprobs=512, ignore_eos=True)
-    prompts = ["ROMEO:\n", "First Citizen:\nBefore we proceed any further, hear me", "O"]
+    prompts = [
+        "ROMEO:\n",
+        "First Citizen:\nBefore we proceed any further, hear me",
+        "O",
+    ]
 
     def logprobs(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -122,27 +140,40 @@ def test_bfloat16_is_near_float32(engine, on_gpu):
 
     exact = logprobs(engine(None))
     torch.testing.assert_close(logprobs(on_gpu(None)), exact, rtol=0, atol=2e-3)
+
     for enforce_eager in (False, True):
         rough = logprobs(on_gpu(None, dtype="bfloat16", enforce_eager=enforce_eager))
         assert (rough - exact).abs().max() < 0.5
         assert (rough - exact).abs().mean() < 0.05
 
 
-# -- sampling --
+# --- sampling ---
 
 
 def test_a_sample_depends_on_its_seed_and_position_alone(on_gpu, llama):
     llm = on_gpu(llama, max_num_seqs=16, num_blocks=200)
     rng = random.Random(0)
-    prompts = [[rng.randrange(160) for _ in range(rng.randrange(1, 30))] for _ in range(16)]
-    params = [SamplingParams(temperature=1, seed=i, max_tokens=12, ignore_eos=True,
-                             top_k=[0, 5][i % 2], top_p=[1, 0.9][i // 2 % 2])
-              for i in range(16)]  # fmt: skip
-    together = tokens(llm.generate(prompts, params))
-    assert tokens(llm.generate(prompts, params)) == together
+    prompts = [
+        [rng.randrange(160) for _ in range(rng.randrange(1, 30))] for _ in range(16)
+    ]
+    params = [
+        SamplingParams(
+            temperature=1,
+            seed=i,
+            max_tokens=12,
+            ignore_eos=True,
+            top_k=[0, 5][i % 2],
+            top_p=[1, 0.9][i // 2 % 2],
+        )
+        for i in range(16)
+    ]
+    together = generate(llm, prompts, params)
+
+    assert generate(llm, prompts, params) == together
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
-        assert tokens(llm.generate([prompt], own)) == [together[i]]
-    backwards = tokens(llm.generate(prompts[::-1], params[::-1]))
+        assert generate(llm, [prompt], own) == [together[i]]
+
+    backwards = generate(llm, prompts[::-1], params[::-1])
     assert backwards[::-1] == together
 
 
@@ -153,104 +184,131 @@ def set_rows(sampler, top_k, top_p):
 
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 1), (3, 1), (0, 0.8), (40, 0.9)])
-def test_samples_are_the_cpus_and_never_excluded_tokens(top_k, top_p):
-    """A parallel sum may be out of order by a rounding: no token of probability 0 may profit."""
+def test_samples_match_the_cpu_and_are_never_excluded_tokens(top_k, top_p):
+    """Rounding in a parallel sum must not let a token of probability 0 through."""
     logits = 3 * torch.randn(256, 20000, generator=torch.Generator().manual_seed(0))
     best = logits.topk(top_k or 1).values[:, -1:]
+
     same = total = 0
     for position in range(10):
         drawn = []
         for device in (torch.device("cpu"), DEVICE):
             sampler = Sampler(256)
             rows = set_rows(sampler, top_k, top_p)
-            output = sampler.sample(logits.to(device, copy=True), rows, np.full(256, position))
+            output = sampler.sample(
+                logits.to(device, copy=True), rows, np.full(256, position)
+            )
             drawn.append(torch.tensor(output.read()))
+
         same += (drawn[0] == drawn[1]).sum().item()
         total += 256
         if top_k:
             assert (logits.gather(1, drawn[1][:, None]) >= best).all()
-    assert same >= 0.995 * total  # the others lie within a rounding of a boundary
+
+    assert same >= 0.995 * total  # the rest are within rounding of a boundary
 
 
-# -- memory --
+# --- memory ---
 
 
-MEMORY = {"max_num_seqs": 16384, "max_num_batched_tokens": 16384, "enforce_eager": True,
-          "num_blocks": None, "max_model_len": None, "block_size": 16, "swap_space": 0}  # fmt: skip
+MEMORY = {
+    "max_num_seqs": 16384,
+    "max_num_batched_tokens": 16384,
+    "enforce_eager": True,
+    "num_blocks": None,
+    "max_model_len": None,
+    "block_size": 16,
+    "swap_space": 0,
+}
 
 
 @pytest.mark.parametrize("utilization", [0.2, 0.4])
-def test_the_pool_takes_the_share_of_memory_it_may(on_gpu, utilization):
+def test_the_pool_takes_its_share_of_memory(on_gpu, utilization):
     release()
     sizes = []
-    for _ in range(2):  # what the first one used must not count for the second
+    for _ in range(2):  # what the first used must not count for the second
         llm = on_gpu(None, gpu_memory_utilization=utilization, **MEMORY)
         free, total = torch.cuda.mem_get_info()
         wanted = MEMORY["max_num_seqs"] * -(-llm.runner.max_model_len // 16)
         assert 1 - free / total < utilization + 0.01
-        if llm.runner.num_blocks < wanted:  # memory is what limits it
+        if llm.runner.num_blocks < wanted:  # memory is the limit
             assert 1 - free / total > utilization - 0.1
         sizes.append(llm.runner.num_blocks)
-        assert len(tokens(llm.generate([[5, 6, 7]], greedy(4)))[0][0]) == 4
+        assert len(generate(llm, [[5, 6, 7]], greedy(4))[0][0]) == 4
         llm.shutdown()
         release()
+
     assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
 
 
-def test_a_step_that_cannot_fit_says_what_to_lower(on_gpu):
+def test_the_error_for_a_step_that_cannot_fit_says_what_to_lower(on_gpu):
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
-        with pytest.raises(ValueError, match="max_num_batched_tokens=1000000 or max_num_seqs=4"):
-            on_gpu(None, num_blocks=None, max_num_seqs=4, max_num_batched_tokens=1_000_000)
+        with pytest.raises(
+            ValueError, match="max_num_batched_tokens=1000000 or max_num_seqs=4"
+        ):
+            on_gpu(
+                None, num_blocks=None, max_num_seqs=4, max_num_batched_tokens=1_000_000
+            )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_an_engine_that_was_shut_down_holds_no_memory():
+def test_after_shutdown_an_engine_holds_no_memory():
     release()
     before = torch.cuda.memory_allocated()
     llm = LLM(device="cuda", num_blocks=2000, max_num_seqs=32)
     llm.generate(["O"], greedy(4), use_tqdm=False)
     pool = llm.runner.kv_caches.nbytes
     assert torch.cuda.memory_allocated() - before > pool
+
     llm.shutdown()
     assert torch.cuda.memory_allocated() - before < pool / 2
+
     del llm
     release()
     assert torch.cuda.memory_allocated() - before < 32 << 20  # cuBLAS keeps a workspace
 
 
-# -- fusions --
+# --- fusions ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["add_norm", "silu_mul", "norm_rotate"])
 @torch.inference_mode()
-def test_compiled_fusions_are_their_plain_twins(name, dtype):
-    torch._dynamo.reset()  # as many shapes as other tests had would not be compiled any more
+def test_compiled_fusions_match_plain_torch(name, dtype):
+    torch._dynamo.reset()  # other tests may have used up the recompile limit
     function = getattr(model, name)
+
     atol, rtol = {torch.float32: (1e-5, 1e-5), torch.bfloat16: (6e-2, 2e-2)}[dtype]
     for size in (1, 2, 5, 64, 300):
-        inputs = tree_map_only(torch.Tensor, lambda x: x.to(DEVICE, dtype), arguments(name, size))
-        fused, plain = function(*inputs), function.__wrapped__(*inputs)
+        inputs = tree_map_only(
+            torch.Tensor, lambda x: x.to(DEVICE, dtype), arguments(name, size)
+        )
+        fused = function(*inputs)
+        plain = function.__wrapped__(*inputs)
         torch.testing.assert_close(fused, plain, atol=atol, rtol=rtol)
-    if name == "norm_rotate":  # q, k as the model has them: columns of a wider matrix; and no norm
+
+    # q, k as in the model: columns of a wider matrix; and no norm.
+    if name == "norm_rotate":
         wide = torch.randn(7, 5 * 24, device=DEVICE, dtype=dtype)
         _, weights, eps, cos, sin = inputs
         for some in (weights, []):
             inputs = wide[:, : 3 * 24].view(7, 3, 24), some, eps, cos[:7], sin[:7]
-            fused, plain = function(*inputs), function.__wrapped__(*inputs)
+            fused = function(*inputs)
+            plain = function.__wrapped__(*inputs)
             assert fused.is_contiguous()
             torch.testing.assert_close(fused, plain, atol=atol, rtol=rtol)
 
 
-# -- nothing waits but the reading of tokens --
+# --- only reading tokens waits for the GPU ---
 
 
 def waves(llm, params, wrap):
-    """Requests, and more when these decode; `wrap` replaces `execute` once all is compiled."""
+    """Add requests in waves; `wrap` replaces `execute` once everything is compiled."""
     execute = llm.runner.execute
     rng = random.Random(0)
+
     outputs = []
     for wave in range(4):  # two warm up
         if wave == 2:
@@ -280,50 +338,65 @@ def test_no_call_of_a_step_synchronises(on_gpu, llama, enforce_eager, temperatur
 
         return run
 
-    params = SamplingParams(temperature=temperature, seed=1, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(
+        temperature=temperature, seed=1, max_tokens=20, ignore_eos=True
+    )
     llm = on_gpu(llama, enforce_eager=enforce_eager, max_num_seqs=32, num_blocks=400)
+
     assert waves(llm, params, strict)
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_a_step_is_launched_while_the_one_before_still_runs(on_gpu, enforce_eager):
-    """The debug mode does not see a copy of unpinned memory wait: this does, for large ones."""
-    llm = on_gpu(None, enforce_eager=enforce_eager, max_num_seqs=256, block_size=1,
-                 num_blocks=256 * 250, max_model_len=250, max_num_batched_tokens=1 << 16,
-                 enable_prefix_caching=False)  # fmt: skip
+def test_a_step_is_launched_while_the_previous_one_runs(on_gpu, enforce_eager):
+    """The debug mode misses a wait for an unpinned copy: this test finds large ones."""
+    llm = on_gpu(
+        None,
+        enforce_eager=enforce_eager,
+        max_num_seqs=256,
+        block_size=1,
+        num_blocks=256 * 250,
+        max_model_len=250,
+        max_num_batched_tokens=1 << 16,
+        enable_prefix_caching=False,
+    )
     params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
     for start in range(256):  # block tables of 200 KB
         llm.add_request([start, *range(200)], params)
     for _ in range(8):
         llm.step()  # warm up
-    execute, early = llm.runner.execute, []
+    execute = llm.runner.execute
+    early = []
 
-    def behind_a_long_step(batch):
+    def after_a_long_step(batch):
         torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
         event = torch.cuda.current_stream().record_event()
         output = execute(batch)
         early.append(not event.query())
         return output
 
-    llm.runner.execute = behind_a_long_step
+    llm.runner.execute = after_a_long_step
     for _ in range(4):
         llm.step()
     llm.runner.execute = execute
     while llm.has_unfinished_requests():
         llm.step()
+
     assert all(early), early
 
 
 def test_beams_and_logprobs_are_right_one_step_late(engine, on_gpu):
-    """They do wait, and may; what they read must still be their own step's."""
-    params = [BeamSearchParams(3, 10), SamplingParams(temperature=0, logprobs=3, max_tokens=10)]
+    """They wait, and may; what they read must still come from their own step."""
+    params = [
+        BeamSearchParams(3, 10),
+        SamplingParams(temperature=0, logprobs=3, max_tokens=10),
+    ]
     prompts = ["ROMEO:\n", "To be, or not"]
 
-    def told(llm):
+    def run(llm):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         logprobs = [list(step.values()) for step in outputs[1].outputs[0].logprobs]
-        return tokens(outputs), torch.tensor(logprobs)
+        return [all_tokens_of(output) for output in outputs], torch.tensor(logprobs)
 
-    (expected, exact), (ours, logprobs) = told(engine(None)), told(on_gpu(None))
+    (expected, exact), (ours, logprobs) = run(engine(None)), run(on_gpu(None))
     assert ours == expected
     torch.testing.assert_close(logprobs, exact, rtol=0, atol=2e-3)

@@ -1,9 +1,10 @@
-"""Everything at once for a long time: two thousand requests on 64 blocks and 32 swap blocks.
+"""Everything at once for a long time: 2,000 requests on 64 blocks and 32 swap blocks.
 
-Plain requests, several continuations, beam searches, shared beginnings and random aborts. After
-every step every block must be held by exactly the tables that name it; in the end every request
-must have brought what it brings on an engine with room for everybody, an aborted one a part of it.
-Protects against leaks, deadlocks and mixed-up K and V that only show after many other things.
+Plain requests, several continuations, beam searches, shared prefixes and random aborts.
+After every step every block must be held by exactly the tables that name it. In the end
+every request must have produced what it produces on an engine with room for everything,
+and an aborted one a part of that. This protects against leaks, deadlocks and mixed-up K
+and V that only show up after much else has happened.
 """
 
 import random
@@ -12,22 +13,24 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
+from helpers import all_tokens_of, check_invariants, is_swapped, swap_space
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.sampler import uniform
 
 BLOCKS, SWAP_BLOCKS, BLOCK_SIZE = 64, 32, 4
-LONGEST = 40  # tokens, prompt and answer
-UNDER_WAY = 14  # requests that the engine knows at a time, at most
-FEATURES = {"preemptions_swap", "preemptions_recompute", "blocks_copied", "prefix_hit_tokens"}
-
-
-def is_swapped(group):
-    """It waits, and its blocks are in CPU memory."""
-    return any(seq.row < 0 and seq.block_table for seq in group.live)
+LONGEST = 40  # tokens of prompt and answer
+UNDER_WAY = 14  # the most requests in the engine at a time
+FEATURES = {
+    "preemptions_swap",
+    "preemptions_recompute",
+    "blocks_copied",
+    "prefix_hit_tokens",
+}
 
 
 def draw_params(rng, seed):
-    count, ignore_eos = rng.randint(1, 16), rng.random() < 0.6
+    count = rng.randint(1, 16)
+    ignore_eos = rng.random() < 0.6
     kind = rng.choice(["greedy", "sampled", "several", "several", "beams"])
     if kind == "beams":
         return BeamSearchParams(
@@ -37,6 +40,7 @@ def draw_params(rng, seed):
             early_stopping=rng.random() < 0.5,
             ignore_eos=ignore_eos,
         )
+
     return SamplingParams(
         n=rng.randint(2, 8) if kind == "several" else 1,
         temperature=0 if kind == "greedy" else 1.0,
@@ -50,12 +54,15 @@ def draw_params(rng, seed):
 
 
 def draw_requests(rng, count):
-    """Prompts and parameters; two in three prompts begin like others."""
+    """Prompts and parameters; two in three prompts share a prefix with others."""
     stems = [[rng.randrange(160) for _ in range(rng.randint(6, 20))] for _ in range(8)]
     requests = []
     for seed in range(count):
         stem = rng.choice([*stems, *stems, *[[]] * 8])
-        body = [rng.randrange(160) for _ in range(rng.randint(0 if stem else 1, 24 - len(stem)))]
+        body = [
+            rng.randrange(160)
+            for _ in range(rng.randint(0 if stem else 1, 24 - len(stem)))
+        ]
         requests.append((stem[: rng.choice([4, 7, 20])] + body, draw_params(rng, seed)))
     return requests
 
@@ -65,37 +72,44 @@ def width(params):
 
 
 def decided(completion, prompt, params):
-    """How many of its first tokens no order of a float32 sum could change.
+    """The number of first tokens that no order of a float32 sum could change.
 
-    It could where the fourth and the fifth most likely token, between which top_k cuts, are as good
-    as tied, or where the number that decides is as good as a boundary between two tokens.
+    It could if the fourth and fifth most likely tokens, between which top_k cuts, are
+    nearly tied, or if the random number is close to a boundary between two tokens.
     """
     seed = (params.seed + completion.index * 0xD1B54A32D192ED03) % 2**64
     for count, logprobs in enumerate(completion.logprobs or []):
         *kept, next_best = sorted(logprobs, key=logprobs.__getitem__, reverse=True)[:5]
         weights = np.exp([logprobs[token] for token in sorted(kept)])
-        (number,) = uniform(np.array([seed], np.uint64), np.array([len(prompt) + count]))
+        (number,) = uniform(
+            np.array([seed], np.uint64), np.array([len(prompt) + count])
+        )
         margin = abs(weights.cumsum() / weights.sum() - number).min()
         if min(margin, logprobs[kept[-1]] - logprobs[next_best]) < 1e-5:
             return count
     return len(completion.token_ids)
 
 
-def answer(output):
-    return [list(completion.token_ids) for completion in output.outputs]
-
-
 @pytest.fixture
-def roomy(llama, engine, swap_space):
-    """`roomy(requests)`: their outputs from an engine on which nobody stands in another's way."""
+def roomy(llama, engine):
+    """`roomy(requests)`: their outputs from an engine with room for everything."""
 
     def run(requests):
-        llm = engine(llama, block_size=16, num_blocks=2000, max_model_len=LONGEST, max_num_seqs=128,
-                     max_num_batched_tokens=512, swap_space=swap_space(llama, 1, 16))  # fmt: skip
-        ids, outputs = [llm.add_request(*request) for request in requests], {}
+        llm = engine(
+            llama,
+            block_size=16,
+            num_blocks=2000,
+            max_model_len=LONGEST,
+            max_num_seqs=128,
+            max_num_batched_tokens=512,
+            swap_space=swap_space(llama, 1, 16),
+        )
+        ids = [llm.add_request(*request) for request in requests]
+        outputs = {}
         while llm.has_unfinished_requests():
             outputs.update({output.request_id: output for output in llm.step()})
         stats = llm.stats()
+
         assert stats.preemptions_recompute == stats.preemptions_swap == 0
         return [outputs[request] for request in ids]
 
@@ -103,22 +117,25 @@ def roomy(llama, engine, swap_space):
 
 
 class Stress:
-    """Feeds requests to a small engine and takes some back, and checks it after every step."""
+    """Adds requests to a small engine, aborts some, and checks it after every step."""
 
-    def __init__(self, llm, requests, rng, check_invariants):
-        self.llm, self.requests, self.rng, self.check = llm, requests, rng, check_invariants
+    def __init__(self, llm, requests, rng):
+        self.llm = llm
+        self.requests = requests
+        self.rng = rng
         self.queue = deque(range(len(requests)))
-        self.ids = {}  # of the unfinished requests: id -> number
+        self.ids = {}  # of unfinished requests: id -> number
         self.outputs = {}  # number -> its last output
         self.aborted = set()
         self.seen = Counter()
-        self.schedule, llm.scheduler.schedule = llm.scheduler.schedule, self.schedule_checked
+        self.schedule = llm.scheduler.schedule
+        llm.scheduler.schedule = self.schedule_checked
 
     def schedule_checked(self):
         batch = self.schedule()
         for moves in (batch.swaps_out, batch.swaps_in, batch.copies):
             assert len({target for _, target in moves}) == len(moves)
-        # Once, however many of its group share it. On the device other groups may do so, too.
+        # Each moves once, even if several sequences share it.
         assert len(dict(batch.swaps_in)) == len(batch.swaps_in)
         return batch
 
@@ -128,7 +145,7 @@ class Stress:
             self.ids[self.llm.add_request(*self.requests[number])] = number
 
     def abort(self):
-        """One in ten requests is taken back, whatever it is doing; oftener while it is swapped."""
+        """Abort one request in ten, at any stage, more often while it is swapped."""
         if self.ids and self.rng.random() < 0.08:
             groups = [*self.llm.scheduler.running, *self.llm.scheduler.waiting]
             groups = [group for group in groups if group.live]
@@ -140,7 +157,7 @@ class Stress:
             self.seen["aborted", place] += 1
             self.aborted.add(self.ids[request])
             self.llm.abort_request(request)
-            self.check(self.llm)
+            check_invariants(self.llm)
 
     def step(self):
         for output in self.llm.step():
@@ -148,10 +165,13 @@ class Stress:
             self.outputs[number] = output
             if output.finished:
                 del self.ids[output.request_id]
-        self.check(self.llm)
+        check_invariants(self.llm)
+
         running = [group for group in self.llm.scheduler.running if group.live]
-        kinds = {"beams" if group.beams else "several" if group.params.n > 1 else "plain"
-                 for group in running}  # fmt: skip
+        kinds = {
+            "beams" if group.beams else "several" if group.params.n > 1 else "plain"
+            for group in running
+        }
         self.seen["all kinds in one step"] += len(kinds) == 3
 
     def run(self):
@@ -169,17 +189,20 @@ def check_answers(stress, expected):
     assert len(stress.outputs) == len(stress.requests)
     ties = 0
     for number, (prompt, params) in enumerate(stress.requests):
-        output, whole = stress.outputs[number], expected[number]
+        output = stress.outputs[number]
+        whole = expected[number]
         assert output.finished
+
         if isinstance(params, BeamSearchParams):
             if number not in stress.aborted:
-                assert answer(output) == answer(whole), (number, params)
+                assert all_tokens_of(output) == all_tokens_of(whole), (number, params)
                 for one, other in zip(output.outputs, whole.outputs, strict=True):
                     assert one.finish_reason == other.finish_reason
                     assert one.cumulative_logprob == pytest.approx(
                         other.cumulative_logprob, abs=1e-4
                     )
             continue
+
         assert len(output.outputs) == width(params)
         for one, other in zip(output.outputs, whole.outputs, strict=True):
             sure = decided(other, prompt, params)
@@ -189,69 +212,89 @@ def check_answers(stress, expected):
             assert one.token_ids[:sure] == other.token_ids[:sure], (number, params)
             if sure == len(other.token_ids):
                 assert len(one.token_ids) == sure
-                assert number in stress.aborted or one.finish_reason == other.finish_reason
-    assert ties <= len(stress.requests) / 50, "nothing is proven if much is left out"
+                assert (
+                    number in stress.aborted or one.finish_reason == other.finish_reason
+                )
+
+    assert ties <= len(stress.requests) / 50, (
+        "too many answers are left out to prove anything"
+    )
 
 
 def stress_engine(engine, llama, swap_space, **options):
     return engine(
-        llama, block_size=BLOCK_SIZE, num_blocks=BLOCKS, max_model_len=LONGEST, max_num_seqs=48,
-        swap_space=swap_space, **({"max_num_batched_tokens": 56} | options),
-    )  # fmt: skip
+        llama,
+        block_size=BLOCK_SIZE,
+        num_blocks=BLOCKS,
+        max_model_len=LONGEST,
+        max_num_seqs=48,
+        swap_space=swap_space,
+        **({"max_num_batched_tokens": 56} | options),
+    )
 
 
-def run_stress(count, seed, roomy, llm, check_invariants):
+def run_stress(count, seed, roomy, llm):
     requests = draw_requests(random.Random(seed), count)
     expected = roomy(requests)
-    assert len({str(answer(output)) for output in expected}) > 0.9 * count
+    assert len({str(all_tokens_of(output)) for output in expected}) > 0.9 * count
+
     free = len(llm.blocks.free_blocks), len(llm.blocks.free_swap_blocks)
-    stress = Stress(llm, requests, random.Random(seed + 1), check_invariants)
+    stress = Stress(llm, requests, random.Random(seed + 1))
     stress.run()
     assert (len(llm.blocks.free_blocks), len(llm.blocks.free_swap_blocks)) == free
     check_answers(stress, expected)
+
     stats = llm.stats()
     stress.seen.update({name: getattr(stats, name) for name in FEATURES})
     return stress.seen
 
 
-# name: (engine options, swap blocks, what cannot happen)
+# name: (engine options, swap blocks, events that cannot happen)
 SETTINGS = {
     "default": ({}, SWAP_BLOCKS, set()),
     "recompute": ({"preemption_mode": "recompute"}, SWAP_BLOCKS, {"preemptions_swap"}),
     "uncached": ({"enable_prefix_caching": False}, SWAP_BLOCKS, {"prefix_hit_tokens"}),
-    "both-pools-full": ({"max_num_batched_tokens": 48, "preemption_mode": "swap"}, 10, set()),
+    "both-pools-full": (
+        {"max_num_batched_tokens": 48, "preemption_mode": "swap"},
+        10,
+        set(),
+    ),
 }
 
 
-def run_setting(name, count, seed, llama, engine, swap_space, check_invariants, roomy):
-    """Nothing is proven by a pool that is tight in name only, so what must happen is counted."""
+def run_setting(name, count, seed, llama, engine, roomy):
+    """Run a setting and count events: the pool must really be tight."""
     options, swap_blocks, absent = SETTINGS[name]
-    llm = stress_engine(engine, llama, swap_space(llama, swap_blocks, BLOCK_SIZE), **options)
-    assert list(map(len, (llm.blocks.free_blocks, llm.blocks.free_swap_blocks))) == [
-        BLOCKS, swap_blocks,
-    ]  # fmt: skip
-    seen = run_stress(count, seed, roomy, llm, check_invariants)
+    llm = stress_engine(
+        engine, llama, swap_space(llama, swap_blocks, BLOCK_SIZE), **options
+    )
+    assert len(llm.blocks.free_blocks) == BLOCKS
+    assert len(llm.blocks.free_swap_blocks) == swap_blocks
+
+    seen = run_stress(count, seed, roomy, llm)
     assert not any(seen[event] for event in absent)
+
     least = count // 30
     assert all(seen[event] > least for event in FEATURES - absent), seen
     assert seen["all kinds in one step"] > least
+
     return seen
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_mixed_requests_on_a_small_pool_all_bring_what_they_would_alone(
-    name, llama, engine, swap_space, check_invariants, roomy
+def test_mixed_requests_on_a_small_pool_give_what_they_would_alone(
+    name, llama, engine, roomy
 ):
-    run_setting(name, 150, 5, llama, engine, swap_space, check_invariants, roomy)
+    run_setting(name, 150, 5, llama, engine, roomy)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SETTINGS)
 def test_two_thousand_mixed_requests_on_64_blocks_and_32_swap_blocks(
-    name, llama, engine, swap_space, check_invariants, roomy
+    name, llama, engine, roomy
 ):
     seed = 7 + list(SETTINGS).index(name)
-    seen = run_setting(name, 2000, seed, llama, engine, swap_space, check_invariants, roomy)
+    seen = run_setting(name, 2000, seed, llama, engine, roomy)
     places = ["running", "queue", "swapped"][: 2 if name == "recompute" else 3]
     assert all(seen["aborted", place] > 10 for place in places), seen
     assert sum(seen["aborted", place] for place in places) > 100
