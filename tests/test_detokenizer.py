@@ -1,8 +1,8 @@
-"""Text from token ids as they come: append-only, whole characters, and never past a stop string.
+"""Token ids become text as they arrive: whole characters, and no stop strings.
 
-Stand-ins for a tokenizer: bytes and merges of bytes (any text, any split of it into tokens), and
-words of which the text loses its first space, as in Llama 2 and Mistral. The reference decodes all
-at once.
+Two stand-ins take the place of a tokenizer: bytes and merges of bytes (any text, split
+into tokens anywhere), and words whose text loses its first space, as in Llama 2 and
+Mistral. The reference decodes everything at once.
 """
 
 import pytest
@@ -21,7 +21,7 @@ def update(detokenizer, *args, **options):
 
 
 class Bytes:
-    """Token t stands for `pieces[t]`, any bytes; token 0 is special and is not text."""
+    """Token t stands for the bytes `pieces[t]`; token 0 is special and has no text."""
 
     def __init__(self, pieces):
         self.pieces = [b"", *pieces]
@@ -32,14 +32,14 @@ class Bytes:
 
 
 class Words(Bytes):
-    """Like a sentencepiece model: the text loses the space that it begins with."""
+    """Like a sentencepiece model: the text loses its leading space."""
 
     def decode(self, ids, skip_special_tokens=False):
         return super().decode(ids, skip_special_tokens).removeprefix(" ")
 
 
 def cut(tokens, sizes):
-    """Lengths at which `update` is called: not after every token, but at the end."""
+    """The lengths at which `update` is called: not every one, but always the last."""
     ends, end = [], 0
     while end < tokens:
         end = min(tokens, end + sizes[len(ends) % len(sizes)])
@@ -48,11 +48,14 @@ def cut(tokens, sizes):
 
 
 def stream(tokenizer, prompt, answer, stops=(), sizes=(1,)):
-    """Feed the answer; yields, after each update, the detokenizer and what the caller may see."""
+    """Feed the answer; yields detokenizer and visible text after each update."""
     detokenizer = Detokenizer(tokenizer, len(prompt), stops)
     for end in cut(len(answer), sizes):
         detokenizer.update(prompt + answer[:end])
-        yield detokenizer, detokenizer.text if detokenizer.stopped else detokenizer.visible()
+        yield (
+            detokenizer,
+            detokenizer.text if detokenizer.stopped else detokenizer.visible(),
+        )
     detokenizer.update(prompt + answer, final=True)
     yield detokenizer, detokenizer.text
 
@@ -62,21 +65,30 @@ def texts(tokenizer, prompt, answer, stops=(), sizes=(1,)):
 
 
 def split(data):
-    """The bytes of a text, a token each."""
+    """One token for each byte of a text."""
     return list(range(1, 1 + len(data)))
 
 
 # --- characters ---
 
 
-def test_a_character_comes_when_its_last_byte_has_come():
+def test_a_character_appears_with_its_last_byte():
     data = "a\u00e9\u20ac\U0001f600z".encode()
     tokenizer = Bytes([bytes([b]) for b in data])
     assert texts(tokenizer, [], split(data)) == [
-        "a", "a", "a\u00e9", "a\u00e9", "a\u00e9", "a\u00e9\u20ac", "a\u00e9\u20ac",
-        "a\u00e9\u20ac", "a\u00e9\u20ac", "a\u00e9\u20ac\U0001f600",
-        "a\u00e9\u20ac\U0001f600z", "a\u00e9\u20ac\U0001f600z",
-    ]  # fmt: skip
+        "a",
+        "a",
+        "a\u00e9",
+        "a\u00e9",
+        "a\u00e9",
+        "a\u00e9\u20ac",
+        "a\u00e9\u20ac",
+        "a\u00e9\u20ac",
+        "a\u00e9\u20ac",
+        "a\u00e9\u20ac\U0001f600",
+        "a\u00e9\u20ac\U0001f600z",
+        "a\u00e9\u20ac\U0001f600z",
+    ]
 
 
 def test_a_token_may_end_one_character_and_begin_the_next():
@@ -84,12 +96,12 @@ def test_a_token_may_end_one_character_and_begin_the_next():
     assert texts(tokenizer, [], [1, 2, 3]) == ["", "", "x\u00e9\u20ac", "x\u00e9\u20ac"]
 
 
-def test_what_precedes_half_a_character_is_told_in_the_end():
+def test_text_before_half_a_character_appears_at_the_end():
     tokenizer = Bytes([b"abc\xe2\x82"])
     assert texts(tokenizer, [], [1]) == ["", "abc"]
 
 
-def test_bytes_that_are_no_character_are_told_once_something_follows():
+def test_invalid_bytes_appear_once_something_follows():
     tokenizer = Bytes([b"a", b"\x80", b"b"])
     assert texts(tokenizer, [], [1, 2, 3]) == ["a", "a", f"a{HALF}b", f"a{HALF}b"]
 
@@ -110,12 +122,16 @@ def test_updates_without_a_new_token_change_nothing():
 def test_the_first_word_keeps_its_space_after_a_prompt():
     tokenizer = Words([b" one", b" two", b" three"])
     assert texts(tokenizer, [1, 2], [3, 1])[-1] == " three one"
-    assert texts(tokenizer, [SPECIAL], [3, 1])[-1] == "three one"  # here it begins the text
+    # Here it starts the text.
+    assert texts(tokenizer, [SPECIAL], [3, 1])[-1] == "three one"
 
 
-def test_a_special_token_within_the_text_takes_no_space_away():
+def test_a_special_token_within_the_text_removes_no_space():
     tokenizer = Words([b" one", b" two"])
-    assert texts(tokenizer, [1], [2, SPECIAL, 2, SPECIAL, SPECIAL, 1])[-1] == " two two one"
+    assert (
+        texts(tokenizer, [1], [2, SPECIAL, 2, SPECIAL, SPECIAL, 1])[-1]
+        == " two two one"
+    )
 
 
 LETTERS = "ab  \u00e9\u20ac\U0001f600\u0301"
@@ -126,7 +142,7 @@ sizes_strategy = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
 @st.composite
 def tokenized(draw, data=None):
-    """Bytes cut into tokens anywhere, within a character too: (tokenizer, prompt, answer)."""
+    """Bytes cut into tokens, even within characters: (tokenizer, prompt, answer)."""
     if data is None:
         data = draw(st.one_of(text_strategy.map(str.encode), st.binary(max_size=12)))
     pieces = []
@@ -134,6 +150,7 @@ def tokenized(draw, data=None):
         size = draw(st.integers(1, 3))
         pieces.append(data[:size])
         data = data[size:]
+
     prompt = draw(text_strategy).encode()
     kind = draw(st.sampled_from([Bytes, Words]))
     answer = split(pieces)
@@ -145,7 +162,7 @@ def tokenized(draw, data=None):
 
 
 def whole(tokenizer, prompt, answer):
-    """The one-shot decode, without the prompt and without half a character at its end."""
+    """The one-shot decode, without the prompt or a trailing incomplete character."""
     text = tokenizer.decode(prompt + answer, skip_special_tokens=True)
     return text[len(tokenizer.decode(prompt, skip_special_tokens=True)) :].rstrip(HALF)
 
@@ -166,7 +183,7 @@ def test_updates_append_whole_characters_up_to_the_one_shot_decode(case, sizes):
 
 
 def letters(text):
-    """A tokenizer of single letters, and the tokens of the text."""
+    """A tokenizer with one token a letter, and the text's tokens."""
     alphabet = sorted(set(text))
     return Bytes([c.encode() for c in alphabet]), [1 + alphabet.index(c) for c in text]
 
@@ -193,7 +210,7 @@ def test_text_ends_before_the_first_stop_string(text, stops, expected, sizes):
     assert run(text, stops, sizes) == expected
 
 
-def test_of_stop_strings_in_one_update_the_one_that_begins_first_counts():
+def test_of_stop_strings_in_one_update_the_earliest_counts():
     assert run("xabcdy", ["c", "bcd"], (99,)) == "xa"
     assert run("xabcdy", ["c", "bcd"], (1,)) == "xab"  # "c" is complete before "bcd" is
 
@@ -206,14 +223,14 @@ def test_a_stopped_text_stays_as_it_is():
     assert detokenizer.text == "a"
 
 
-def test_a_stop_string_is_not_looked_for_in_the_prompt_or_across_its_end():
+def test_stop_strings_are_not_searched_for_in_the_prompt_or_across_its_end():
     tokenizer, ids = letters("abab")
     detokenizer = Detokenizer(tokenizer, 1, ["ab"])
     assert [update(detokenizer, ids[:n]) for n in (2, 3, 4)] == [False, False, True]
     assert detokenizer.text == "b"
 
 
-def test_the_start_of_a_stop_string_is_held_back_until_it_is_decided():
+def test_the_start_of_a_stop_string_is_held_back_until_resolved():
     tokenizer, ids = letters("xabyabc")
     detokenizer = Detokenizer(tokenizer, 0, ["abc"])
     seen = []
@@ -240,7 +257,7 @@ def test_a_stop_string_before_min_tokens_does_not_stop_later_either(stops, sizes
     assert detokenizer.text == "ababxyzxyz"
 
 
-def test_stop_strings_are_looked_for_in_new_text_only():
+def test_stop_strings_are_searched_for_in_new_text_only():
     searched = []
 
     class Text(str):
@@ -254,7 +271,8 @@ def test_stop_strings_are_looked_for_in_new_text_only():
     tokenizer, ids = letters("abc" * 20 + "xy")
     detokenizer = Detokenizer(tokenizer, 0, ["xy", "zz"])
     detokenizer.text = Text()
-    assert [update(detokenizer, ids[: n + 1]) for n in range(62)] == [False] * 61 + [True]
+    stopped = [update(detokenizer, ids[: n + 1]) for n in range(62)]
+    assert stopped == [False] * 61 + [True]
     assert max(searched) <= 3
 
 
@@ -267,7 +285,7 @@ def test_a_stop_string_after_min_tokens_stops():
 
 
 def first_stop(emitted, stops):
-    """What the text must be: cut at the first update after which it has a stop string in it."""
+    """The right text: cut at the first update after which it contains a stop string."""
     for text in emitted:
         hits = [text.index(stop) for stop in stops if stop in text]
         if hits:
@@ -275,20 +293,24 @@ def first_stop(emitted, stops):
     return emitted[-1]
 
 
-stops_strategy = st.lists(st.text("ab\u20ac", min_size=1, max_size=5), min_size=1, max_size=3)
+stops_strategy = st.lists(
+    st.text("ab\u20ac", min_size=1, max_size=5), min_size=1, max_size=3
+)
 
 
 @settings(max_examples=500, deadline=None)
 @given(st.data(), st.text("ab\u20ac", max_size=14), stops_strategy, sizes_strategy)
-def test_any_text_ends_at_its_first_stop_string_and_shows_nothing_of_it(data, text, stops, sizes):
+def test_any_text_ends_before_its_first_stop_string(data, text, stops, sizes):
     case = data.draw(tokenized(text.encode()))
     expected = first_stop(texts(*case, sizes=sizes), stops)
+
     before = ""
     for detokenizer, shown in stream(*case, stops, sizes):
-        assert shown.startswith(before), "what was shown is taken back"
+        assert shown.startswith(before), "text was taken back"
         assert detokenizer.text.startswith(shown)
-        assert expected.startswith(shown), "a part of a stop string is shown"
+        assert expected.startswith(shown), "part of a stop string was shown"
         before = shown
+
     assert detokenizer.text == expected
     assert detokenizer.stopped == any(stop in whole(*case) for stop in stops)
 
@@ -304,9 +326,12 @@ def test_a_stop_string_counts_from_min_tokens_on(text, stops, unchecked):
     after = text[:unchecked] + first_stop(
         [text[unchecked:end] for end in range(unchecked, len(text) + 1)], stops
     )
-    # One that begins before and ends after it may count, as in vLLM, or not.
+    # A stop string across the boundary may count, as in vLLM, or not.
     across = [
-        text[:begin] for stop in stops for begin in range(unchecked)
+        text[:begin]
+        for stop in stops
+        for begin in range(unchecked)
         if text.startswith(stop, begin) and begin + len(stop) > unchecked
-    ]  # fmt: skip
+    ]
+
     assert detokenizer.text in [after, *across]

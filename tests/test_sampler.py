@@ -1,7 +1,8 @@
-"""From logits to tokens: each piece against a slow one in plain Python, and each row by itself.
+"""From logits to tokens: each piece against slow Python, and each row by itself.
 
-What a row draws follows from its logits, seed and position: so a batch is compared with its rows
-one by one, frequencies with the softmax, and the random numbers with splitmix64 on Python's ints.
+What a row draws depends only on its logits, seed and position. So a batch is compared
+with its rows one by one, frequencies with the softmax, and random numbers with
+splitmix64 on Python's ints.
 """
 
 import itertools
@@ -13,20 +14,20 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from helpers import chi_square, new_group
 from nanopaged import SamplingParams
 from nanopaged.sampler import Sampler, restrict, uniform
-from nanopaged.sequence import SequenceGroup
 
 MASK = 2**64 - 1
 INF = math.inf
 
 
 def make_sampler(*requests, prompt=(1, 2, 3), stop=()):
-    """A sampler whose row i holds request i, each a pair of seed and SamplingParams."""
+    """A sampler whose row i holds request i, a pair of seed and SamplingParams."""
     sampler = Sampler(len(requests))
     for row, (seed, params) in enumerate(requests):
         stops = {*stop, *(params.stop_token_ids or ())}
-        group = SequenceGroup(None, list(prompt), params, stops, 10**6, None)
+        group = new_group(prompt, params, stops)
         group.seed = seed
         group.sequences[0].row = row
         sampler.set_row(group.sequences[0])
@@ -34,7 +35,7 @@ def make_sampler(*requests, prompt=(1, 2, 3), stop=()):
 
 
 def sample(sampler, logits, rows=None, positions=None):
-    """Token of every row; the logits are left alone."""
+    """The token of every row; the logits are not modified."""
     rows = np.arange(len(logits)) if rows is None else np.array(rows)
     positions = np.full(len(rows), 3) if positions is None else np.array(positions)
     return sampler.sample(logits.clone(), rows, positions).token_ids.tolist()
@@ -44,7 +45,7 @@ def sample(sampler, logits, rows=None, positions=None):
 
 
 def splitmix64(seed, position):
-    """Output number `position` of splitmix64 from the state `seed` (counted from 0), in 23 bits."""
+    """Output `position` (from 0) of splitmix64 from the state `seed`, in 23 bits."""
     z = (seed + position * 0x9E3779B97F4A7C15) & MASK
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
@@ -57,14 +58,16 @@ def draw(pairs):
 
 
 def test_the_generator_is_splitmix64():
-    # The published test vector: the state 1234567, and its first outputs.
+    # The published test vector: the state 1234567 and its first outputs.
     for position, output in ((1, 6457827717110365317), (2, 3203168211198807973)):
         assert splitmix64(1234567, position) == (output >> 41) / 2**23
         assert draw([(1234567, position)]).item() == (output >> 41) / 2**23
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**20)), min_size=1))
-def test_a_random_number_follows_from_seed_and_position(pairs):
+@given(
+    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**20)), min_size=1)
+)
+def test_a_random_number_depends_on_seed_and_position_only(pairs):
     numbers = draw(pairs)
     assert numbers.dtype == np.float32
     assert numbers.tolist() == [splitmix64(*pair) for pair in pairs]
@@ -77,9 +80,11 @@ def test_random_numbers_have_23_bits_and_fill_the_interval():
     assert (scaled == scaled.astype(np.int64)).all()
     assert 0 <= numbers.min() < 1e-4
     assert 1 - 1e-4 < numbers.max() <= 1 - 2**-23
+
     counts = np.histogram(numbers, 100, (0, 1))[0]
     assert abs(counts - 900).max() < 6 * 30  # six standard deviations
-    # Neighbours in seed or position have nothing to do with each other.
+
+    # Neighbours in seed or position are uncorrelated.
     grid = numbers.reshape(300, 300) - 0.5
     for shifted in (grid[1:] * grid[:-1], grid[:, 1:] * grid[:, :-1]):
         assert abs(shifted.mean()) < 6 / 12 / 300
@@ -98,11 +103,15 @@ def column(value, dtype=torch.float32):
 
 
 def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
-    rows, most = torch.tensor([logits], dtype=torch.float32), top_k if top_k > 0 else len(logits)
+    rows = torch.tensor([logits], dtype=torch.float32)
+    most = top_k if top_k > 0 else len(logits)
     limits = column(top_k, torch.int64), column(top_p), column(min_p)
     out = restrict(rows, most, *limits)[0].tolist()
     tokens = [token for token, value in enumerate(out) if value > -INF]
-    assert [out[token] for token in tokens] == [np.float32(logits[token]) for token in tokens]
+
+    assert [out[token] for token in tokens] == [
+        np.float32(logits[token]) for token in tokens
+    ]
     return tokens
 
 
@@ -120,7 +129,7 @@ LOGITS = [math.log(p) for p in (0.1, 0.4, 0.05, 0.25, 0.2)]
         ({"top_k": 99}, [0, 1, 2, 3, 4]),
         ({"top_p": 1e-9}, [1]),
         ({"top_p": 0.39}, [1]),
-        ({"top_p": 0.41}, [1, 3]),  # 0.4 does not reach it: the token that crosses it stays
+        ({"top_p": 0.41}, [1, 3]),  # 0.4 is not enough: the token that crosses it stays
         ({"top_p": 0.64}, [1, 3]),
         ({"top_p": 0.66}, [1, 3, 4]),
         ({"top_p": 0.96}, [0, 1, 2, 3, 4]),
@@ -128,13 +137,13 @@ LOGITS = [math.log(p) for p in (0.1, 0.4, 0.05, 0.25, 0.2)]
         ({"min_p": 0.51}, [1, 3]),
         ({"min_p": 0.49}, [1, 3, 4]),
         ({"min_p": 0.24}, [0, 1, 3, 4]),
-        # Of the three most likely, 0.4 of 0.85 is 0.47: with top-p after top-k two are enough.
+        # After top-k 0.4 of 0.85 is 0.47, so two tokens are enough for top-p.
         ({"top_k": 3, "top_p": 0.7}, [1, 3]),
         ({"top_k": 3, "top_p": 0.77}, [1, 3, 4]),
         ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, [1, 3, 4]),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_the_likely_tokens_are_kept(limits, tokens):
     assert kept(LOGITS, **limits) == tokens
 
@@ -149,43 +158,43 @@ def test_the_likely_tokens_are_kept(limits, tokens):
     top_p=st.one_of(st.just(1.0), st.floats(2**-6, 1, width=32)),
     min_p=st.one_of(st.just(0.0), st.floats(0, 1, width=32)),
 )
-def test_what_is_kept_is_what_the_definition_says(logits, top_k, top_p, min_p):
+def test_what_is_kept_follows_the_definition(logits, top_k, top_p, min_p):
     values = sorted(logits, reverse=True)[: top_k if top_k > 0 else None]
     weights = [math.exp(value - values[0]) for value in values]
     probs = [weight / math.fsum(weights) for weight in weights]
     before = [math.fsum(probs[:i]) for i in range(len(probs))]
     expected = [
-        value for value, prob, total in zip(values, probs, before, strict=True)
+        value
+        for value, prob, total in zip(values, probs, before, strict=True)
         if total < top_p and prob >= min_p * probs[0]
-    ]  # fmt: skip
-    # Closer than float32 can tell, either answer is right.
+    ]
+    # Where float32 cannot tell, either answer is right.
     assume(all(abs(total - top_p) > 1e-5 for total in before))
-    assume(min_p in (0, 1) or all(abs(prob - min_p * probs[0]) > 1e-6 for prob in probs))
-    found = sorted((logits[token] for token in kept(logits, top_k, top_p, min_p)), reverse=True)
+    assume(
+        min_p in (0, 1) or all(abs(prob - min_p * probs[0]) > 1e-6 for prob in probs)
+    )
+    found = sorted(
+        (logits[token] for token in kept(logits, top_k, top_p, min_p)), reverse=True
+    )
+
     assert found[: len(expected)] == expected
-    assert set(found[len(expected) :]) <= {expected[-1]}  # equally likely tokens may stay together
+    # Equally likely tokens may stay together.
+    assert set(found[len(expected) :]) <= {expected[-1]}
 
 
 def test_every_row_is_restricted_by_its_own_limits():
     logits = torch.tensor([LOGITS] * 5)
     top_k = torch.tensor([[0], [2], [5], [1], [3]])
-    top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])  # the last: 0.65 / 0.85 reaches it
+    # The last: 0.65 / 0.85 reaches it.
+    top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])
     min_p = torch.tensor([[0.0], [0.0], [0.3], [0.0], [0.0]])
     out = restrict(logits, logits.shape[1], top_k, top_p, min_p)
     tokens = [row.isfinite().nonzero()[:, 0].tolist() for row in out]
+
     assert tokens == [[1, 3], [1, 3], [1, 3, 4], [1], [1, 3]]
 
 
 # --- drawing ---
-
-
-def chi_square(counts, probs):
-    total = sum(counts)
-    assert all(count == 0 for count, prob in zip(counts, probs, strict=True) if prob == 0)
-    return sum(
-        (count - total * prob) ** 2 / (total * prob)
-        for count, prob in zip(counts, probs, strict=True) if prob > 0
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -199,30 +208,35 @@ def chi_square(counts, probs):
     ],
     ids=str,
 )
-def test_frequencies_are_the_probabilities(limits, probs):
+def test_frequencies_match_the_probabilities(limits, probs):
     count = 20_000
     logits = torch.tensor([LOGITS]).expand(count, -1)
     sampler = make_sampler((5, SamplingParams(**limits)))
-    over_positions = sample(sampler, logits, np.zeros(count, np.int64), np.arange(count))
+    over_positions = sample(
+        sampler, logits, np.zeros(count, np.int64), np.arange(count)
+    )
     params = SamplingParams(**limits)
     sampler = make_sampler(*((seed, params) for seed in range(count)))
+
     over_seeds = sample(sampler, logits)
     for tokens in (over_positions, over_seeds):
         counts = np.bincount(tokens, minlength=5).tolist()
-        assert chi_square(counts, probs) < 30  # beyond 1e-5 for 4 degrees of freedom
+        assert chi_square(counts, probs) < 30  # p < 1e-5 for 4 degrees of freedom
 
 
 def test_the_token_is_the_first_whose_cumulative_probability_exceeds_the_number():
     sampler = make_sampler((77, SamplingParams()))
-    logits, probs = torch.tensor([LOGITS]), [0.1, 0.4, 0.05, 0.25, 0.2]
+    logits = torch.tensor([LOGITS])
+    probs = [0.1, 0.4, 0.05, 0.25, 0.2]
     for position in range(300):
-        total, u = np.cumsum(probs), splitmix64(77, position)
+        total = np.cumsum(probs)
+        u = splitmix64(77, position)
         assert min(abs(total - u)) > 1e-6, "too close for float32"
         assert sample(sampler, logits, [0], [position]) == [int((total > u).argmax())]
 
 
 @pytest.mark.parametrize("number", [0.0, 2**-23, 0.5, 1 - 2**-23])
-def test_a_token_of_no_probability_is_never_drawn(number, monkeypatch):
+def test_a_token_of_probability_0_is_never_drawn(number, monkeypatch):
     numbers = np.full(1, number, np.float32)
     monkeypatch.setattr("nanopaged.sampler.uniform", lambda seeds, positions: numbers)
     sampler = make_sampler((1, SamplingParams()))
@@ -235,22 +249,30 @@ def test_a_token_of_no_probability_is_never_drawn(number, monkeypatch):
 def test_temperature_0_takes_the_most_likely():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
     for temperature in (0, 1e-6):
-        sampler = make_sampler(*[(s, SamplingParams(temperature=temperature)) for s in range(50)])
+        sampler = make_sampler(
+            *[(s, SamplingParams(temperature=temperature)) for s in range(50)]
+        )
         assert sample(sampler, logits) == logits.argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("limits", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str)
-def test_the_tightest_limits_leave_the_most_likely(limits):
+@pytest.mark.parametrize(
+    "limits", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str
+)
+def test_the_tightest_limits_keep_the_most_likely(limits):
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
     sampler = make_sampler(*[(s, SamplingParams(**limits)) for s in range(50)])
     assert sample(sampler, logits) == logits.argmax(-1).tolist()
 
 
-def test_extreme_logits_and_temperatures_draw_tokens_that_exist():
-    for scale, temperature in itertools.product((1e-30, 1.0, 1e4, 1e30), (1e-5, 1e-3, 1.0, 1e6)):
+def test_extreme_logits_and_temperatures_draw_valid_tokens():
+    for scale, temperature in itertools.product(
+        (1e-30, 1.0, 1e4, 1e30), (1e-5, 1e-3, 1.0, 1e6)
+    ):
         logits = scale * torch.randn(20, 30, generator=torch.Generator().manual_seed(2))
-        params = [SamplingParams(temperature=temperature, **limits)
-                  for limits in ({}, {"top_p": 0.5}, {"top_k": 7}, {"min_p": 0.1})]  # fmt: skip
+        params = [
+            SamplingParams(temperature=temperature, **limits)
+            for limits in ({}, {"top_p": 0.5}, {"top_k": 7}, {"min_p": 0.1})
+        ]
         sampler = make_sampler(*[(s, params[s % 4]) for s in range(20)])
         assert all(0 <= token < 30 for token in sample(sampler, logits))
 
@@ -269,7 +291,7 @@ params_strategy = st.builds(
 )
 
 
-# How many different logits there are: few make many ties, as bfloat16 does.
+# The number of distinct logits: few make many ties, as bfloat16 does.
 @pytest.mark.parametrize("levels", [3, 20, 10**6])
 @settings(max_examples=100, deadline=None)
 @given(
@@ -279,30 +301,40 @@ params_strategy = st.builds(
     vocab_size=st.sampled_from([20, 160, 1000]),
     seed=st.integers(0, 10**6),
 )
-def test_a_row_draws_the_same_whoever_else_is_in_the_batch(levels, requests, vocab_size, seed):
+def test_a_row_draws_the_same_in_any_batch(levels, requests, vocab_size, seed):
     rng = np.random.default_rng(seed)
     values = rng.integers(0, levels, (len(requests), vocab_size)) * (12 / levels)
     logits = torch.from_numpy(values.astype(np.float32))
     sampler = make_sampler(*requests, stop=(0, 5))
-    rows, positions = rng.permutation(len(requests)), rng.integers(3, 8, len(requests))
+    rows = rng.permutation(len(requests))
+    positions = rng.integers(3, 8, len(requests))
+
     together = sampler.sample(logits.clone(), rows, positions)
     for i in range(len(requests)):
-        alone = sampler.sample(logits[i : i + 1].clone(), rows[i : i + 1], positions[i : i + 1])
+        alone = sampler.sample(
+            logits[i : i + 1].clone(), rows[i : i + 1], positions[i : i + 1]
+        )
         assert alone.token_ids[0] == together.token_ids[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
 
 
-def test_a_row_that_is_given_to_another_request_forgets_the_first():
-    strict = SamplingParams(top_k=1, top_p=0.1, min_p=0.9, logprobs=2, min_tokens=5,
-                            stop_token_ids=[1])  # fmt: skip
-    used, fresh = make_sampler((9, strict)), make_sampler((4, SamplingParams()))
-    group = SequenceGroup(None, [1, 2, 3], SamplingParams(), set(), 10**6, None)
+def test_a_reused_row_forgets_its_first_request():
+    strict = SamplingParams(
+        top_k=1, top_p=0.1, min_p=0.9, logprobs=2, min_tokens=5, stop_token_ids=[1]
+    )
+    used = make_sampler((9, strict))
+    fresh = make_sampler((4, SamplingParams()))
+    group = new_group([1, 2, 3], SamplingParams())
     group.seed = 4
     group.sequences[0].row = 0
     used.set_row(group.sequences[0])
     logits = torch.zeros(200, 50)
-    rows, positions = np.zeros(200, np.int64), np.arange(200)
-    assert sample(used, logits, rows, positions) == sample(fresh, logits, rows, positions)
+    rows = np.zeros(200, np.int64)
+    positions = np.arange(200)
+
+    assert sample(used, logits, rows, positions) == sample(
+        fresh, logits, rows, positions
+    )
     assert used.sample(logits, rows, positions).logprobs == {}
 
 
@@ -312,20 +344,24 @@ def test_a_row_that_is_given_to_another_request_forgets_the_first():
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_no_stop_token_comes_before_min_tokens(temperature):
     params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=[2])
-    sampler = make_sampler((1, params), (1, SamplingParams(temperature=temperature)), stop=(1,))
+    sampler = make_sampler(
+        (1, params), (1, SamplingParams(temperature=temperature)), stop=(1,)
+    )
     logits = torch.tensor([[0.0, 30.0, 20.0, 10.0]]).repeat(2, 1)
-    for position in range(3, 12):  # after a prompt of 3: the first new token is at position 3
+    # After a prompt of 3: the first new token is at position 3.
+    for position in range(3, 12):
         first, second = sample(sampler, logits, [0, 1], [position] * 2)
         assert first == (3 if position < 3 + 4 else 1)
-        assert second == 1  # the row beside it may stop at once
+        assert second == 1  # the other row may stop at once
 
 
 # --- log-probabilities ---
 
 
-def test_logprobs_are_of_the_raw_logits_and_name_the_sampled_token():
+def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token():
     logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
     expected = logits.log_softmax(-1)
+
     sampler = make_sampler(
         (0, SamplingParams(logprobs=3, temperature=0.2, top_k=2)),
         (1, SamplingParams()),
