@@ -1,16 +1,13 @@
-"""example.py runs from any directory, offline: with the bundled model, and with --chat."""
+"""example.py runs from any directory, offline, with the bundled model and --chat."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 
 import pytest
 
+from helpers import ROOT, run_python
 from nanopaged.loader import BUNDLED
 
-ROOT = BUNDLED.parent.parent
 EXAMPLE = ROOT / "example.py"
 RULE = "\n\n" + "-" * 70 + "\n"
 
@@ -23,43 +20,47 @@ def example():
 
 @pytest.fixture
 def run(tmp_path):
+    """`run(*arguments)`: the script's standard output, from an empty directory."""
+
     def run(*arguments):
-        """The script's standard output, run from an empty directory."""
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT),
-                            "PYTHONIOENCODING": "utf-8"}  # fmt: skip
-        command = [sys.executable, str(EXAMPLE), *arguments]
-        result = subprocess.run(command, capture_output=True, encoding="utf-8", env=env,
-                                cwd=tmp_path, timeout=600)  # fmt: skip
-        assert result.returncode == 0, result.stderr
+        stdout = run_python(EXAMPLE, *arguments, cwd=tmp_path, HF_HUB_OFFLINE="1")
         assert not list(tmp_path.iterdir()), "it left files behind"
-        return result.stdout
+        return stdout
 
     return run
 
 
-def test_it_streams_its_prompts_and_shows_what_the_cache_did(run, example):
+def test_it_streams_its_prompts_and_shows_the_effect_of_the_cache(run, example):
     *texts, numbers = run("--max-tokens", "24").split(RULE)
     assert len(texts) == len(example["PLAYS"])
     for prompt, text in zip(example["PLAYS"], texts, strict=True):
         assert text.startswith(prompt)
-        assert len(text[len(prompt) :].strip()) > 10, f"nothing came after {prompt!r}"
+        assert len(text[len(prompt) :].strip()) > 10, f"no text after {prompt!r}"
 
     counts, first, second, usage = numbers.splitlines()
     match = re.fullmatch(r"(\d+) requests, (\d+) tokens in \d+\.\d\d s", counts)
     assert match and [int(number) for number in match.groups()] == [3, 3 * 24]
 
-    timed = r"(\d+) prompt tokens for the {} time: (\d+) cached, \d+\.\d ms to the first token"
+    timed = (
+        r"(\d+) prompt tokens for the {} time: (\d+) cached, "
+        r"\d+\.\d ms to the first token"
+    )
     length, cold = map(int, re.fullmatch(timed.format("first"), first).groups())
     again, warm = map(int, re.fullmatch(timed.format("second"), second).groups())
     assert length == again > 3 * 16
-    assert warm == (length - 1) // 16 * 16, "every full block but the last token's is found"
+    assert warm == (length - 1) // 16 * 16, (
+        "every full block but the last token's is cached"
+    )
     assert cold < warm and cold % 16 == 0
 
     match = re.fullmatch(
-        r"20 steps into the same prompts again: (\d+) of (\d+) blocks used, (\d+)% of their room "
-        r"holds a token; (\d+) blocks cached, (\d+) of (\d+) prompt tokens found in them", usage
-    )  # fmt: skip
+        r"20 steps into the same prompts again: (\d+) of (\d+) blocks used, "
+        r"(\d+)% of their room holds a token; "
+        r"(\d+) blocks cached, (\d+) of (\d+) prompt tokens found in them",
+        usage,
+    )
     assert match, usage
+
     used, total, percent, cached, hits, queries = map(int, match.groups())
     assert len(example["PLAYS"]) <= used < total
     assert 50 < percent <= 100
@@ -74,4 +75,4 @@ def test_it_chats_with_a_model_from_a_directory(run, example):
     for question, answer in zip(example["QUESTIONS"], answers, strict=True):
         asked, _, text = answer.partition("\n")
         assert asked == question
-        assert len(text.strip()) > 10, f"nothing came after {question!r}"
+        assert len(text.strip()) > 10, f"no answer to {question!r}"

@@ -1,6 +1,7 @@
-"""What a GPU gets compiled: one kernel for all layers and batch sizes, and nothing changes.
+"""What is compiled for a GPU: one kernel for all layers and batch sizes.
 
-Compiled by inductor for the CPU here, as plain torch is the twin of each.
+Here each fusion is compiled for the CPU and compared with the same function in plain
+torch.
 """
 
 import pytest
@@ -13,7 +14,7 @@ SIZES = [1, 2, 5, 16, 64, 7]
 
 @pytest.fixture
 def count(monkeypatch):
-    """`count(function)`: compiled as on a GPU, with a list of what was compiled."""
+    """`count(function)`: the function compiled as on a GPU, and a list of graphs."""
     torch._dynamo.reset()
 
     def compiled(function):
@@ -34,8 +35,12 @@ def arguments(name, size):
     return {
         "add_norm": (torch.randn(size, 24), torch.randn(size, 24), *norm),
         "silu_mul": (torch.randn(size, 48),),
-        "norm_rotate": (torch.randn(size, 3, 24), [torch.rand(2, 24), torch.rand(1, 24)], 1e-6,
-                        *torch.randn(2, size, 1, 24)),
+        "norm_rotate": (
+            torch.randn(size, 3, 24),
+            [torch.rand(2, 24), torch.rand(1, 24)],
+            1e-6,
+            *torch.randn(2, size, 1, 24),
+        ),
     }[name]
 
 
@@ -48,7 +53,9 @@ def test_layers_and_batch_sizes_share_a_compiled_kernel(count, name):
         for _ in range(3):  # layers
             inputs = arguments(name, size)
             torch.testing.assert_close(compiled(*inputs), function(*inputs))
-    assert len(graphs) <= 3, "the first size's, that of all sizes, and that of a single token"
+    assert len(graphs) <= 3, (
+        "one for the first size, one for all, one for a single token"
+    )
 
 
 def test_without_a_gpu_nothing_is_compiled(monkeypatch):

@@ -1,24 +1,22 @@
-"""The Triton kernels against attention written out in float64, and as compiled for GPUs.
+"""The Triton kernels against attention in float64, and as compiled for GPUs.
 
-Without a GPU they run in Triton's interpreter (conftest.py sets TRITON_INTERPRET before anything
-imports triton), with one they are compiled, and these are the same tests. Whatever is not to be
-read is NaN: slots that nobody has written, blocks of nobody, and block tables past a sequence's end
-name blocks that do not exist.
+Without a GPU they run in Triton's interpreter (conftest.py sets TRITON_INTERPRET before
+anything imports triton); with one they are compiled, and the tests are the same.
+Whatever must not be read is NaN: slots that were never written and blocks that no
+sequence holds. Past a sequence's end, block tables name blocks that do not exist.
 """
 
-import os
 import random
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_attention import GARBAGE, Case
 
 import nanopaged
+from helpers import run_python
 from nanopaged.attention import TritonAttention
+from test_attention import GARBAGE, Case
 
 pytest.importorskip("triton", reason="pip install triton")
 
@@ -29,21 +27,25 @@ F32, F16, BF16 = TOLERANCE
 
 @pytest.fixture(autouse=True)
 def bfloat16_in_the_interpreter(monkeypatch):
-    """Its matrix product takes bfloat16 numbers for the integers that they are stored as."""
+    """Its matrix product mistakes bfloat16 numbers for the integers that store them."""
     from triton.language import bfloat16, float32
     from triton.runtime.interpreter import InterpreterBuilder
 
     dot = InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, *rest):
-        a, b = (self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b))
+        a, b = (
+            self.cast_impl(x, float32) if x.dtype == bfloat16 else x for x in (a, b)
+        )
         return dot(self, a, b, *rest)
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 class TritonCase(Case):
-    def __init__(self, seqs, heads=(4, 2, 64), block_size=16, dtype=F32, seed=0, temper=1.0):
+    def __init__(
+        self, seqs, heads=(4, 2, 64), block_size=16, dtype=F32, seed=0, temper=1.0
+    ):
         super().__init__(seqs, heads, block_size, dtype, seed)
         self.q *= temper
         self.cache[self.cache == torch.tensor(GARBAGE, dtype=dtype)] = torch.nan
@@ -57,7 +59,7 @@ class TritonCase(Case):
         return backend
 
     def new(self):
-        """K and V as the model has them: columns of one matrix [num_tokens, q and k and v]."""
+        """K and V as in the model: columns of one matrix [num_tokens, q, k and v]."""
         k, v = super().new().to(DEVICE)
         both = torch.cat((k, v), 1)
         return both[:, : k.shape[1]], both[:, k.shape[1] :]
@@ -67,8 +69,9 @@ class TritonCase(Case):
         return super().run(backend).cpu()
 
     def check(self, backend=None):
-        """The largest error of a token's result, relative to that result."""
-        expected, out = self.expected(), self.run(backend).double()
+        """Check the largest error of a token's result relative to that result."""
+        expected = self.expected()
+        out = self.run(backend).double()
         assert out.shape == expected.shape
         error = ((out - expected).norm(dim=1) / expected.norm(dim=1)).max().item()
         assert error < TOLERANCE[self.dtype]  # and so no NaN
@@ -80,17 +83,24 @@ def key_tile(heads, dtype):
 
 
 def around(*lengths):
-    return [length + delta for length in lengths for delta in (-1, 0, 1) if length + delta > 0]
+    return [
+        length + delta
+        for length in lengths
+        for delta in (-1, 0, 1)
+        if length + delta > 0
+    ]
 
 
 def decodes(heads, block_size, dtype):
-    """Decodes whose keys end around the end of a block, of a tile of keys, and of two."""
+    """Decodes whose keys end near the end of a block, of one key tile, and of two."""
     tile = key_tile(heads, dtype)
-    return [(length - 1, 1) for length in dict.fromkeys(around(block_size, tile, 2 * tile))]
+    return [
+        (length - 1, 1) for length in dict.fromkeys(around(block_size, tile, 2 * tile))
+    ]
 
 
 def chunks(heads, block_size):
-    """Chunks of around a small and a large tile of queries, from 0 or behind a cached prefix."""
+    """Chunks of about one small tile of queries, from 0 or after a cached prefix."""
     group = heads[0] // heads[1]
     sizes = around(16 // group)
     pasts = (0, block_size, 2 * block_size - 1)
@@ -98,20 +108,33 @@ def chunks(heads, block_size):
     return [*zip(pasts, sizes, strict=False), *mixed]
 
 
-# dtype, (query heads, KV heads, head_dim), block size: each value of each beside some of the others
+# dtype, (query heads, KV heads, head_dim), block size: each with some of the others
 MATRIX = [
-    (F32, (1, 1, 64), 8), (BF16, (2, 2, 64), 16), (F16, (4, 2, 64), 32), (F32, (3, 1, 80), 16),
-    (BF16, (8, 2, 80), 64), (F32, (5, 1, 96), 32), (F16, (6, 1, 96), 8), (BF16, (7, 1, 128), 16),
-    (F32, (14, 2, 64), 16), (BF16, (8, 1, 128), 128), (F32, (2, 1, 128), 256),
-    (F16, (16, 2, 128), 16), (BF16, (4, 2, 256), 16), (F32, (4, 1, 256), 8),
-    (BF16, (20, 1, 64), 16), (F32, (6, 3, 24), 1),
-]  # fmt: skip
+    (F32, (1, 1, 64), 8),
+    (BF16, (2, 2, 64), 16),
+    (F16, (4, 2, 64), 32),
+    (F32, (3, 1, 80), 16),
+    (BF16, (8, 2, 80), 64),
+    (F32, (5, 1, 96), 32),
+    (F16, (6, 1, 96), 8),
+    (BF16, (7, 1, 128), 16),
+    (F32, (14, 2, 64), 16),
+    (BF16, (8, 1, 128), 128),
+    (F32, (2, 1, 128), 256),
+    (F16, (16, 2, 128), 16),
+    (BF16, (4, 2, 256), 16),
+    (F32, (4, 1, 256), 8),
+    (BF16, (20, 1, 64), 16),
+    (F32, (6, 3, 24), 1),
+]
 
 
 def thinned(first):
-    """Every other case waits for the slow run: a CPU takes a second or more for each."""
-    return [pytest.param(*case, marks=[pytest.mark.slow] * ((index + first) % 2))
-            for index, case in enumerate(MATRIX)]  # fmt: skip
+    """Every other case is slow: on a CPU each takes a second or more."""
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] * ((index + first) % 2))
+        for index, case in enumerate(MATRIX)
+    ]
 
 
 @pytest.mark.parametrize("dtype, heads, block_size", thinned(0), ids=str)
@@ -134,19 +157,23 @@ def test_splits_of_the_keys_change_nothing(dtype, heads, block_size):
     case.check(backend)
 
 
-@pytest.mark.parametrize("num_programs, num_splits", [(1, 1), (7, 1), (8, 2), (31, 4), (10**6, 4)])
+@pytest.mark.parametrize(
+    "num_programs, num_splits", [(1, 1), (7, 1), (8, 2), (31, 4), (10**6, 4)]
+)
 def test_few_sequences_are_split_so_that_they_fill_the_chip(num_programs, num_splits):
-    case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)  # 2 tiles for each of 2 heads
+    # 2 tiles for each of 2 heads.
+    case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)
     backend = case.backend(num_programs)
     assert backend.key_tile == 128
     assert case.prepare(backend).plan[-1] == num_splits
     case.check(backend)
 
 
-def test_a_decode_beside_a_long_chunk_is_not_split_for_all_its_tokens():
-    """The parts of a split take memory for every token of the step."""
+def test_a_decode_next_to_a_long_chunk_is_not_split():
+    """The parts of a split use memory for every token of the step."""
     case = TritonCase([(500, 1), (0, 500)], (4, 2, 64), dtype=BF16)
-    assert case.prepare(case.backend(num_programs=8)).plan[-1] == 1  # alone it would have 4
+    # Alone it would be split in 4.
+    assert case.prepare(case.backend(num_programs=8)).plan[-1] == 1
 
 
 @pytest.mark.parametrize(
@@ -178,7 +205,7 @@ def test_tiles_are_small_where_a_sequence_has_few_queries_on_average():
         ([(9, 5), (0, 6), (7, 1)], 16, [5, 1, 1, 5]),
         ([(0, 11), *[(7, 1)] * 3], 16, [1, 5, 1, 1, 1, 5]),
         ([(9, 5), (0, 6), (7, 1), (0, 43)], 128, [1, 42, 5, 1, 6]),
-    ):  # fmt: skip
+    ):
         case = TritonCase(seqs, (6, 2, 64), dtype=BF16)
         tiles, _, found, _ = case.prepare(case.backend()).plan
         assert (found, tiles[:, 3].tolist()) == (rows, sizes)
@@ -186,7 +213,9 @@ def test_tiles_are_small_where_a_sequence_has_few_queries_on_average():
 
 
 def test_tiles_with_the_most_keys_run_first():
-    case = TritonCase([(5, 1), (90, 1), (0, 200), (40, 1), (60, 170)], (2, 1, 64), dtype=BF16)
+    case = TritonCase(
+        [(5, 1), (90, 1), (0, 200), (40, 1), (60, 170)], (2, 1, 64), dtype=BF16
+    )
     tiles, *_ = case.prepare(case.backend()).plan
     ends = (tiles[:, 2] + tiles[:, 3]).tolist()
     assert ends == sorted([6, 91, 41, 64, 128, 192, 200, 124, 188, 230], reverse=True)
@@ -201,47 +230,61 @@ def test_a_sequence_reads_what_another_stores_in_the_same_step():
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 4)) for seed in range(100)]
+    "seed",
+    [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= 4)) for seed in range(100)],
 )
 def test_random_steps(seed):
     rng = random.Random(seed)
-    kv_heads, dim = rng.randint(1, 3), rng.choice([16, 64, 80, 96, 128, 256])
+    kv_heads = rng.randint(1, 3)
+    dim = rng.choice([16, 64, 80, 96, 128, 256])
     heads = (rng.randint(1, 8) * kv_heads, kv_heads, dim)
-    seqs = [(rng.choice([0, rng.randint(0, 200)]), rng.choice([1, 1, rng.randint(1, 150)]))
-            for _ in range(rng.randint(1, 6))]  # fmt: skip
-    dtype, block_size = rng.choice(list(TOLERANCE)), 2 ** rng.randint(0, 8)
+    seqs = [
+        (rng.choice([0, rng.randint(0, 200)]), rng.choice([1, 1, rng.randint(1, 150)]))
+        for _ in range(rng.randint(1, 6))
+    ]
+    dtype = rng.choice(list(TOLERANCE))
+    block_size = 2 ** rng.randint(0, 8)
     case = TritonCase(seqs, heads, block_size, dtype, seed)
+
     case.check(case.backend(rng.choice([1, 10, 100])))
 
 
-# --- padding, and metadata that is used again ---
+# --- padding, and reused metadata ---
 
 
 class PaddedCase(TritonCase):
-    """Decodes behind which padding makes up a batch of some fixed size, as a CUDA graph has it."""
+    """Decodes followed by padding up to a fixed batch size, as in a CUDA graph."""
 
     def __init__(self, seqs, padding, max_blocks=20, **options):
         super().__init__(seqs, **options)
         tables = np.full((len(seqs) + padding, max_blocks), 2**30)
         tables[: len(seqs), : self.tables.shape[1]] = self.tables[:, :max_blocks]
         self.tables, self.padding = tables, padding
-        self.q = torch.cat((self.q, self.q.new_full((padding, *self.q.shape[1:]), torch.nan)))
+        self.q = torch.cat(
+            (self.q, self.q.new_full((padding, *self.q.shape[1:]), torch.nan))
+        )
 
     def new(self):
-        return [torch.cat((x, x.new_full((self.padding, *x.shape[1:]), torch.nan)))
-                for x in super().new()]  # fmt: skip
+        return [
+            torch.cat((x, x.new_full((self.padding, *x.shape[1:]), torch.nan)))
+            for x in super().new()
+        ]
 
     def prepare(self, backend):
         past, new = zip(*self.seqs, *[(-1, 1)] * self.padding, strict=True)
         return backend.prepare(self.tables, np.array(past), np.array(new))
 
     def expected(self):
-        q, self.q = self.q, self.q[: len(self.seqs)]
-        out, self.q = super().expected(), q
+        q = self.q
+        self.q = self.q[: len(self.seqs)]
+        out = super().expected()
+        self.q = q
         return torch.cat((out, out.new_zeros(self.padding, out.shape[1])))
 
     def check(self, backend=None):
-        torch.testing.assert_close(self.run(backend).double(), self.expected(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            self.run(backend).double(), self.expected(), rtol=0, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("num_programs", [1, 10**6])
@@ -257,19 +300,25 @@ def test_padding_is_not_stored_and_its_result_is_zero(num_programs):
 def test_a_batch_of_nothing_but_padding():
     case = PaddedCase([(0, 1)], padding=2)
     case.seqs, case.padding = [], 2
-    case.tables, case.q = case.tables[1:], case.q[1:]
+    case.tables = case.tables[1:]
+    case.q = case.q[1:]
     backend = case.backend(10**6)
     out = backend.attend(case.q.to(DEVICE), case.cache, case.prepare(backend))
     assert (out == 0).all()
 
 
 @pytest.mark.parametrize("num_programs", [1, 16, 10**6])
-def test_new_contents_in_old_metadata_are_another_step(num_programs):
-    """What a CUDA graph does: the launches stay, the contents of their tensors change."""
+def test_new_contents_in_old_metadata_make_another_step(num_programs):
+    """As in a CUDA graph: the launches stay, the contents of their tensors change."""
     first = PaddedCase([(70, 1), (3, 1), (200, 1), (15, 1)], padding=0)
     backend = first.backend(num_programs)
+
     metadata = first.prepare(backend)
-    for seqs, padding in (([(300, 1), (9, 1), (31, 1)], 1), ([(0, 1)], 3), ([(16, 1)] * 4, 0)):
+    for seqs, padding in (
+        ([(300, 1), (9, 1), (31, 1)], 1),
+        ([(0, 1)], 3),
+        ([(16, 1)] * 4, 0),
+    ):
         case = PaddedCase(seqs, padding)
         new = case.prepare(backend)
         assert metadata.plan[2:] == new.plan[2:]
@@ -284,8 +333,11 @@ def test_new_contents_in_old_metadata_are_another_step(num_programs):
 
 @pytest.mark.parametrize("dtype, heads, block_size", MATRIX, ids=str)
 def test_store_writes_its_slots_and_nothing_else(dtype, heads, block_size):
-    case = TritonCase([(0, 3), (block_size, 1), (1, block_size)], heads, block_size, dtype)
-    expected, backend = case.cache.clone(), case.backend()
+    case = TritonCase(
+        [(0, 3), (block_size, 1), (1, block_size)], heads, block_size, dtype
+    )
+    expected = case.cache.clone()
+    backend = case.backend()
     for row, (past, new) in enumerate(case.seqs):
         case.write(expected, row, past, past + new)
     backend.store(*case.new(), case.cache, case.prepare(backend))
@@ -295,16 +347,21 @@ def test_store_writes_its_slots_and_nothing_else(dtype, heads, block_size):
 # --- the engine ---
 
 
-def test_the_engine_says_the_same_as_with_torch():
+def test_the_engine_gives_the_same_tokens_as_with_torch():
     prompts = ["ROMEO:\nBut soft, what light through yonder", "To be"]
     params = nanopaged.SamplingParams(temperature=0, max_tokens=6)
+
     texts = {}
     for backend in ("torch", "triton"):
         options = {"dtype": "float32", "num_blocks": 64, "max_num_seqs": 4}
-        with nanopaged.LLM(attention_backend=backend, max_num_batched_tokens=16, **options) as llm:
+        with nanopaged.LLM(
+            attention_backend=backend, max_num_batched_tokens=16, **options
+        ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            outputs += llm.generate(prompts[:1], params, use_tqdm=False)  # its prefix is cached
+            # Its prefix is cached.
+            outputs += llm.generate(prompts[:1], params, use_tqdm=False)
         texts[backend] = [output.outputs[0].token_ids for output in outputs]
+
     assert texts["triton"] == texts["torch"]
     assert len({tuple(ids) for ids in texts["torch"]}) == len(prompts)
 
@@ -313,7 +370,9 @@ def test_branches_of_one_prompt_copy_the_block_they_share():
     params = nanopaged.SamplingParams(n=2, temperature=0.9, seed=1, max_tokens=4)
     texts = {}
     for backend in ("torch", "triton"):
-        with nanopaged.LLM(attention_backend=backend, dtype="float32", num_blocks=64) as llm:
+        with nanopaged.LLM(
+            attention_backend=backend, dtype="float32", num_blocks=64
+        ) as llm:
             (output,) = llm.generate(["MACBETH:\nIs this"], params, use_tqdm=False)
             assert llm.stats().blocks_copied > 0
         texts[backend] = [branch.token_ids for branch in output.outputs]
@@ -324,15 +383,17 @@ def make_backend():
     return TritonAttention(2, 1, 64, 16, F32, torch.device("cpu"))
 
 
-def test_a_cpu_is_refused_but_for_the_interpreter(monkeypatch):
+def test_a_cpu_is_rejected_except_by_the_interpreter(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     make_backend()
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(ValueError, match=r"attention_backend 'triton'.* device 'cuda', got 'cpu'"):
+    with pytest.raises(
+        ValueError, match=r"attention_backend 'triton'.* device 'cuda', got 'cpu'"
+    ):
         make_backend()
 
 
-def test_without_triton_the_error_says_how_to_get_it(monkeypatch):
+def test_without_triton_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ValueError, match="pip install triton"):
         make_backend()
@@ -353,7 +414,8 @@ attention = dict(sizes, GROUP=2, KEYS=kernels.TILE_BYTES // 256)
 cases = [
     ("store_kv", "store_kv", sizes, 1, 3),
     ("paged_attention, decodes", "paged_attention", attention | {"ROWS": 16}, 4, 3),
-    ("paged_attention, chunks", "paged_attention", attention | {"ROWS": MANY}, MANY // 16, 3),
+    ("paged_attention, chunks", "paged_attention",
+     attention | {"ROWS": MANY}, MANY // 16, 3),
     ("merge_splits", "merge_splits",
      dict(HEAD_DIM=128, NUM_SPLITS=16, DIM=128), 4, 3),
 ]
@@ -371,43 +433,47 @@ for arch in (80, 90):
                 attributes[(i,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+        target = GPUTarget("cuda", arch, 32)
+        compiled = triton.compile(source, target=target, options=options)
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(compiled.asm["cubin"])
             file.flush()
             command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
             usage = subprocess.run(command, capture_output=True, text=True, check=True)
-        registers, stack, local = (re.search(rf"{what}:(\\d+)", usage.stdout + usage.stderr)[1]
+        report = usage.stdout + usage.stderr
+        registers, stack, local = (re.search(rf"{what}:(\\d+)", report)[1]
                                    for what in ("REG", "STACK", "LOCAL"))
-        print(f"sm_{arch};{title};{registers};{int(stack) + int(local)};{compiled.metadata.shared}")
+        spills = int(stack) + int(local)
+        print(f"sm_{arch};{title};{registers};{spills};{compiled.metadata.shared}")
 """
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """(arch, kernel) -> registers a thread, bytes of spills a thread, bytes of shared memory."""
-    # In a process of its own, where triton does not interpret. It needs no GPU.
-    env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    env |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
-    root = Path(nanopaged.__file__).parent.parent
-    result = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True,
-                            text=True, cwd=root)  # fmt: skip
-    assert result.returncode == 0, result.stderr
-    rows = (line.split(";") for line in result.stdout.splitlines())
+    """(arch, kernel) -> registers and spilled bytes a thread, shared memory."""
+    # In its own process, where Triton does not interpret. This needs no GPU.
+    cache = str(tmp_path_factory.mktemp("triton"))
+    stdout = run_python("-c", COMPILE, TRITON_INTERPRET=None, TRITON_CACHE_DIR=cache)
+    rows = (line.split(";") for line in stdout.splitlines())
     return {(arch, title): tuple(map(int, figures)) for arch, title, *figures in rows}
 
 
 def test_every_kernel_compiles_for_ampere_and_hopper(compiled, capsys):
     with capsys.disabled():
-        print(f"\n{'head_dim 128, bfloat16':32} registers  spills  shared memory, bytes")
+        print(
+            f"\n{'head_dim 128, bfloat16':32} registers  spills  shared memory, bytes"
+        )
         for (arch, title), (registers, spills, shared) in compiled.items():
             print(f"{arch} {title:26} {registers:9} {spills:7} {shared:14}")
     assert len(compiled) == 8
-    assert all(shared <= 160 << 10 for _, _, shared in compiled.values())  # what an A100 has
+    # An A100's limit.
+    assert all(shared <= 160 << 10 for _, _, shared in compiled.values())
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("kernel", ["store_kv", "paged_attention, decodes", "merge_splits"])
+@pytest.mark.parametrize(
+    "kernel", ["store_kv", "paged_attention, decodes", "merge_splits"]
+)
 def test_what_a_decode_runs_spills_nothing(compiled, arch, kernel):
     assert compiled[arch, kernel][1] == 0
 

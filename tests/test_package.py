@@ -1,13 +1,11 @@
-"""What the package promises as source: its size, its shape, and that it imports anywhere.
+"""What the package promises as source: its size, its shape, and that it imports.
 
-The engine fits into 1,500 code lines, no import runs in a circle, the parts that schedule know no
-tensors, and a machine without triton can import it.
+The engine fits into 1,500 code lines, imports have no cycles, the scheduling parts know
+no tensors, and a machine without triton can import the package.
 """
 
 import ast
 import io
-import subprocess
-import sys
 import tokenize
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -15,20 +13,31 @@ from pathlib import Path
 import pytest
 
 import nanopaged
+from helpers import run_python
 
 PACKAGE = Path(nanopaged.__file__).parent
 SOURCES = sorted(PACKAGE.glob("*.py"))
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
-          tokenize.ENDMARKER}  # fmt: skip
+LAYOUT = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(source):
-    """The numbers of the lines that are neither blank nor comment nor docstring."""
-    docstrings, code = set(), set()
+    """The numbers of the lines that are not blank, comment or docstring."""
+    docstrings = set()
+    code = set()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+        if (
+            isinstance(node, DOCUMENTED)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
             docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in LAYOUT:
@@ -54,11 +63,13 @@ def test_no_function_is_longer_than_60_lines(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, FUNCTIONS):
             lines = node.end_lineno - node.lineno + 1
-            assert lines <= 60, f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+            assert lines <= 60, (
+                f"{path.name}:{node.lineno} {node.name} has {lines} lines"
+            )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
-def test_every_file_begins_with_what_it_is_for(path):
+def test_every_file_has_a_docstring(path):
     assert ast.get_docstring(ast.parse(path.read_text()))
 
 
@@ -66,7 +77,7 @@ def test_every_file_begins_with_what_it_is_for(path):
 
 
 def imported(path):
-    """All modules that a file imports, anywhere in it, as dotted names."""
+    """All modules that a file imports anywhere, as dotted names."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -80,27 +91,33 @@ def imported(path):
 
 
 def own(path):
-    names = {name.split(".")[1] for name in imported(path) if name.startswith("nanopaged.")}
+    names = {
+        name.split(".")[1] for name in imported(path) if name.startswith("nanopaged.")
+    }
     return names & {source.stem for source in SOURCES}
 
 
-def test_no_import_runs_in_a_circle():
+def test_imports_have_no_cycles():
     graph = {path.stem: own(path) for path in SOURCES}
     assert graph["__init__"] >= {"llm", "config"}
     assert "scheduler" in graph["llm"]
     list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
-def test_nothing_but_the_top_imports_the_engine():
+def test_only_the_package_itself_imports_the_engine():
     assert [path.stem for path in SOURCES if "llm" in own(path)] == ["__init__"]
 
 
 @pytest.mark.parametrize("name", ["config", "sequence", "block_manager", "scheduler"])
-def test_what_schedules_knows_no_tensors(name):
+def test_scheduling_knows_no_tensors(name):
     names = imported(PACKAGE / f"{name}.py")
     roots = {module.split(".")[0] for module in names}
     assert not roots & {"torch", "numpy", "transformers", "triton"}
-    assert not names & {"nanopaged.model", "nanopaged.attention", "nanopaged.model_runner"}
+    assert not names & {
+        "nanopaged.model",
+        "nanopaged.attention",
+        "nanopaged.model_runner",
+    }
 
 
 @pytest.mark.parametrize("name", ["config", "block_manager", "detokenizer"])
@@ -108,26 +125,21 @@ def test_the_plainest_parts_stand_alone(name):
     assert own(PACKAGE / f"{name}.py") <= {"config", "sequence"}
 
 
-def python(code):
-    """Run code in a fresh interpreter and return what it prints."""
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
 @pytest.mark.parametrize("absent", [["triton"], ["triton", "flash_attn"]], ids="-".join)
 def test_it_imports_where_optional_packages_are_absent(absent):
     blocked = "".join(f"sys.modules[{name!r}] = None; " for name in absent)
-    assert python(f"import sys; {blocked}import nanopaged; print(nanopaged.LLM.__name__)") == "LLM"
+    code = f"import sys; {blocked}import nanopaged; print(nanopaged.LLM.__name__)"
+    assert run_python("-c", code).strip() == "LLM"
 
 
-def test_importing_it_starts_nothing_on_a_gpu_and_leaves_torch_as_it_was():
-    code = ("import torch; before = torch.get_default_dtype(), torch.get_num_threads()\n"
-            "import nanopaged\n"
-            "print((torch.get_default_dtype(), torch.get_num_threads()) == before, "
-            "torch.cuda.is_initialized())")  # fmt: skip
-    assert python(code) == "True False"
+def test_importing_it_leaves_the_gpu_and_torch_alone():
+    code = (
+        "import torch; before = torch.get_default_dtype(), torch.get_num_threads()\n"
+        "import nanopaged\n"
+        "print((torch.get_default_dtype(), torch.get_num_threads()) == before, "
+        "torch.cuda.is_initialized())"
+    )
+    assert run_python("-c", code).strip() == "True False"
 
 
 # --- the public names ---
@@ -139,17 +151,25 @@ def test_the_public_names_are_sorted_and_complete():
     kinds = [(not name.isupper(), not name[0].isupper(), name) for name in names]
     assert kinds == sorted(kinds)
     assert len(set(names)) == len(names)
+
     (init,) = [path for path in SOURCES if path.stem == "__init__"]
-    taken = [alias.asname or alias.name for node in ast.parse(init.read_text()).body
-             if isinstance(node, ast.ImportFrom) for alias in node.names]  # fmt: skip
+    taken = [
+        alias.asname or alias.name
+        for node in ast.parse(init.read_text()).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
+
     assert sorted(taken) == sorted(names)
 
 
-def test_what_the_user_needs_is_public():
-    assert {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput"} <= set(nanopaged.__all__)
+def test_what_users_need_is_public():
+    assert {"LLM", "SamplingParams", "RequestOutput", "CompletionOutput"} <= set(
+        nanopaged.__all__
+    )
     for name in nanopaged.__all__:
         assert getattr(nanopaged, name).__doc__, f"{name} has no docstring"
 
 
-def test_it_says_that_it_is_typed():
+def test_it_is_marked_as_typed():
     assert (PACKAGE / "py.typed").is_file()

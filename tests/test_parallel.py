@@ -1,10 +1,11 @@
-"""Several processes, one engine: nobody can tell from the tokens, and nothing stays behind.
+"""Several processes, one engine: the same tokens, and nothing is left behind.
 
-The tokens of 2 and 4 ranks are those of one rank and of transformers, in pools so tight that
-requests are computed again and swapped. Every rank holds its share of weights and pool. However it
-ends (shut down, forgotten, interrupted, a rank or rank 0 killed), the caller gets an error that
-says what happened, and no process and no listening port is left. In workers that an engine starts
-itself, a test may run some code first: see `in_workers`.
+The tokens of 2 and 4 ranks are those of one rank and of transformers, in pools so tight
+that requests are recomputed and swapped. Every rank holds its share of weights and
+pool. However the engine ends (shut down, forgotten, interrupted, a rank or rank 0
+killed), the caller gets an error that says what happened, and no process and no
+listening port is left. In the workers that an engine starts itself, a test may run some
+code first: see `in_workers`.
 """
 
 import contextlib
@@ -28,37 +29,56 @@ from types import SimpleNamespace
 import pytest
 
 import nanopaged
-from nanopaged import LLM, BeamSearchParams, EngineConfig, SamplingParams, loader, parallel
+from helpers import all_tokens_of, generate, greedy, tokens_of
+from nanopaged import (
+    LLM,
+    BeamSearchParams,
+    EngineConfig,
+    SamplingParams,
+    loader,
+    parallel,
+)
 from nanopaged.model_runner import ModelRunner
 from nanopaged.parallel import Ranks
 
 ROOT = Path(nanopaged.__file__).parent.parent
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 OPTIONS = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_model_len": 96}
-NEW_TOKENS, MANY = 20, 10**6
-NOTICED = 10  # seconds until the caller knows that a rank has ended
+NEW_TOKENS = 20
+MANY = 10**6
+NOTICED = 10  # seconds within which the caller learns that a rank has ended
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
-# --- who has what ---
+# --- which rank holds what ---
 
 
 def as_rank(rank, size):
-    """What a process is told that is one of several, without the others."""
+    """One of several ranks, without the others."""
     ranks = Ranks(EngineConfig())
     ranks.rank, ranks.size = rank, size
     return ranks
 
 
 def heads_of(rank, size, heads, kv_heads):
-    """The query heads of a rank, and its KV heads."""
-    config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=10,
-                             intermediate_size=60, vocab_size=70)  # fmt: skip
+    """A rank's query heads and its KV heads."""
+    config = SimpleNamespace(
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=10,
+        intermediate_size=60,
+        vocab_size=70,
+    )
     share = as_rank(rank, size).share(config)
-    q, kv = share.starts["q_proj"] // 10, share.starts["k_proj"] // 10
+    q = share.starts["q_proj"] // 10
+    kv = share.starts["k_proj"] // 10
+
     assert share.starts["q_proj"] == share.starts["o_proj"]
     assert share.starts["k_proj"] == share.starts["v_proj"]
-    return range(q, q + share.num_attention_heads), range(kv, kv + share.num_key_value_heads)
+
+    return range(q, q + share.num_attention_heads), range(
+        kv, kv + share.num_key_value_heads
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8, 16])
@@ -66,12 +86,16 @@ def test_every_query_head_is_on_one_rank_next_to_its_own_kv_head(size):
     for kv_heads, group in itertools.product(range(1, 18), range(1, 9)):
         if kv_heads * group < size:
             continue
-        shares = [heads_of(rank, size, kv_heads * group, kv_heads) for rank in range(size)]
+        shares = [
+            heads_of(rank, size, kv_heads * group, kv_heads) for rank in range(size)
+        ]
         queries = [head for q, _ in shares for head in q]
-        assert queries == list(range(kv_heads * group)), "none twice, none left out, in order"
+
+        assert queries == list(range(kv_heads * group)), "each once, in order"
         for q, kv in shares:
-            assert {head // group for head in q} == {*kv}, "its own KV heads and no other"
+            assert {head // group for head in q} == {*kv}, "exactly its own KV heads"
             assert len(q) % len(kv) == 0, "attention repeats each KV head equally often"
+
         sizes = [len(kv) for _, kv in shares]
         assert max(sizes) - min(sizes) <= 1 and max(sizes) == -(-kv_heads // size)
         if kv_heads % size == 0:
@@ -80,19 +104,36 @@ def test_every_query_head_is_on_one_rank_next_to_its_own_kv_head(size):
 
 def test_fourteen_heads_with_two_kv_heads_on_four_ranks():
     shares = [heads_of(rank, 4, 14, 2) for rank in range(4)]
-    assert [q for q, _ in shares] == [range(3), range(3, 7), range(7, 10), range(10, 14)]
+    assert [q for q, _ in shares] == [
+        range(3),
+        range(3, 7),
+        range(7, 10),
+        range(10, 14),
+    ]
     assert [kv for _, kv in shares] == [range(1), range(1), range(1, 2), range(1, 2)]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
-def test_what_is_split_evenly_is_split_without_gap_or_overlap(size):
+def test_even_splits_have_no_gap_or_overlap(size):
     for total in [*range(1, 40), 151, 512, 151936]:
-        config = SimpleNamespace(num_attention_heads=8, num_key_value_heads=8, head_dim=10,
-                                 intermediate_size=total + 3, vocab_size=total)  # fmt: skip
+        config = SimpleNamespace(
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            head_dim=10,
+            intermediate_size=total + 3,
+            vocab_size=total,
+        )
         shares = [as_rank(rank, size).share(config) for rank in range(size)]
-        units, tokens = ("intermediate_size", total + 3), ("vocab_size", total)
-        parts = {"gate_proj": units, "up_proj": units, "down_proj": units,
-                 "embed_tokens": tokens, "lm_head": tokens}  # fmt: skip
+        units = ("intermediate_size", total + 3)
+        tokens = ("vocab_size", total)
+
+        parts = {
+            "gate_proj": units,
+            "up_proj": units,
+            "down_proj": units,
+            "embed_tokens": tokens,
+            "lm_head": tokens,
+        }
         for part, (field, whole) in parts.items():
             end = 0
             for share in shares:
@@ -104,8 +145,8 @@ def test_what_is_split_evenly_is_split_without_gap_or_overlap(size):
 
 @pytest.fixture
 def runner_of(monkeypatch):
-    """`runner_of(path, rank, size, **options)`: that rank's model and pool, without the others."""
-    for name in ("all_reduce", "gather"):  # nobody is there to compare with
+    """`runner_of(path, rank, size, **options)`: one rank's model and pool."""
+    for name in ("all_reduce", "gather"):  # there are no other ranks to talk to
         monkeypatch.setattr(Ranks, name, lambda self, x, *args: x)
 
     def make(path, rank, size, **options):
@@ -120,18 +161,31 @@ def num_bytes(tensors):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_rank_of_two_holds_half_the_weights_and_half_the_pool(tied, make_model, runner_of):
-    """The embedding included: it is most of a small model."""
-    path = make_model("qwen3", seed=21, hidden_size=128, intermediate_size=256, head_dim=32,
-                      num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                      vocab_size=1001, max_position_embeddings=256,
-                      tie_word_embeddings=tied)  # fmt: skip
+def test_a_rank_of_two_holds_half_the_weights_and_half_the_pool(
+    tied, make_model, runner_of
+):
+    """The embedding too: it is most of a small model."""
+    path = make_model(
+        "qwen3",
+        seed=21,
+        hidden_size=128,
+        intermediate_size=256,
+        head_dim=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=1001,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+    )
     runners = [runner_of(path, *who, num_blocks=64) for who in [(0, 1), (0, 2), (1, 2)]]
     whole, *halves = [num_bytes(runner.model.parameters()) for runner in runners]
     print(f"parameters: {whole:,} bytes on one rank, {halves} on two")
+
     assert all(abs(half / whole - 0.5) < 0.01 for half in halves)
     embedding = [runner.model.model.embed_tokens.weight for runner in runners]
     assert [len(weight) for weight in embedding] == [1001, 500, 501]
+
     for name in ("kv_caches", "swap_space"):
         whole, *halves = [num_bytes([getattr(runner, name)]) for runner in runners]
         assert halves == [whole // 2] * 2
@@ -140,17 +194,31 @@ def test_a_rank_of_two_holds_half_the_weights_and_half_the_pool(tied, make_model
 
 # --- the same tokens ---
 
-# Variants of the four families (see conftest.py), and how many ranks. Among them 3 KV heads, one KV
-# head, 14 query heads with 2 KV heads, biases, an odd vocabulary, ranks that outnumber KV heads.
+# Variants of the four families (see conftest.py) and numbers of ranks: among them 3 KV
+# heads, one KV head, 14 query heads with 2 KV heads, biases, an odd vocabulary, and
+# more ranks than KV heads.
 SPLITS = [
     ("mistral-three-kv-heads", 2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [
-        ("qwen2-14-heads-tied", 4), ("qwen3-untied-biases", 2), ("mistral-three-kv-heads", 4),
-        ("llama", 2), ("llama-llama3-rope-tied-biases", 4), ("mistral-tied", 4),
-        ("qwen2-14-heads-tied", 2), ("qwen3-untied-biases", 4), ("llama-multi-head", 4),
-        ("llama-head-dim-80-one-kv-head", 2), ("qwen3-head-dim-96", 2)]),
-]  # fmt: skip
-splits = pytest.mark.parametrize(("variant", "size"), SPLITS, indirect=True, scope="session")
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ("qwen2-14-heads-tied", 4),
+            ("qwen3-untied-biases", 2),
+            ("mistral-three-kv-heads", 4),
+            ("llama", 2),
+            ("llama-llama3-rope-tied-biases", 4),
+            ("mistral-tied", 4),
+            ("qwen2-14-heads-tied", 2),
+            ("qwen3-untied-biases", 4),
+            ("llama-multi-head", 4),
+            ("llama-head-dim-80-one-kv-head", 2),
+            ("qwen3-head-dim-96", 2),
+        ]
+    ),
+]
+splits = pytest.mark.parametrize(
+    ("variant", "size"), SPLITS, indirect=True, scope="session"
+)
 LENGTHS = [1, 4, 5, 15, 16, 17, 33, 48]
 
 
@@ -162,73 +230,90 @@ def size(request):
 @pytest.fixture(scope="module")
 def split(variant, size):
     """An engine of several ranks with a small pool and small chunks."""
-    with LLM(str(variant.path), tensor_parallel_size=size, num_blocks=36, max_num_seqs=16,
-             max_num_batched_tokens=16, **OPTIONS) as llm:  # fmt: skip
+    with LLM(
+        str(variant.path),
+        tensor_parallel_size=size,
+        num_blocks=36,
+        max_num_seqs=16,
+        max_num_batched_tokens=16,
+        **OPTIONS,
+    ) as llm:
         yield llm
         check_empty(llm)
 
 
 def check_empty(llm):
     stats = llm.stats()
-    assert not llm.has_unfinished_requests() and stats.blocks_used == stats.tokens_held == 0
-    assert len(llm.blocks.free_swap_blocks) == len(llm.blocks.blocks) - llm.blocks.num_blocks
-
-
-def greedy(count=NEW_TOKENS, **fields):
-    return SamplingParams(temperature=0, max_tokens=count, **({"ignore_eos": True} | fields))
-
-
-def tokens(outputs):
-    return [[list(answer.token_ids) for answer in output.outputs] for output in outputs]
+    assert (
+        not llm.has_unfinished_requests()
+        and stats.blocks_used == stats.tokens_held == 0
+    )
+    assert (
+        len(llm.blocks.free_swap_blocks)
+        == len(llm.blocks.blocks) - llm.blocks.num_blocks
+    )
 
 
 @pytest.fixture(scope="module")
 def requests(variant, draw_prompts):
-    """Greedy ones, then beam searches, then several samples of a prompt."""
+    """Greedy requests, then beam searches, then several samples of a prompt."""
     prompts = draw_prompts(variant.path, LENGTHS, NEW_TOKENS, seed=variant.index)
-    prompts += draw_prompts(variant.path, [40, 41], NEW_TOKENS, seed=1, prefix=prompts[-1][:32])
+    prompts += draw_prompts(
+        variant.path, [40, 41], NEW_TOKENS, seed=1, prefix=prompts[-1][:32]
+    )
     searches = draw_prompts(variant.path, [6, 8, 13], NEW_TOKENS, seed=2)
-    params = [greedy(ignore_eos=bool(i % 2)) for i in range(len(prompts))]
+    params = [greedy(NEW_TOKENS, ignore_eos=bool(i % 2)) for i in range(len(prompts))]
     params += [BeamSearchParams(3, 10, ignore_eos=bool(i % 2)) for i in range(3)]
-    params += [SamplingParams(n=3, temperature=0.8, max_tokens=16, seed=seed, ignore_eos=True)
-               for seed in range(4)]  # fmt: skip
+    params += [
+        SamplingParams(n=3, temperature=0.8, max_tokens=16, seed=seed, ignore_eos=True)
+        for seed in range(4)
+    ]
     return [*prompts, *searches, *prompts[2:6]], params
 
 
 @pytest.fixture(scope="module")
 def expected(variant, requests, reference):
-    """One rank's answers with room for all; where transformers has a say, it has the same."""
+    """One rank's answers with room for all, the same as those of transformers."""
     with LLM(str(variant.path), num_blocks=800, **OPTIONS) as llm:
-        answers = tokens(llm.generate(*requests, use_tqdm=False))
+        answers = generate(llm, *requests)
         assert llm.stats().preemptions_recompute + llm.stats().preemptions_swap == 0
     assert len({token for answer in answers for one in answer for token in one}) > 50
+
     for prompt, params, answer in zip(*requests, answers, strict=True):
         eos = [] if params.ignore_eos else reference.eos_ids
         if isinstance(params, BeamSearchParams):
-            best = {"max_new_tokens": params.max_tokens, "eos_token_id": eos or None,
-                    "num_beams": params.beam_width, "early_stopping": False}  # fmt: skip
+            best = {
+                "max_new_tokens": params.max_tokens,
+                "eos_token_id": eos or None,
+                "num_beams": params.beam_width,
+                "early_stopping": False,
+            }
             found = reference.run(variant.path, prompt, **best)[0]
             ends = [i + 1 for i, token in enumerate(found) if token in eos]
             assert answer[0] == found[: ends[0] if ends else None]
         elif params.n == 1:
             assert answer == [reference.generate(variant.path, prompt, NEW_TOKENS, eos)]
+
     return answers
 
 
 def answers_with_preemption(llm, requests, mode):
-    """The requests' tokens, where both kinds of preemption must have happened."""
+    """The requests' tokens; both kinds of preemption must have happened."""
     before = llm.stats()
-    answers = tokens(llm.generate(*requests, use_tqdm=False))
+    answers = generate(llm, *requests)
     after = llm.stats()
-    assert after.preemptions_recompute > before.preemptions_recompute, "none was computed again"
+    assert after.preemptions_recompute > before.preemptions_recompute, (
+        "none was recomputed"
+    )
     assert after.preemptions_swap > before.preemptions_swap, "none was swapped"
-    assert after.blocks_copied > before.blocks_copied, "nobody wrote into a shared block"
+    assert after.blocks_copied > before.blocks_copied, "no shared block was written"
+
     return answers
 
 
 @splits
 def test_tokens_are_those_of_one_rank_and_of_transformers(split, requests, expected):
-    """Under chunks, both preemptions, samples and beams; the second time with a warm cache."""
+    """With chunks, both preemptions, samples and beams; again with a warm cache."""
     assert split.ranks.size == split.config.tensor_parallel_size > 1
     assert answers_with_preemption(split, requests, "auto") == expected
     hits = split.stats().prefix_hit_tokens
@@ -238,7 +323,7 @@ def test_tokens_are_those_of_one_rank_and_of_transformers(split, requests, expec
 
 @splits
 def test_one_step_ahead_the_tokens_are_the_same(split, requests, expected):
-    """A rank has to know the tokens that rank 0 has not read yet."""
+    """Every rank must know the tokens that rank 0 has not read yet."""
     split.steps_ahead = 1
     try:
         assert answers_with_preemption(split, requests, "auto") == expected
@@ -247,52 +332,60 @@ def test_one_step_ahead_the_tokens_are_the_same(split, requests, expected):
 
 
 RECORDED = """
-    import torch
+    from helpers import record_calls
     from nanopaged.model_runner import ModelRunner
     make = ModelRunner.__init__
-    def stand_in(run):  # calls again what was recorded, in place of a CUDA graph
-        logits = run()
-        return torch.inference_mode()(lambda: logits.copy_(run())), logits
     def make_with_graphs(self, *args):
         make(self, *args)
-        self.capture_graphs(stand_in)
+        self.replayed = record_calls(self)
     ModelRunner.__init__ = make_with_graphs
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_recorded_steps_and_ranks_go_together(
+def test_recorded_steps_work_with_several_ranks(
     ahead, llama, mark, in_workers, monkeypatch, draw_prompts, engine
 ):
-    """All ranks record the same steps, collectives included, and repeat them at the same time."""
+    """All ranks record the same steps, with collectives, and repeat them together."""
     pytest.importorskip("triton", reason="pip install triton")
-    params = [greedy(9), SamplingParams(n=3, max_tokens=6, seed=1), greedy(12), greedy(4)]
+    params = [
+        greedy(9),
+        SamplingParams(n=3, max_tokens=6, seed=1),
+        greedy(12),
+        greedy(4),
+    ]
     prompts = draw_prompts(llama, [5, 9, 3, 7], 12)
-    expected = tokens(engine(llama).generate(prompts, params, use_tqdm=False))
-    monkeypatch.setattr(ModelRunner, "__init__", ModelRunner.__init__)  # as it is afterwards
+    expected = generate(engine(llama), prompts, params)
+    # RECORDED replaces it in this process, too: restore it afterwards.
+    monkeypatch.setattr(ModelRunner, "__init__", ModelRunner.__init__)
     in_workers(RECORDED)
     exec(textwrap.dedent(RECORDED), {})
+
     with start(llama, attention_backend="triton", max_num_seqs=7, num_blocks=40) as llm:
         llm.steps_ahead = ahead
-        replays = []
-        for size, (recorded, replay, logits) in llm.runner.graphs.items():
-            counted = partial(lambda size, replay: (replays.append(size), replay()), size, replay)
-            llm.runner.graphs[size] = recorded, counted, logits
-        assert tokens(llm.generate(prompts, params, use_tqdm=False)) == expected
-        assert {2, 4, 7} & {*replays}, "no step was a recorded one"
+        assert generate(llm, prompts, params) == expected
+        assert {2, 4, 7} & {*llm.runner.replayed}, "no step was a recorded one"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2], indirect=True)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("variant", ["mistral-three-kv-heads"], indirect=True)
-def test_all_preempted_by_one_means(variant, mode, size, requests, expected, engine):
-    """Also with blocks of another size, and without a prefix cache."""
-    llm = engine(variant.path, tensor_parallel_size=size, num_blocks=18, block_size=8,
-                 preemption_mode=mode, max_num_seqs=16, max_num_batched_tokens=16,
-                 enable_prefix_caching=False)  # fmt: skip
-    assert tokens(llm.generate(*requests, use_tqdm=False)) == expected
+def test_all_preempted_in_one_mode(variant, mode, size, requests, expected, engine):
+    """With another block size, and without a prefix cache."""
+    llm = engine(
+        variant.path,
+        tensor_parallel_size=size,
+        num_blocks=18,
+        block_size=8,
+        preemption_mode=mode,
+        max_num_seqs=16,
+        max_num_batched_tokens=16,
+        enable_prefix_caching=False,
+    )
+
+    assert generate(llm, *requests) == expected
     stats = llm.stats()
     assert (stats.preemptions_swap > 0) == (mode == "swap")
     assert (stats.preemptions_recompute > 0) == (mode == "recompute")
@@ -302,7 +395,7 @@ def test_all_preempted_by_one_means(variant, mode, size, requests, expected, eng
 
 
 def decode_messages(llm, monkeypatch, prompts, count):
-    """What the ranks are sent for each step in which all decode, and what else was sent."""
+    """The messages of steps in which all sequences decode, and all other messages."""
     sent = []
     monkeypatch.setattr(llm.ranks, "send", sent.append)
     llm.generate(prompts, greedy(count), use_tqdm=False)
@@ -313,25 +406,30 @@ def decode_messages(llm, monkeypatch, prompts, count):
 
 @pytest.mark.parametrize("ahead", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_message_of_256_decodes_is_small(ahead, engine, monkeypatch):
-    """Only what changed: no block table as a whole, no past tokens. And with large numbers too."""
+    """It contains only what changed, no whole block tables; large numbers fit too."""
     llm = engine(None, block_size=16, num_blocks=1600, max_num_seqs=256)
     llm.steps_ahead = ahead
     prompts = [[(i * 7 + k) % 500 for k in range(14)] for i in range(256)]
     decodes, _ = decode_messages(llm, monkeypatch, prompts, 24)
     sizes = [len(pickle.dumps(message)) for message in decodes]
     print(f"256 decodes: {min(sizes):,} to {max(sizes):,} bytes")
-    assert any(len(batch.table_updates) == 256 for batch in decodes), "all need a block at once"
+
+    assert any(len(batch.table_updates) == 256 for batch in decodes), (
+        "all need a block at once"
+    )
     assert max(sizes) < 16 * 1024
+
     batch = max(decodes, key=lambda message: len(pickle.dumps(message)))
     batch.token_ids = [150_000 + i for i in range(256)]
     batch.ends = [100_000 + i for i in range(256)]
     batch.table_updates = [(i, 6000 + i, [90_000 + i]) for i in range(256)]
     print(f"with large numbers: {len(pickle.dumps(batch)):,} bytes")
+
     assert len(pickle.dumps(batch)) < 16 * 1024
 
 
 def test_a_message_holds_plain_data_that_any_process_can_read(engine, monkeypatch):
-    """No sequence, no request: they would carry the whole past along."""
+    """No sequences or requests: they would carry their whole past along."""
     llm = engine(None, block_size=16, num_blocks=1600, max_num_seqs=256)
     decodes, others = decode_messages(llm, monkeypatch, [[5, 6, 7]] * 3, 4)
     for batch in decodes + others:
@@ -345,18 +443,24 @@ def test_a_message_holds_plain_data_that_any_process_can_read(engine, monkeypatc
 @pytest.fixture(scope="module")
 def pair(llama):
     """A roomy engine of two ranks."""
-    with LLM(str(llama), tensor_parallel_size=2, num_blocks=8000, max_num_batched_tokens=30000,
-             **OPTIONS) as llm:  # fmt: skip
+    with LLM(
+        str(llama),
+        tensor_parallel_size=2,
+        num_blocks=8000,
+        max_num_batched_tokens=30000,
+        **OPTIONS,
+    ) as llm:
         yield llm
         check_empty(llm)
 
 
 @pytest.mark.slow
 def test_a_step_may_be_of_any_size(pair, llama, monkeypatch, reference, draw_prompts):
-    """No buffer of a fixed size: here one message of over 64 KB."""
+    """There is no buffer of a fixed size: here is a message of over 64 KB."""
     (prompt,) = draw_prompts(llama, [90], 4)
     prompts = [[i % 160, i // 160, *prompt] for i in range(256)]
-    sizes, send = [], pair.ranks.send
+    sizes = []
+    send = pair.ranks.send
 
     def watched(message):
         sizes.append(len(pickle.dumps(message)))
@@ -365,14 +469,17 @@ def test_a_step_may_be_of_any_size(pair, llama, monkeypatch, reference, draw_pro
     monkeypatch.setattr(pair.ranks, "send", watched)
     outputs = pair.generate([prompt, *prompts], greedy(4), use_tqdm=False)
     assert max(sizes) > 1 << 16
-    assert tokens(outputs)[0] == [reference.generate(llama, prompt, 4)]
+    assert all_tokens_of(outputs[0]) == [reference.generate(llama, prompt, 4)]
+
     with LLM(str(llama), num_blocks=8000, **OPTIONS) as llm:
-        assert tokens(outputs)[1:] == tokens(llm.generate(prompts, greedy(4), use_tqdm=False))
+        assert [all_tokens_of(output) for output in outputs[1:]] == generate(
+            llm, prompts, greedy(4)
+        )
 
 
 @pytest.mark.slow
-def test_old_messages_are_thrown_away(pair):
-    """An engine that runs for days must not keep every step it ever took."""
+def test_old_messages_are_deleted(pair):
+    """An engine that runs for days must not keep every message."""
     pair.generate([5, 6, 7], greedy(60), use_tqdm=False)
     keys = pair.ranks.store.num_keys()
     pair.generate([5, 6, 7], greedy(60), use_tqdm=False)
@@ -380,27 +487,34 @@ def test_old_messages_are_thrown_away(pair):
 
 
 @pytest.mark.slow
-def test_two_engines_side_by_side(pair, llama, make_model, reference, draw_prompts, engine):
-    """Other ports, other processes, other models: steps alternate, and one may end before."""
+def test_two_engines_side_by_side(
+    pair, llama, make_model, reference, draw_prompts, engine
+):
+    """Other ports, processes and models: steps alternate, and one may end first."""
     other = make_model("qwen3", seed=3, tie_word_embeddings=True)
     second = engine(other, tensor_parallel_size=2)
     assert len({*pids_of(pair), *pids_of(second)}) == 2
+
     streams, wanted = [], []
     for llm, path in ((pair, llama), (second, other)):
         prompts = draw_prompts(path, [5, 20], NEW_TOKENS)
-        streams.append(llm.stream(prompts, greedy()))
-        wanted.append([reference.generate(path, prompt, NEW_TOKENS) for prompt in prompts])
+        streams.append(llm.stream(prompts, greedy(NEW_TOKENS)))
+        wanted.append(
+            [reference.generate(path, prompt, NEW_TOKENS) for prompt in prompts]
+        )
+
     last = [{}, {}]
     for outputs in itertools.zip_longest(*streams):
-        for told, output in zip(last, outputs, strict=True):
+        for tokens_by_id, output in zip(last, outputs, strict=True):
             if output:
-                told[output.request_id] = list(output.outputs[0].token_ids)
-    assert [list(told.values()) for told in last] == wanted
+                tokens_by_id[output.request_id] = tokens_of(output)
+    assert [list(tokens_by_id.values()) for tokens_by_id in last] == wanted
+
     second.shutdown()
-    assert tokens(pair.generate(prompts[:1], greedy(5), use_tqdm=False))
+    assert generate(pair, prompts[:1], greedy(5))
 
 
-# --- starts, ends, and what they leave ---
+# --- starting, ending, and what is left ---
 
 
 def pids_of(llm):
@@ -408,14 +522,14 @@ def pids_of(llm):
 
 
 def processes(mark):
-    """Who has this in its environment, and is not a zombie: pids."""
+    """The pids of processes with this in their environment, without zombies."""
     found = []
     for directory in Path("/proc").iterdir():
         if directory.name.isdigit():
             with contextlib.suppress(OSError):
                 state = (directory / "stat").read_text().rpartition(")")[2].split()[0]
                 marked = mark.encode() in (directory / "environ").read_bytes()
-                # Python has one tracker of resources, from its first start of a process to its end.
+                # Python keeps one resource tracker after its first start of a process.
                 tracks = b"resource_tracker" in (directory / "cmdline").read_bytes()
                 if state != "Z" and marked and not tracks:
                     found.append(int(directory.name))
@@ -423,10 +537,15 @@ def processes(mark):
 
 
 def listening():
-    """The inodes of this process's sockets that listen."""
-    lines = [line.split() for name in ("tcp", "tcp6") if Path(f"/proc/net/{name}").exists()
-             for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]  # fmt: skip
+    """The inodes of this process's listening sockets."""
+    lines = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        if Path(f"/proc/net/{name}").exists()
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
     listen = {fields[9] for fields in lines if fields[3] == "0A"}
+
     own = set()
     for link in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -444,10 +563,11 @@ def wait_until(condition, seconds, what):
 
 @pytest.fixture
 def mark(monkeypatch):
-    """In the environment of all that a test starts: none may be left, whatever happened."""
+    """Marks the environment of all processes a test starts: none may be left."""
     mark = f"nanopaged-test-{uuid.uuid4()}"
     monkeypatch.setenv("NANOPAGED_TEST", mark)
     yield mark
+
     left = processes(mark)
     try:
         wait_until(lambda: not processes(mark), NOTICED, f"the end of {left}")
@@ -463,17 +583,20 @@ def start_rank_after(code, index, options, port):
 
 @pytest.fixture
 def in_workers(monkeypatch):
-    """`in_workers(code)`: what the processes that an engine starts run first. `RANK` is theirs."""
+    """`in_workers(code)`: code that an engine's workers run first, with `RANK` set."""
     return lambda code: monkeypatch.setattr(
-        parallel, "start_rank", partial(start_rank_after, code))  # fmt: skip
+        parallel, "start_rank", partial(start_rank_after, code)
+    )
 
 
 @pytest.fixture
 def in_scripts(tmp_path):
-    """The same for the scripts of `popen`: Python imports `sitecustomize` at its start."""
+    """The same for scripts: Python imports `sitecustomize` when it starts."""
 
     def install(code):
-        lines = "import os\nRANK = int(os.environ.get('RANK', 0))\n" + textwrap.dedent(code)
+        lines = "import os\nRANK = int(os.environ.get('RANK', 0))\n" + textwrap.dedent(
+            code
+        )
         (tmp_path / "site").mkdir()
         (tmp_path / "site" / "sitecustomize.py").write_text(lines)
 
@@ -481,11 +604,13 @@ def in_scripts(tmp_path):
 
 
 def start(path, **options):
-    return LLM(str(path), **(OPTIONS | {"tensor_parallel_size": 2, "num_blocks": 64} | options))
+    return LLM(
+        str(path), **(OPTIONS | {"tensor_parallel_size": 2, "num_blocks": 64} | options)
+    )
 
 
 def start_two(path):
-    """Two engines that start at the same time."""
+    """Two engines, started at the same time."""
     with ThreadPoolExecutor(2) as threads:
         return [*threads.map(start, [path] * 2)]
 
@@ -496,11 +621,13 @@ def two_starts_and_stops(path, mark, wanted):
     workers = {pid for llm in engines for pid in pids_of(llm)}
     assert len(workers) == 2 and workers <= {*processes(mark)}
     assert len(listening()) >= len(before) + 2, "this test looks at the wrong sockets"
+
     for llm in engines:
-        assert tokens(llm.generate([5, 6, 7], greedy(6), use_tqdm=False)) == [[wanted]]
+        assert generate(llm, [5, 6, 7], greedy(6)) == [[wanted]]
         llm.shutdown()
         workers -= {*workers} - {*processes(mark)}
-        llm.shutdown()  # a second time does nothing
+        llm.shutdown()  # the second time does nothing
+
     assert not workers
     assert listening() == before
 
@@ -519,12 +646,13 @@ def test_twenty_starts_and_stops_leave_no_process_and_no_port(llama, reference, 
 
 
 @pytest.mark.slow
-def test_an_engine_that_was_shut_down_refuses(llama, mark):
+def test_an_engine_that_was_shut_down_raises(llama, mark):
     llm = start(llama)
-    llm.add_request([5, 6, 7], greedy())
+    llm.add_request([5, 6, 7], greedy(NEW_TOKENS))
     llm.step()
     llm.shutdown()
-    llm.step()  # tells of the abort, without any rank
+    llm.step()  # reports the abort, without any rank
+
     assert not llm.has_unfinished_requests()
     for use in (llm.generate, llm.add_request):
         with pytest.raises(RuntimeError, match="shut down"):
@@ -532,22 +660,27 @@ def test_an_engine_that_was_shut_down_refuses(llama, mark):
 
 
 def kill_while_decoding(llm, when, victim=1):
-    """Kill a rank after some steps; how long until the error."""
+    """Kill a rank after some steps; returns the seconds until the error."""
     pid = pids_of(llm)[victim - 1]
     stream = llm.stream([[5, 6, 7]] * 3, greedy(90))
     for _ in range(when):
         next(stream)
     killed = time.monotonic()
     os.kill(pid, signal.SIGKILL)
+
     with pytest.raises(RuntimeError) as error:
         for _ in stream:
             pass
     seconds = time.monotonic() - killed
-    assert f"rank {victim} failed:" in str(error.value) and "SIGKILL" in str(error.value)
+
+    assert f"rank {victim} failed:" in str(error.value) and "SIGKILL" in str(
+        error.value
+    )
     assert seconds < NOTICED
     with pytest.raises(RuntimeError, match="shut down"):
         llm.generate([5, 6, 7])
     check_empty(llm)
+
     llm.shutdown()
     return seconds
 
@@ -564,7 +697,9 @@ def test_a_rank_killed_while_decoding_is_named(llama, mark):
 def test_twenty_of_twenty_killed_ranks_are_named(llama, mark):
     seconds = [kill_while_decoding(start(llama, tensor_parallel_size=3), 20, victim=2)]
     for when in range(1, 80, 8):
-        seconds += [kill_while_decoding(llm, when + i) for i, llm in enumerate(start_two(llama))]
+        seconds += [
+            kill_while_decoding(llm, when + i) for i, llm in enumerate(start_two(llama))
+        ]
     assert len(seconds) > 20
     print(f"noticed after {min(seconds):.2f} to {max(seconds):.2f} s")
 
@@ -590,6 +725,7 @@ def test_an_exception_in_a_rank_arrives_with_its_traceback(llama, mark, in_worke
     with pytest.raises(RuntimeError) as error:
         llm.generate([5, 6, 7], greedy(90), use_tqdm=False)
     assert time.monotonic() - started < NOTICED
+
     message = str(error.value)
     assert "rank 1" in message and "ValueError: the machine is on fire" in message
     assert "Traceback" in message and "in serve" in message and "in fail" in message
@@ -605,31 +741,40 @@ def test_an_exception_in_a_rank_arrives_with_its_traceback(llama, mark, in_worke
     [
         ("import os; os.kill(os.getpid(), 9)", "rank 1 .*SIGKILL"),
         ("import os; os._exit(3)", "rank 1 .*exit code 3"),
-        ("""
+        (
+            """
          import nanopaged.loader
          def fail(path): raise OSError("no such disk")
          nanopaged.loader.find_targets = fail
-         """, "rank 1 .*no such disk"),
+         """,
+            "rank 1 .*no such disk",
+        ),
     ],
     ids=["killed", "exited", "failed"],
-)  # fmt: skip
-def test_a_rank_that_ends_while_it_starts_is_named(code, expected, llama, mark, in_workers):
+)
+def test_a_rank_that_ends_while_starting_is_named(
+    code, expected, llama, mark, in_workers
+):
     in_workers(code)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=f"(?s){expected}"):
-        start(llama).generate([5, 6, 7], greedy(), use_tqdm=False)
+        start(llama).generate([5, 6, 7], greedy(NEW_TOKENS), use_tqdm=False)
     assert time.monotonic() - started < 2 * NOTICED
 
 
 @pytest.mark.slow
-def test_an_error_of_rank_0_while_it_starts_ends_the_others(llama, mark, monkeypatch):
+def test_an_error_of_rank_0_while_starting_ends_the_others(llama, mark, monkeypatch):
     read = loader.read
-    monkeypatch.setattr(loader, "read", lambda file: {} if "safe" in file.name else read(file))
+    monkeypatch.setattr(
+        loader, "read", lambda file: {} if "safe" in file.name else read(file)
+    )
     with pytest.raises(ValueError, match="missing"):
         start(llama)
 
 
-def test_more_ranks_than_heads_are_refused_before_anything_starts(llama, mark, monkeypatch):
+def test_more_ranks_than_heads_are_rejected_before_anything_starts(
+    llama, mark, monkeypatch
+):
     def start_processes(*args, **kwargs):
         raise AssertionError("a process was started")
 
@@ -653,51 +798,73 @@ SMALL_POOL = """
 def test_the_smallest_pool_of_all_ranks_is_the_pool(
     poor, llama, mark, in_workers, monkeypatch, reference, draw_prompts
 ):
-    """Or block ids of the others would name memory that a rank has not."""
+    """Otherwise block ids would name memory that a rank does not have."""
     block_bytes = 2 * 2 * 1 * 16 * 4 * OPTIONS["block_size"]
     if poor == 0:
         monkeypatch.setattr(nanopaged.model_runner, "CPU_POOL_BYTES", 30 * block_bytes)
     else:
         in_workers(SMALL_POOL.format(bytes=30 * block_bytes))
+
     prompts = draw_prompts(llama, [17] * 6, 24)
     with start(llama, num_blocks=None) as llm:
-        assert llm.blocks.num_blocks == llm.runner.num_blocks == llm.stats().blocks_total == 30
-        outputs = llm.generate(prompts, greedy(24), use_tqdm=False)
+        assert (
+            llm.blocks.num_blocks
+            == llm.runner.num_blocks
+            == llm.stats().blocks_total
+            == 30
+        )
+        answers = generate(llm, prompts, greedy(24))
         assert llm.stats().preemptions_recompute > 0
-    assert tokens(outputs) == [[reference.generate(llama, prompt, 24)] for prompt in prompts]
+
+    assert answers == [[reference.generate(llama, prompt, 24)] for prompt in prompts]
 
 
-def test_ranks_with_more_kv_heads_than_rank_0_have_room_for_fewer_blocks(
+def test_ranks_with_more_kv_heads_have_room_for_fewer_blocks(
     make_model, mark, in_workers, monkeypatch, reference, draw_prompts
 ):
-    """Three KV heads on two ranks: a block of rank 1 is twice as large as one of rank 0.
+    """With three KV heads, rank 1's blocks are twice as large as rank 0's.
 
-    And so are the blocks in CPU memory: they are numbered behind the device's, on all ranks alike.
+    So are those in CPU memory: their ids follow the device's ids, on all ranks alike.
     """
-    path = make_model("llama", seed=22, num_attention_heads=6, num_key_value_heads=3, head_dim=16,
-                      hidden_size=48, intermediate_size=100, num_hidden_layers=2, vocab_size=160,
-                      max_position_embeddings=256)  # fmt: skip
+    path = make_model(
+        "llama",
+        seed=22,
+        num_attention_heads=6,
+        num_key_value_heads=3,
+        head_dim=16,
+        hidden_size=48,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        vocab_size=160,
+        max_position_embeddings=256,
+    )
     block_bytes = 2 * 2 * 2 * 16 * 4 * OPTIONS["block_size"]  # on rank 1
     in_workers(SMALL_POOL.format(bytes=30 * block_bytes))
     monkeypatch.setattr(nanopaged.model_runner, "CPU_POOL_BYTES", 30 * block_bytes)
+
     prompts = draw_prompts(path, [17] * 6, 24)
-    with start(path, num_blocks=None, preemption_mode="swap",
-               swap_space=60 * block_bytes / 2**30) as llm:  # fmt: skip
+    with start(
+        path,
+        num_blocks=None,
+        preemption_mode="swap",
+        swap_space=60 * block_bytes / 2**30,
+    ) as llm:
         assert (llm.blocks.num_blocks, llm.runner.num_swap_blocks) == (30, 60)
-        outputs = llm.generate(prompts, greedy(24), use_tqdm=False)
+        answers = generate(llm, prompts, greedy(24))
         assert llm.stats().preemptions_swap > 0
-    assert tokens(outputs) == [[reference.generate(path, prompt, 24)] for prompt in prompts]
+
+    assert answers == [[reference.generate(path, prompt, 24)] for prompt in prompts]
 
 
-# --- scripts: started by Python, and by torchrun ---
+# --- scripts, started by Python and by torchrun ---
 
 
 SCRIPT = """
 import json, sys
 from nanopaged import LLM, SamplingParams
 if __name__ == "__main__":
-    llm = LLM({path!r}, tensor_parallel_size={size}, num_blocks=64, max_model_len=96, block_size=4,
-              dtype="float32", device="cpu")
+    llm = LLM({path!r}, tensor_parallel_size={size}, num_blocks=64, max_model_len=96,
+              block_size=4, dtype="float32", device="cpu")
     params = SamplingParams(temperature=0, max_tokens={count}, ignore_eos=True)
     print("ready", flush=True)
     for output in llm.generate([[5, 6, 7], [9, 8, 7, 6, 5]], params, use_tqdm=False):
@@ -711,7 +878,7 @@ FOREVER = """
 
 @pytest.fixture
 def script(tmp_path, llama):
-    """`script(more code, size)`: a file; what is indented is the main part."""
+    """`script(code, size)`: a script that ends with more code of its main part."""
 
     def write(code="", size=2, count=12):
         file = tmp_path / "script.py"
@@ -724,23 +891,33 @@ def script(tmp_path, llama):
 
 @pytest.fixture
 def popen(tmp_path, mark):
-    """Start a process in an own group, from an empty directory, with pipes."""
+    """Start a process in its own group, in an empty directory, with pipes."""
 
     def start(*command, **options):
         directory = tmp_path / "cwd"
         directory.mkdir(exist_ok=True)
         python_path = os.pathsep.join([str(tmp_path / "site"), str(ROOT)])
-        env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                            "PYTHONPATH": python_path}  # fmt: skip
+        env = os.environ | {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": python_path,
+        }
         return subprocess.Popen(
-            [*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=env, cwd=directory, start_new_session=True, **options)  # fmt: skip
+            [*map(str, command)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+            cwd=directory,
+            start_new_session=True,
+            **options,
+        )
 
     return start
 
 
 def finish(process, seconds=60, given=None):
-    """Its output, when it and all that hold its pipes have ended."""
+    """A process's output, once it and all that hold its pipes have ended."""
     try:
         return process.communicate(given, timeout=seconds)
     finally:
@@ -753,12 +930,14 @@ def answers_of(stdout):
 
 @pytest.fixture
 def wanted(llama, reference):
-    return [reference.generate(llama, prompt, 12) for prompt in ([5, 6, 7], [9, 8, 7, 6, 5])]
+    return [
+        reference.generate(llama, prompt, 12) for prompt in ([5, 6, 7], [9, 8, 7, 6, 5])
+    ]
 
 
 @pytest.mark.slow
 def test_a_script_that_forgets_to_shut_down(script, popen, wanted):
-    """It says its answers and nothing else, and ends with all its ranks."""
+    """It prints its answers and nothing else, and ends with all its ranks."""
     process = popen(sys.executable, script())
     stdout, stderr = finish(process)
     assert process.returncode == 0, stderr
@@ -767,19 +946,23 @@ def test_a_script_that_forgets_to_shut_down(script, popen, wanted):
 
 
 @pytest.mark.slow
-def test_a_script_without_a_guard_is_told_that_it_needs_one(script, popen, wanted):
-    """By Python: the start of a process imports the script, which would start one, and so on."""
+def test_the_error_for_a_script_without_a_guard_says_so(script, popen):
+    """Starting a process imports the script, which would start another, and so on."""
     file = script()
     file.write_text(file.read_text().replace('if __name__ == "__main__"', "if True"))
     process = popen(sys.executable, file)
     stdout, stderr = finish(process)
+
     assert process.returncode == 1 and "ready" not in stdout
-    assert "RuntimeError: rank 1 failed" in stderr and "if __name__ == '__main__':" in stderr
+    assert (
+        "RuntimeError: rank 1 failed" in stderr
+        and "if __name__ == '__main__':" in stderr
+    )
 
 
 @pytest.mark.slow
 def test_a_repl_may_start_ranks(script, popen, wanted):
-    """And a notebook: there is no file that another process could import, and needs no guard."""
+    """So may a notebook: there is no file to import, so it needs no guard."""
     code = script().read_text().replace('if __name__ == "__main__":', "if True:") + "\n"
     process = popen(sys.executable, "-i", stdin=subprocess.PIPE)
     stdout, stderr = finish(process, given=code)
@@ -790,12 +973,13 @@ def test_a_repl_may_start_ranks(script, popen, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", ["num_blocks=1", "max_model_len=99999", "block_size=3"])
 def test_a_bad_option_is_an_error_of_the_script_and_leaves_nothing(bad, script, popen):
-    file, name = script(), bad.partition("=")[0]
+    file = script()
+    name = bad.partition("=")[0]
     file.write_text(re.sub(rf"{name}=\d+", bad, file.read_text()))
     process = popen(sys.executable, file)
     stdout, stderr = finish(process)
     assert process.returncode == 1 and "ready" not in stdout
-    assert stderr.count("Traceback") == 1, "the other ranks have nothing to add"
+    assert stderr.count("Traceback") == 1, "the other ranks add nothing"
     assert re.search(rf"^ValueError: {name}", stderr, re.MULTILINE)
 
 
@@ -807,24 +991,27 @@ def read_ready(process):
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["the group", "rank 0"])
 def test_ctrl_c_ends_all_ranks(whom, script, popen, mark):
-    """A terminal sends it to the whole process group, `kill -INT` to one process."""
+    """A terminal interrupts the whole process group, `kill -INT` one process."""
     process = popen(sys.executable, script(FOREVER))
     read_ready(process)
     process.stdout.readline()
     assert len(processes(mark)) == 2
+
     sent = time.monotonic()
     (os.killpg if whom == "the group" else os.kill)(process.pid, signal.SIGINT)
     _, stderr = finish(process)
     assert time.monotonic() - sent < NOTICED
     assert process.returncode in (130, -signal.SIGINT)
-    assert stderr.rstrip().endswith("KeyboardInterrupt") and stderr.count("Traceback") <= 2
+    assert (
+        stderr.rstrip().endswith("KeyboardInterrupt") and stderr.count("Traceback") <= 2
+    )
     assert "rank 1" not in stderr
 
 
 @linux
 @pytest.mark.slow
-def test_after_ctrl_c_in_a_step_the_engine_has_been_shut_down(llama, mark):
-    """Ranks that were interrupted half-way through a step cannot go on with another."""
+def test_after_ctrl_c_in_a_step_the_engine_is_shut_down(llama, mark):
+    """Ranks interrupted in the middle of a step cannot continue with another."""
     llm = start(llama)
 
     def interrupted(batch):
@@ -845,13 +1032,13 @@ def test_the_other_ranks_end_when_rank_0_is_killed(script, popen, mark):
     process = popen(sys.executable, script(FOREVER))
     read_ready(process)
     process.kill()
-    finish(process, NOTICED)  # until the last one that holds the pipes
+    finish(process, NOTICED)  # until the last holder of the pipes ends
 
 
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
-def test_an_end_during_the_start_leaves_nothing(sign, script, popen, mark):
+def test_ending_during_the_start_leaves_nothing(sign, script, popen, mark):
     process = popen(sys.executable, script())
     wait_until(lambda: len(processes(mark)) == 2, 60, "the start of rank 1")
     process.send_signal(sign)
@@ -866,10 +1053,15 @@ def free_port():
 
 
 def nodes(count, per_node, port):
-    """The command of each node but for the script."""
-    common = [f"--nnodes={count}", f"--nproc-per-node={per_node}", "--rdzv-backend=c10d",
-              f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test",
-              "--local-addr=127.0.0.1"]  # fmt: skip
+    """The command of each node, without the script."""
+    common = [
+        f"--nnodes={count}",
+        f"--nproc-per-node={per_node}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        "--rdzv-id=test",
+        "--local-addr=127.0.0.1",
+    ]
     return [[*TORCHRUN, *common] for _ in range(count)]
 
 
@@ -888,7 +1080,7 @@ def test_torchrun_on_one_machine(script, popen, wanted):
 @pytest.mark.slow
 @pytest.mark.parametrize("per_node", [1, 2])
 def test_torchrun_on_two_nodes(per_node, script, popen, wanted):
-    """Two agents that meet at a port of one of them."""
+    """Two agents meet at a port of one of them."""
     file = script("    llm.shutdown()", size=2 * per_node)
     agents = [popen(*command, file) for command in nodes(2, per_node, free_port())]
     outputs = [finish(agent) for agent in agents]
@@ -900,7 +1092,7 @@ def test_torchrun_on_two_nodes(per_node, script, popen, wanted):
 @linux
 @pytest.mark.slow
 def test_under_torchrun_a_forgotten_shutdown_ends_the_others(script, popen, wanted):
-    """There the store belongs to torchrun, so rank 0 does not take it along when it ends."""
+    """There the store belongs to torchrun and does not end with rank 0."""
     process = popen(*TORCHRUN, "--standalone", "--nproc-per-node=2", script())
     stdout, stderr = finish(process)
     assert process.returncode == 0, stderr
@@ -910,7 +1102,7 @@ def test_under_torchrun_a_forgotten_shutdown_ends_the_others(script, popen, want
 @linux
 @pytest.mark.slow
 def test_under_torchrun_an_exception_in_a_rank_ends_all(script, popen, in_scripts):
-    """Its traceback is in the output, and torchrun says which rank it was."""
+    """Its traceback is in the output, and torchrun names the rank."""
     in_scripts(FAIL.format(rank=1))
     process = popen(*TORCHRUN, "--standalone", "--nproc-per-node=2", script(FOREVER))
     stdout, stderr = finish(process)
@@ -939,28 +1131,43 @@ LIMITED = """
 
 @linux
 @pytest.mark.slow
-def test_no_rank_ever_has_memory_for_all_weights(
+def test_no_rank_needs_memory_for_all_weights(
     make_model, script, popen, in_scripts, llama
 ):
-    """Each process may allocate three quarters of the checkpoint: enough for a half, not for all.
+    """Each process may allocate three quarters of the checkpoint: half of it fits.
 
-    What is mapped from the file is counted as well, and so is every temporary.
+    What is mapped from the file counts as well, and so does every temporary.
     """
-    path = make_model("llama", seed=23, hidden_size=1024, intermediate_size=2816, head_dim=128,
-                      num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
-                      vocab_size=8192, max_position_embeddings=256, max_shard_size="30MB",
-                      tie_word_embeddings=False)  # fmt: skip
+    path = make_model(
+        "llama",
+        seed=23,
+        hidden_size=1024,
+        intermediate_size=2816,
+        head_dim=128,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=8192,
+        max_position_embeddings=256,
+        max_shard_size="30MB",
+        tie_word_embeddings=False,
+    )
     size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
     shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
     in_scripts(LIMITED.format(room=size * 3 // 4 + shard))
+
     results = {}
     for ranks in (1, 2):
         file = script(size=ranks)
         file.write_text(file.read_text().replace(str(llama), str(path)))
         process = popen(sys.executable, file)
         results[ranks] = finish(process), process.returncode
+
     print(f"checkpoint {size:,} bytes, largest shard {shard:,}")
     (stdout, stderr), code = results[2]
     assert code == 0 and len(answers_of(stdout)) == 2, stderr
+
     (_, stderr), code = results[1]
-    assert code and ("memory" in stderr.lower()), "one rank needs more: the limit does nothing"
+    assert code and ("memory" in stderr.lower()), (
+        "the limit has no effect: one rank needs more"
+    )

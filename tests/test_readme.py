@@ -1,4 +1,4 @@
-"""The README tells the truth: its code prints what it shows, its files and links exist."""
+"""The README is true: its code prints what it shows, its files and links exist."""
 
 import contextlib
 import dataclasses
@@ -13,48 +13,55 @@ import nanopaged
 PACKAGE = Path(nanopaged.__file__).parent
 ROOT = PACKAGE.parent
 README = ROOT / "README.md"
-FENCED = re.compile(r"^(?P<fence>`{3,})(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=fence)$\n?",
-                    re.MULTILINE | re.DOTALL)  # fmt: skip
+FENCED = re.compile(
+    r"^(?P<fence>`{3,})(?P<language>\w*)[^\n]*\n(?P<body>.*?)^(?P=fence)$\n?",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 @dataclasses.dataclass
 class Block:
-    """A fenced block: its language, its content, the line it begins in, and what comes before."""
+    """A fenced block: language, content, first line, and the text before it."""
 
     language: str
     body: str
     line: int
-    before: str  # between the block before this one and this one
+    before: str  # since the previous block
 
 
 def fenced_blocks(text):
     blocks, end = [], 0
     for match in FENCED.finditer(text):
         line = text.count("\n", 0, match.start("body")) + 1
-        blocks.append(Block(match["language"], match["body"], line, text[end : match.start()]))
+        blocks.append(
+            Block(match["language"], match["body"], line, text[end : match.start()])
+        )
         end = match.end()
     return blocks
 
 
 def file_table(text):
-    """The first cells of the table whose first column is called file."""
+    """The first cells of the table whose first column is named file."""
     rows = re.search(r"^\| *file *\|.*\n\|[-: |]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    assert rows, "no table with the column file"
+    assert rows, "no table with a column named file"
     return [row.split("|")[1].strip() for row in rows[1].splitlines()]
 
 
 def links(text):
-    """Targets of links and images in Markdown and in HTML, code left out."""
+    """Targets of links and images in Markdown and HTML, outside code."""
     prose = re.sub(r"`[^`\n]*`", "", FENCED.sub("", text))
     markdown = re.findall(r"\]\(\s*<?([^)>\s]+)", prose) + re.findall(
-        r"^ {0,3}\[[^\]]+\]:\s*(\S+)", prose, re.MULTILINE)  # fmt: skip
+        r"^ {0,3}\[[^\]]+\]:\s*(\S+)", prose, re.MULTILINE
+    )
     return markdown + re.findall(r"\b(?:src|srcset|href)=[\"']([^\"'\s]+)", prose)
 
 
 def anchors(text):
-    """What GitHub makes of the headings."""
+    """The anchors that GitHub gives the headings."""
     titles = re.findall(r"^#+ +(.+?) *$", FENCED.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +71,18 @@ def text():
 
 def test_blocks_tables_and_links_are_found():
     text = (
-        "# A title, really\n[a](b.py#c) ![p](q/r.svg \"t\") `[no](code)` <img src='i.png'>\n"
-        "[![x](y.svg)](z)\n[ref]: s.md\n\n```python\nprint(1)\n[no](link)\n```\n\n```text\n1\n```\n"
-        "| file | owns |\n|---|---|\n| `llm.py` | it |\n| [`a.py`](n/a.py) | that |\n\nEnd\n"
+        "# A title, really\n"
+        "[a](b.py#c) ![p](q/r.svg \"t\") `[no](code)` <img src='i.png'>\n"
+        "[![x](y.svg)](z)\n[ref]: s.md\n\n"
+        "```python\nprint(1)\n[no](link)\n```\n\n```text\n1\n```\n"
+        "| file | owns |\n|---|---|\n| `llm.py` | it |\n| [`a.py`](n/a.py) | that |\n"
+        "\nEnd\n"
     )
+
     assert [dataclasses.astuple(block)[:3] for block in fenced_blocks(text)] == [
-        ("python", "print(1)\n[no](link)\n", 7), ("text", "1\n", 12)]  # fmt: skip
+        ("python", "print(1)\n[no](link)\n", 7),
+        ("text", "1\n", 12),
+    ]
     assert fenced_blocks(text)[1].before == "\n"
     assert file_table(text) == ["`llm.py`", "[`a.py`](n/a.py)"]
     assert links(text) == ["b.py#c", "q/r.svg", "y.svg", "z", "n/a.py", "s.md", "i.png"]
@@ -80,6 +93,7 @@ def test_its_python_runs_and_prints_what_it_shows(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = fenced_blocks(text)
     namespace = {"__name__": "readme"}
+
     compared = 0
     try:
         for block, follower in zip(blocks, [*blocks[1:], None], strict=True):
@@ -89,34 +103,45 @@ def test_its_python_runs_and_prints_what_it_shows(text, tmp_path, monkeypatch):
             code = compile("\n" * (block.line - 1) + block.body, str(README), "exec")
             with contextlib.redirect_stdout(io.StringIO()) as stdout:
                 exec(code, namespace)
+
             if follower and follower.language == "text" and not follower.before.strip():
-                shown, printed = follower.body.rstrip("\n"), stdout.getvalue().rstrip("\n")
+                shown = follower.body.rstrip("\n")
+                printed = stdout.getvalue().rstrip("\n")
                 assert printed == shown, f"{where}: this is not what it prints"
                 compared += 1
     finally:
         for value in namespace.values():
             if isinstance(value, nanopaged.LLM):
                 value.shutdown()
+
     languages = [block.language for block in blocks]
-    assert languages.count("python") == text.count("```python") > 0, "a Python block was not run"
+    assert languages.count("python") == text.count("```python") > 0, (
+        "a Python block was not run"
+    )
     assert compared, "no Python block with its output"
 
 
 def test_its_file_table_is_the_reading_order(text):
     cells = file_table(text)
-    names = [re.fullmatch(r"\[?`(\w+)\.py`\]?(?:\(nanopaged/\1\.py\))?", cell) for cell in cells]
+    names = [
+        re.fullmatch(r"\[?`(\w+)\.py`\]?(?:\(nanopaged/\1\.py\))?", cell)
+        for cell in cells
+    ]
     assert all(names), cells
+
     order = re.search(r"Read in this order: ([\w,\s]+)\.", nanopaged.__doc__)
     assert [name[1] for name in names] == re.findall(r"\w+", order[1])
+
     files = [path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"]
     assert sorted(name[1] for name in names) == sorted(files)
 
 
-def test_its_map_of_the_paper_names_what_exists(text):
+def test_everything_its_map_of_the_paper_names_exists(text):
     rows = re.findall(r"^\| 4\.\d .*\|(.*)\|$|^\| 6 .*\|(.*)\|$", text, re.MULTILINE)
     names = re.findall(r"`([\w.]+)`", " ".join(a + b for a, b in rows))
     files = [name for name in names if name.endswith(".py")]
     assert len(files) >= 8 and len(names) > len(files)
+
     source = ""
     for name in names:
         if name.endswith(".py"):
@@ -124,7 +149,9 @@ def test_its_map_of_the_paper_names_what_exists(text):
             source = path.read_text()
         else:
             for part in name.split("."):
-                assert re.search(rf"^\s*(def|class) {part}\b", source, re.MULTILINE), name
+                assert re.search(rf"^\s*(def|class) {part}\b", source, re.MULTILINE), (
+                    name
+                )
 
 
 def test_its_links_lead_somewhere(text):
@@ -132,6 +159,8 @@ def test_its_links_lead_somewhere(text):
     assert any(link.endswith((".svg", ".png")) for link in relative), "no picture"
     for link in relative:
         path, _, anchor = link.partition("#")
-        assert not path.startswith("/") and (ROOT / path).resolve().is_relative_to(ROOT), link
+        assert not path.startswith("/") and (ROOT / path).resolve().is_relative_to(
+            ROOT
+        ), link
         assert (ROOT / path).exists(), f"{link}: no such file"
         assert path or anchor in anchors(text), f"{link}: no such heading"
