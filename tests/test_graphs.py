@@ -27,7 +27,7 @@ if torch.cuda.is_available():
 def test_graphs_change_no_answer(llama, engine, mode, steps_ahead):
     limits = {"vocab_size": 160, "most": 3, "max_tokens": 12, "stop": ()}
     lengths = [1, 2, 3, 7, 8, 9, 20]
-    requests = list(draw_requests(seed=1, count=8, lengths=lengths, **limits))
+    requests = list(draw_requests(seed=24, count=8, lengths=lengths, **limits))
 
     roomy = {"max_num_seqs": 64, "max_num_batched_tokens": 64, "max_model_len": 40}
     expected = serve(engine(llama, **roomy), requests)
