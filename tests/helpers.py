@@ -173,9 +173,9 @@ def drain_checked(llm, limit=5000):
             break
 
     assert not llm.has_unfinished_requests(), "no end in sight"
-    assert len(llm.blocks.free_blocks) == llm.blocks.num_blocks
-    num_swap_blocks = len(llm.blocks.blocks) - llm.blocks.num_blocks
-    assert len(llm.blocks.free_swap_blocks) == num_swap_blocks
+    assert len(llm.block_manager.free_blocks) == llm.block_manager.num_blocks
+    num_swap_blocks = len(llm.block_manager.blocks) - llm.block_manager.num_blocks
+    assert len(llm.block_manager.free_swap_blocks) == num_swap_blocks
     return last
 
 
@@ -203,7 +203,7 @@ def check_invariants(llm):
     This holds between any two steps: groups are in order of arrival, and each of them
     as a whole is either on the device, or in the swap pool, or nowhere.
     """
-    manager = llm.blocks
+    manager = llm.block_manager
     scheduler = llm.scheduler
     running = list(scheduler.running)
     waiting = list(scheduler.waiting)
@@ -312,16 +312,24 @@ def new_group(tokens, params=None, stop=()):
     return SequenceGroup(None, list(tokens), params, set(stop), 10**6, None)
 
 
+def allocate_if_fits(manager, seq, prefix, room, spare=0):
+    """Allocate, as the scheduler does, if `room` blocks leave `spare` of them free."""
+    fits = manager.can_allocate(prefix, room, spare)
+    if fits:
+        manager.allocate(seq, prefix)
+    return fits
+
+
 def allocate(manager, seq, spare=0):
     """Admit a sequence as the scheduler does: look up its prefix, then allocate."""
-    room = manager.room(0, [seq.num_tokens])
-    return manager.allocate(seq, manager.match_prefix(seq), room, spare)
+    room = manager.most_blocks(0, [seq.num_tokens_to_compute])
+    return allocate_if_fits(manager, seq, manager.match_prefix(seq), room, spare)
 
 
 def compute(manager, *sequences, until=None):
     """What a step does: compute tokens (`until`, or all) and publish full blocks."""
     for seq in sequences:
-        seq.num_computed_tokens = seq.num_tokens if until is None else until
+        seq.num_computed_tokens = seq.num_tokens_to_compute if until is None else until
         manager.publish(seq)
 
 
@@ -332,6 +340,7 @@ def forked_group(manager, tokens, n=2):
     compute(manager, leader)
     for other in others:
         manager.fork(leader, other)
+    leader.group.forked = True
     return [leader, *others]
 
 
@@ -354,12 +363,12 @@ def block_state(manager, *sequences):
         list(manager.free_blocks),
         list(manager.free_swap_blocks),
         list(manager.published.items()),
-        [(b.ref_count, b.hash, b.content, b.prefix_id) for b in manager.blocks],
+        [(b.ref_count, b.hash, b.content, b.name) for b in manager.blocks],
         [
             (
                 seq.token_ids[:],
                 seq.block_table[:],
-                seq.num_published,
+                seq.num_published_blocks,
                 seq.num_computed_tokens,
                 seq.num_sent_blocks,
             )

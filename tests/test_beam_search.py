@@ -452,7 +452,7 @@ def test_beams_share_the_blocks_of_their_common_prefix(beam_model, engine, draw_
         assert len(live) == width
         assert len({tuple(table[:7]) for table in tables}) == 1
         assert all(
-            llm.blocks.blocks[block].ref_count == width for block in tables[0][:7]
+            llm.block_manager.blocks[block].ref_count == width for block in tables[0][:7]
         )
 
         held = {block for table in tables for block in table}
@@ -528,16 +528,16 @@ def test_aborting_a_swapped_search_frees_its_swap_blocks(
     prompts = [draw_beams(beam_model, length, param, seed=20) for length in LENGTHS[:3]]
     llm = engine(beam_model, **pool_options("swap", 4, beam_model))
     requests = add_all(llm, prompts, param)
-    total = len(llm.blocks.free_swap_blocks)
+    total = len(llm.block_manager.free_swap_blocks)
     assert total == 100
 
     (swapped,) = step_until_swapped(llm)
     distinct = {block for seq in swapped.live for block in seq.block_table}
-    assert len(llm.blocks.free_swap_blocks) == total - len(distinct)
+    assert len(llm.block_manager.free_swap_blocks) == total - len(distinct)
 
     llm.abort_request(swapped.request_id)
     check_invariants(llm)
-    assert len(llm.blocks.free_swap_blocks) == total
+    assert len(llm.block_manager.free_swap_blocks) == total
 
     last = drain_checked(llm)
     for request, prompt in zip(requests, prompts, strict=True):

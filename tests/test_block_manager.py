@@ -25,6 +25,7 @@ from hypothesis.stateful import (
 
 from helpers import (
     allocate,
+    allocate_if_fits,
     block_state,
     compute,
     constant_hash,
@@ -200,7 +201,7 @@ def test_a_block_is_published_when_its_last_token_is_computed():
     for until, found in ((3, []), (4, [0]), (7, [0]), (8, [0, 1]), (9, [0, 1])):
         compute(manager, seq, until=until)
         assert hits(manager, A + B + C) == found
-        assert seq.num_published == len(found)
+        assert seq.num_published_blocks == len(found)
 
 
 def test_the_same_block_after_another_prefix_is_no_hit():
@@ -243,16 +244,16 @@ def test_a_returning_sequence_finds_its_blocks_and_publishes_only_what_it_adds()
     manager = BlockManager(4, 4)
     seq = run(manager, A + B + [9])
     free(manager, seq)
-    assert (seq.block_table, seq.num_published) == ([], 0)
+    assert (seq.block_table, seq.num_published_blocks) == ([], 0)
 
     seq.token_ids += [9, 9, 9]
     assert allocate(manager, seq)
     assert seq.block_table == [0, 1, 2]
     assert seq.num_computed_tokens == 8
-    assert seq.num_published == 2
+    assert seq.num_published_blocks == 2
 
     compute(manager, seq)
-    assert seq.num_published == 3
+    assert seq.num_published_blocks == 3
     assert hits(manager, seq.token_ids + [9]) == [0, 1, 2]
 
 
@@ -260,7 +261,7 @@ def test_without_caching_nothing_is_published_or_found():
     manager = BlockManager(4, 4, enable_prefix_caching=False)
     seq = run(manager, A + B)
     assert manager.published == {}
-    assert seq.num_published == 0
+    assert seq.num_published_blocks == 0
     assert hits(manager, A + B + [9]) == []
     manager.free(seq)
     assert list(manager.free_blocks) == [0, 1, 2, 3]
@@ -345,7 +346,7 @@ def test_no_identity_is_given_twice():
     seen = set()
     for content in (A, B, C, A, B, C):
         seq = run(manager, content + content)
-        seen.update(manager.blocks[block_id].prefix_id for block_id in seq.block_table)
+        seen.update(manager.blocks[block_id].name for block_id in seq.block_table)
         manager.free(seq)
         manager.published.clear()
     assert len(seen) == 12
@@ -395,23 +396,23 @@ def test_a_group_needs_room_for_all_its_sequences_and_its_leader_takes_its_own()
     manager = BlockManager(6, 4)
     # They share one full block.
     for lengths, room in (([6], 2), ([6, 6, 6], 4), ([9, 9, 6], 6)):
-        assert manager.room(6, lengths) == room
+        assert manager.most_blocks(6, lengths) == room
 
     leader, *others = sequence_group(A + [9, 9], 3).sequences
     before = block_state(manager, leader)
-    assert not manager.allocate(leader, [], room=7)
-    assert not manager.allocate(leader, [], room=6, spare=1)
+    assert not allocate_if_fits(manager, leader, [], room=7)
+    assert not allocate_if_fits(manager, leader, [], room=6, spare=1)
     assert block_state(manager, leader) == before
-    assert manager.allocate(leader, [], room=6)
+    assert allocate_if_fits(manager, leader, [], room=6)
     assert tables(leader, *others) == [[0, 1], [], []]
-    assert manager.allocate(sequence(A), [], room=4)  # room is checked, not reserved
+    assert allocate_if_fits(manager, sequence(A), [], room=4)  # room is checked, not reserved
 
     compute(manager, leader)
     manager.free(leader)
     seq = sequence(A + [8])
-    assert not manager.allocate(seq, manager.match_prefix(seq), room=6)
+    assert not allocate_if_fits(manager, seq, manager.match_prefix(seq), room=6)
     # With the hit on block 0.
-    assert manager.allocate(seq, manager.match_prefix(seq), room=5)
+    assert allocate_if_fits(manager, seq, manager.match_prefix(seq), room=5)
 
 
 def test_growing_takes_what_is_missing_and_no_more():
@@ -426,7 +427,7 @@ def test_growing_takes_what_is_missing_and_no_more():
     ):
         seq.token_ids += [6] * (length - len(seq.token_ids))
         before = block_state(manager, seq)
-        assert manager.missing([seq]) == len(table) - len(seq.block_table)
+        assert manager.num_blocks_to_grow([seq]) == len(table) - len(seq.block_table)
         assert block_state(manager, seq) == before
         assert manager.grow(seq) == []
         assert seq.block_table == table
@@ -440,19 +441,19 @@ def test_fork_shares_every_block_and_a_write_copies_only_the_last_partial_one():
     first, second = forked_group(manager, A + B + [9], 2)
     assert tables(first, second) == [[0, 1, 2], [0, 1, 2]]
     assert ref_counts(manager) == [2, 2, 2, 0, 0, 0]
-    assert (second.num_computed_tokens, second.num_published) == (9, 2)
+    assert (second.num_computed_tokens, second.num_published_blocks) == (9, 2)
 
     first.num_sent_blocks = second.num_sent_blocks = 3
     first.token_ids.append(5)
     second.token_ids.append(6)
-    assert manager.missing([first, second]) == 1
+    assert manager.num_blocks_to_grow([first, second]) == 1
     assert manager.grow(first) == [(2, 3)]
     assert manager.grow(second) == []  # the last holder writes in place
     assert tables(first, second) == [[0, 1, 3], [0, 1, 2]]
     assert ref_counts(manager) == [2, 2, 1, 1, 0, 0]
     # The runner must be sent it.
     assert (first.num_sent_blocks, second.num_sent_blocks) == (2, 3)
-    assert manager.missing([first, second]) == 0
+    assert manager.num_blocks_to_grow([first, second]) == 0
 
 
 def test_fork_on_a_block_boundary_leaves_nothing_to_copy():
@@ -461,7 +462,7 @@ def test_fork_on_a_block_boundary_leaves_nothing_to_copy():
     assert tables(first, second) == [[0, 1], [0, 1]]
     for seq in (first, second):
         seq.token_ids.append(9)
-    assert manager.missing([first, second]) == 2
+    assert manager.num_blocks_to_grow([first, second]) == 2
     assert manager.grow(first) == manager.grow(second) == []
     assert tables(first, second) == [[0, 1, 2], [0, 1, 3]]
 
@@ -474,7 +475,7 @@ def test_every_writer_copies_except_the_last_holder(writers):
         seq.token_ids += B  # to the end of the block and into the next
     copies = [(1, 2), (1, 4)][:writers]
 
-    assert manager.missing(seqs[:writers]) == len(copies) + writers
+    assert manager.num_blocks_to_grow(seqs[:writers]) == len(copies) + writers
     assert [move for seq in seqs[:writers] for move in manager.grow(seq)] == copies
     assert tables(*seqs[:writers]) == [[0, 2, 3], [0, 4, 5], [0, 1, 6]][:writers]
     assert ref_counts(manager)[1] == max(1, 3 - writers)
@@ -495,7 +496,7 @@ def test_a_fork_over_another_beam_takes_only_computed_blocks():
     assert tables(first, second) == [[0, 2, 3], [0, 2]]
     assert (second.num_computed_tokens, second.num_sent_blocks) == (8, 0)
     assert list(manager.free_blocks) == [1, 4, 5, 6, 7]
-    assert manager.missing([first, second]) == 1
+    assert manager.num_blocks_to_grow([first, second]) == 1
     assert manager.grow(first) == manager.grow(second) == []
     assert tables(first, second) == [[0, 2, 3], [0, 2, 1]]
 
@@ -539,7 +540,7 @@ def test_swap_moves_shared_blocks_once_and_they_stay_shared():
     # On the device, still held by the other.
     assert list(manager.published.values()) == [0]
     assert first.num_computed_tokens == 6
-    assert first.num_published == 0
+    assert first.num_published_blocks == 0
     assert first.num_sent_blocks == 0
     assert manager.swap([first, second], manager.free_blocks) == [
         (6, 1),
@@ -717,7 +718,7 @@ class Machine(RuleBasedStateMachine):
         before = self.state()
         lengths = [len(seq.token_ids) for seq in group.live]
         prefix = manager.match_prefix(leader)
-        room = manager.room(group.num_prompt_tokens, lengths)
+        room = manager.most_blocks(group.num_prompt_tokens, lengths)
 
         assert self.state() == before
         assert room == len(
@@ -727,7 +728,7 @@ class Machine(RuleBasedStateMachine):
                 for i in range(-(-length // size))
             }
         )
-        assert len(prefix) * size < leader.num_tokens
+        assert len(prefix) * size < leader.num_tokens_to_compute
         assert manager.enable_prefix_caching or not prefix
 
         names = self.name(leader)
@@ -736,7 +737,7 @@ class Machine(RuleBasedStateMachine):
 
         revived = [block for block in prefix if block in self.free_order]
         fits = len(revived) + room - len(prefix) <= len(self.free_order) - spare
-        assert manager.allocate(leader, prefix, room, spare) == fits
+        assert allocate_if_fits(manager, leader, prefix, room, spare) == fits
 
         if not fits:
             assert self.state() == before
@@ -746,7 +747,7 @@ class Machine(RuleBasedStateMachine):
             return False
         for block in revived:
             self.free_order.remove(block)
-        fresh = -(-leader.num_tokens // size) - len(prefix)
+        fresh = -(-leader.num_tokens_to_compute // size) - len(prefix)
 
         assert leader.block_table == prefix + self.take(fresh, self.free_order)
         assert leader.num_computed_tokens == len(prefix) * size
@@ -765,7 +766,7 @@ class Machine(RuleBasedStateMachine):
         manager = self.manager
         size = self.manager.block_size
         before = self.state()
-        missing = manager.missing(seqs)
+        missing = manager.num_blocks_to_grow(seqs)
         shared = self.holders()
         assert self.state() == before
 
@@ -779,7 +780,7 @@ class Machine(RuleBasedStateMachine):
             index = seq.num_computed_tokens // size
             write = table[index : index + 1]
             copied = [block for block in write if self.holders()[block] > 1]
-            new = -(-seq.num_tokens // size) - len(table)
+            new = -(-seq.num_tokens_to_compute // size) - len(table)
             moves = manager.grow(seq)
             taken = self.take(len(copied) + new, self.free_order)
 
@@ -810,7 +811,7 @@ class Machine(RuleBasedStateMachine):
         holders = self.holders()
         published = set(manager.published.values())
         start = seq.num_computed_tokens
-        end = min(seq.num_computed_tokens + count, seq.num_tokens)
+        end = min(seq.num_computed_tokens + count, seq.num_tokens_to_compute)
         for position in range(start, end):
             block = row[position // size]
             offset = position % size
@@ -820,7 +821,7 @@ class Machine(RuleBasedStateMachine):
 
         seq.num_computed_tokens = end
         manager.publish(seq)
-        assert seq.num_published == (
+        assert seq.num_published_blocks == (
             end // size if manager.enable_prefix_caching else 0
         )
 
@@ -836,7 +837,7 @@ class Machine(RuleBasedStateMachine):
         self.counts["forked"] += 1
 
     def step(self, group, count, some, tokens):
-        seqs = [seq for i, seq in enumerate(group.scheduled) if some >> i & 1]
+        seqs = [seq for i, seq in enumerate(group.next_sequences) if some >> i & 1]
         while not self.grow(seqs):
             others = [other for other in self.groups if other is not group]
             if not others:
@@ -849,6 +850,7 @@ class Machine(RuleBasedStateMachine):
         if not group.forked and leader.num_computed_tokens == group.num_prompt_tokens:
             for other in others:
                 self.fork_to(leader, other)
+            group.forked = True
         self.append_tokens(group, tokens)
 
     def release(self, group):
@@ -858,7 +860,8 @@ class Machine(RuleBasedStateMachine):
         place.remove(group)
         for seq in group.live:
             free(self.manager, seq)
-            assert (seq.block_table, seq.num_published) == ([], 0)
+            assert (seq.block_table, seq.num_published_blocks) == ([], 0)
+        group.forked = len(group.live) == 1
         self.gone = [*self.gone[-7:], group]
 
     def try_to_swap(self, group, out, spare):
@@ -935,7 +938,7 @@ class Machine(RuleBasedStateMachine):
     def grow_some(self, index, tokens, some):
         group = self.pick(self.groups, index)
         self.append_tokens(group, tokens)
-        self.grow([seq for i, seq in enumerate(group.scheduled) if some >> i & 1])
+        self.grow([seq for i, seq in enumerate(group.next_sequences) if some >> i & 1])
 
     @precondition(lambda self: self.groups)
     @rule(
@@ -993,7 +996,7 @@ class Machine(RuleBasedStateMachine):
         before = self.state()
         size = self.manager.block_size
         for seq in self.holding():
-            if seq.num_published == seq.num_computed_tokens // size:
+            if seq.num_published_blocks == seq.num_computed_tokens // size:
                 self.manager.publish(seq)  # nothing new was computed: no effect
         for seq in (seq for group in self.gone for seq in group.live):
             self.manager.free(seq)  # it holds nothing: no effect
@@ -1030,7 +1033,7 @@ class Machine(RuleBasedStateMachine):
         )
         assert len(set(published.values())) == len(published)
 
-        ids = [manager.blocks[block].prefix_id for block in published.values()]
+        ids = [manager.blocks[block].name for block in published.values()]
         assert len(set(ids)) == len(ids)
         for block in published.values():
             assert block < manager.num_blocks
@@ -1047,7 +1050,7 @@ class Machine(RuleBasedStateMachine):
         for group in self.groups + self.swapped:
             held = {block for seq in group.live for block in seq.block_table}
             lengths = [len(seq.token_ids) for seq in group.live]
-            assert len(held) <= manager.room(group.num_prompt_tokens, lengths)
+            assert len(held) <= manager.most_blocks(group.num_prompt_tokens, lengths)
             assert {block < manager.num_blocks for block in held} == {
                 group in self.groups
             }
@@ -1061,7 +1064,7 @@ class Machine(RuleBasedStateMachine):
         names = self.name(seq)
 
         assert len(set(seq.block_table)) == len(seq.block_table)
-        assert seq.num_published <= computed // size
+        assert seq.num_published_blocks <= computed // size
 
         found = [slot for block in seq.block_table for slot in self.content[block]]
         assert found[:computed] == names[:computed], (

@@ -41,7 +41,7 @@ def test_one_step_ahead_changes_no_answer(engine, expected, mode, caching):
 
         assert serve(llm, draw_requests(seed)) == expected[seed]
         stats = llm.stats()
-        assert len(llm.blocks.free_swap_blocks) == llm.runner.num_swap_blocks
+        assert len(llm.block_manager.free_swap_blocks) == llm.runner.num_swap_blocks
         assert sorted(llm.scheduler.free_rows) == list(range(64))
 
         before["recompute"] += stats.preemptions_recompute
@@ -60,13 +60,13 @@ def test_a_step_is_launched_before_the_previous_one_is_read(engine):
 
     (seq,) = llm.scheduler.running[0].live
     assert seq.num_computed_tokens == 3
-    assert seq.num_unread_tokens == 1
+    assert seq.num_pending_tokens == 1
     assert len(seq.token_ids) == 3
 
     (output,) = llm.step()  # the second is launched, then the first is read
     assert len(output.outputs[0].token_ids) == 1
     assert seq.num_computed_tokens == 4
-    assert seq.num_unread_tokens == 1
+    assert seq.num_pending_tokens == 1
     assert len(seq.token_ids) == 4
     assert [len(llm.step()[0].outputs[0].token_ids) for _ in range(2)] == [2, 3]
     assert not llm.has_unfinished_requests()

@@ -249,8 +249,8 @@ def check_empty(llm):
         and stats.blocks_used == stats.tokens_held == 0
     )
     assert (
-        len(llm.blocks.free_swap_blocks)
-        == len(llm.blocks.blocks) - llm.blocks.num_blocks
+        len(llm.block_manager.free_swap_blocks)
+        == len(llm.block_manager.blocks) - llm.block_manager.num_blocks
     )
 
 
@@ -414,15 +414,15 @@ def test_the_message_of_256_decodes_is_small(ahead, engine, monkeypatch):
     sizes = [len(pickle.dumps(message)) for message in decodes]
     print(f"256 decodes: {min(sizes):,} to {max(sizes):,} bytes")
 
-    assert any(len(batch.table_updates) == 256 for batch in decodes), (
+    assert any(len(batch.message.table_updates) == 256 for batch in decodes), (
         "all need a block at once"
     )
     assert max(sizes) < 16 * 1024
 
     batch = max(decodes, key=lambda message: len(pickle.dumps(message)))
-    batch.token_ids = [150_000 + i for i in range(256)]
-    batch.ends = [100_000 + i for i in range(256)]
-    batch.table_updates = [(i, 6000 + i, [90_000 + i]) for i in range(256)]
+    batch.message.token_ids = [150_000 + i for i in range(256)]
+    batch.message.ends = [100_000 + i for i in range(256)]
+    batch.message.table_updates = [(i, 6000 + i, [90_000 + i]) for i in range(256)]
     print(f"with large numbers: {len(pickle.dumps(batch)):,} bytes")
 
     assert len(pickle.dumps(batch)) < 16 * 1024
@@ -433,7 +433,7 @@ def test_a_message_holds_plain_data_that_any_process_can_read(engine, monkeypatc
     llm = engine(None, block_size=16, num_blocks=1600, max_num_seqs=256)
     decodes, others = decode_messages(llm, monkeypatch, [[5, 6, 7]] * 3, 4)
     for batch in decodes + others:
-        assert len(batch.drawn_rows) == len(batch.samples) == 3
+        assert len(batch.message.sampled_rows) == len(batch.message.samples) == 3
         assert b"nanopaged.sequence" not in pickle.dumps(batch)
 
 
@@ -808,7 +808,7 @@ def test_the_smallest_pool_of_all_ranks_is_the_pool(
     prompts = draw_prompts(llama, [17] * 6, 24)
     with start(llama, num_blocks=None) as llm:
         assert (
-            llm.blocks.num_blocks
+            llm.block_manager.num_blocks
             == llm.runner.num_blocks
             == llm.stats().blocks_total
             == 30
@@ -849,7 +849,7 @@ def test_ranks_with_more_kv_heads_have_room_for_fewer_blocks(
         preemption_mode="swap",
         swap_space=60 * block_bytes / 2**30,
     ) as llm:
-        assert (llm.blocks.num_blocks, llm.runner.num_swap_blocks) == (30, 60)
+        assert (llm.block_manager.num_blocks, llm.runner.num_swap_blocks) == (30, 60)
         answers = generate(llm, prompts, greedy(24))
         assert llm.stats().preemptions_swap > 0
 

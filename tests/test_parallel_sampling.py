@@ -93,13 +93,13 @@ def test_the_first_write_inside_a_shared_block_copies_it_except_for_the_last_hol
     for seq in sequences:
         seq.token_ids.append(9)
 
-    assert manager.missing(sequences) == 2
+    assert manager.num_blocks_to_grow(sequences) == 2
     assert [manager.grow(seq) for seq in sequences] == [[(1, 2)], [(1, 3)], []]
     assert tables(*sequences) == [[0, 2], [0, 3], [0, 1]]
     assert ref_counts(manager) == [3, 1, 1, 1, 0, 0, 0, 0]
 
     compute(manager, *sequences)
-    assert manager.missing(sequences) == 0
+    assert manager.num_blocks_to_grow(sequences) == 0
     # Each has its own block by now.
     assert append_tokens(manager, *sequences) == [[], [], []]
     assert tables(*sequences) == [[0, 2], [0, 3], [0, 1]]
@@ -110,7 +110,7 @@ def test_after_a_fork_on_a_boundary_nothing_is_copied():
     sequences = forked_group(manager, A + B, n=3)
     for seq in sequences:
         seq.token_ids.append(9)
-    assert manager.missing(sequences) == 3
+    assert manager.num_blocks_to_grow(sequences) == 3
     assert [manager.grow(seq) for seq in sequences] == [[], [], []]
     assert tables(*sequences) == [[0, 1, 2], [0, 1, 3], [0, 1, 4]]
     assert ref_counts(manager) == [3, 3, 1, 1, 1, 0, 0, 0]
@@ -134,10 +134,10 @@ def test_one_step_may_need_a_copy_and_new_blocks():
     for seq in sequences:
         seq.token_ids += [9] * 4
 
-    assert manager.missing([first]) == 2
-    assert manager.missing(sequences) == 3
+    assert manager.num_blocks_to_grow([first]) == 2
+    assert manager.num_blocks_to_grow(sequences) == 3
     assert manager.grow(first) == [(1, 2)]
-    assert manager.missing([second]) == 1
+    assert manager.num_blocks_to_grow([second]) == 1
     assert manager.grow(second) == []
     assert tables(*sequences) == [[0, 2, 3], [0, 1, 4]]
 
@@ -148,17 +148,17 @@ def test_missing_counts_the_blocks_any_of_the_holders_will_take():
     for seq in sequences:
         seq.token_ids.append(9)
 
-    assert manager.missing([]) == 0
-    assert [manager.missing([seq]) for seq in sequences] == [1, 1, 1]
-    assert [manager.missing(pair) for pair in ([a, b], [b, c], [a, c])] == [2, 2, 2]
-    assert manager.missing(sequences) == 2
+    assert manager.num_blocks_to_grow([]) == 0
+    assert [manager.num_blocks_to_grow([seq]) for seq in sequences] == [1, 1, 1]
+    assert [manager.num_blocks_to_grow(pair) for pair in ([a, b], [b, c], [a, c])] == [2, 2, 2]
+    assert manager.num_blocks_to_grow(sequences) == 2
 
     finish(manager, b)
-    assert manager.missing([a]) == 1
-    assert manager.missing([a, c]) == 1
+    assert manager.num_blocks_to_grow([a]) == 1
+    assert manager.num_blocks_to_grow([a, c]) == 1
 
     finish(manager, c)
-    assert manager.missing([a]) == 0
+    assert manager.num_blocks_to_grow([a]) == 0
 
 
 def test_a_copy_without_a_free_block_is_not_needed_once_the_other_holder_goes():
@@ -168,10 +168,10 @@ def test_a_copy_without_a_free_block_is_not_needed_once_the_other_holder_goes():
         seq.token_ids.append(9)
 
     assert not manager.free_blocks
-    assert manager.missing([first, second]) == 1
+    assert manager.num_blocks_to_grow([first, second]) == 1
 
     finish(manager, second)
-    assert manager.missing([first]) == 0
+    assert manager.num_blocks_to_grow([first]) == 0
     assert manager.grow(first) == []
     assert first.block_table == [0, 1]
     assert ref_counts(manager) == [1, 1]
@@ -400,6 +400,7 @@ class Contents:
         self.write(leader)
         for other in others:
             self.manager.fork(leader, other)
+        leader.group.forked = True
         self.groups.append(sequences)
         self.events["admitted"] += 1
 
@@ -409,7 +410,7 @@ class Contents:
         for seq in sequences:
             seq.token_ids += [self.rng.randrange(2) for _ in range(count)]
 
-        missing = self.manager.missing(sequences)
+        missing = self.manager.num_blocks_to_grow(sequences)
         free = len(self.manager.free_blocks)
         if missing > free:
             for seq in sequences:
@@ -726,7 +727,7 @@ def test_the_prompt_is_computed_once(llama, engine):
     while llm.has_unfinished_requests():
         llm.step()
 
-    assert [batch.counts for batch in batches] == [
+    assert [batch.message.counts for batch in batches] == [
         [8],
         [8],
         [4],
@@ -735,7 +736,7 @@ def test_the_prompt_is_computed_once(llama, engine):
         [1] * 5,
     ]
     takers = [
-        [(i, seq.index) for i, seq in zip(batch.samples, batch.drawn, strict=True)]
+        [(i, seq.index) for i, seq in zip(batch.message.samples, batch.sampled, strict=True)]
         for batch in batches
     ]
 
@@ -769,16 +770,16 @@ def test_a_fork_inside_a_block(llama, engine):
         check_invariants(llm)
         (group,) = running_groups(llm)
         assert tables(*group.live) == expected
-        assert ref_counts(llm.blocks)[:16] == counts + [0] * (16 - len(counts))
-        assert batches[-1].copies == copies
+        assert ref_counts(llm.block_manager)[:16] == counts + [0] * (16 - len(counts))
+        assert batches[-1].message.copies == copies
 
     (output,) = llm.step()
     assert output.request_id == request
     assert len({tuple(tokens[:2]) for tokens in all_tokens_of(output)}) == 3
     assert llm.stats().blocks_copied == 2
     # Tail first; full blocks can be found, so they go to the back.
-    assert list(llm.blocks.free_blocks)[-4:] == [2, 3, 1, 0]
-    assert len(llm.blocks.free_blocks) == 16
+    assert list(llm.block_manager.free_blocks)[-4:] == [2, 3, 1, 0]
+    assert len(llm.block_manager.free_blocks) == 16
 
 
 def test_a_fork_on_a_boundary(llama, engine):
@@ -791,7 +792,7 @@ def test_a_fork_on_a_boundary(llama, engine):
         llm.step()
         check_invariants(llm)
         assert tables(*running_groups(llm)[0].live) == expected
-    assert ref_counts(llm.blocks)[:6] == [3, 3, 1, 1, 1, 0]
+    assert ref_counts(llm.block_manager)[:6] == [3, 3, 1, 1, 1, 0]
 
     llm.step()
     assert llm.stats().blocks_copied == 0
@@ -817,7 +818,7 @@ def test_a_sequence_that_ends_with_its_first_token_copies_nothing(llama, engine)
     fresh.step()
 
     check_invariants(fresh)
-    assert ref_counts(fresh.blocks)[:3] == [2, 2, 0]
+    assert ref_counts(fresh.block_manager)[:3] == [2, 2, 0]
 
     fresh.step()
     assert fresh.stats().blocks_copied == 1
@@ -849,7 +850,7 @@ def test_two_groups_with_one_prompt_share_its_full_blocks(llama, engine):
         check_invariants(llm)
         assert [tables(*group.live) for group in running_groups(llm)] == expected
 
-    assert ref_counts(llm.blocks)[:6] == [4, 1, 1, 1, 1, 0]
+    assert ref_counts(llm.block_manager)[:6] == [4, 1, 1, 1, 1, 0]
     while llm.has_unfinished_requests():
         llm.step()
 
@@ -895,7 +896,7 @@ def test_a_copy_without_a_free_block_preempts_the_youngest_group(llama, mode, en
     check_invariants(llm)
     first, second = running_groups(llm)
     assert (tables(*first.live), tables(*second.live)) == ([[0, 1]], [[2, 3], [2, 3]])
-    assert list(llm.blocks.free_blocks) == [4]
+    assert list(llm.block_manager.free_blocks) == [4]
 
     llm.step()
     check_invariants(llm)
@@ -903,12 +904,12 @@ def test_a_copy_without_a_free_block_preempts_the_youngest_group(llama, mode, en
     assert tables(*first.live) == [[0, 1, 4]]
     if mode == "swap":
         assert is_swapped(second)
-        assert batches[-1].swaps_out == [(2, 5), (3, 6)]
+        assert batches[-1].message.swaps_out == [(2, 5), (3, 6)]
         assert tables(*second.live) == [[5, 6], [5, 6]]
-        assert ref_counts(llm.blocks) == [1, 1, 0, 0, 1, 2, 2, 0, 0]
+        assert ref_counts(llm.block_manager) == [1, 1, 0, 0, 1, 2, 2, 0, 0]
     else:
         assert not is_swapped(second)
-        assert ref_counts(llm.blocks) == [1, 1, 0, 0, 1, 0, 0, 0, 0]
+        assert ref_counts(llm.block_manager) == [1, 1, 0, 0, 1, 0, 0, 0, 0]
 
     last = drain_checked(llm)
     assert [all_tokens_of(last[request]) for request in requests] == expected
@@ -1058,15 +1059,15 @@ def test_swapped_groups_keep_sharing_and_move_once_each_way(llama, engine):
         check_invariants(llm)
 
         batch = batches[-1]
-        moved += len(batch.swaps_out) + len(batch.swaps_in)
-        for pairs in (batch.swaps_out, batch.swaps_in):
+        moved += len(batch.message.swaps_out) + len(batch.message.swaps_in)
+        for pairs in (batch.message.swaps_out, batch.message.swaps_in):
             assert (
                 len(dict(pairs)) == len({target for _, target in pairs}) == len(pairs)
             )
 
         for group in llm.scheduler.waiting:
             if is_swapped(group):
-                assert group not in [seq.group for seq in batch.drawn]
+                assert group not in [seq.group for seq in batch.sampled]
                 assert all(seq.row < 0 for seq in group.live)
                 first, second, third = tables(*group.live)
                 assert first[0] == second[0] == third[0]  # the prompt's full block
@@ -1085,12 +1086,12 @@ def test_swapped_groups_keep_sharing_and_move_once_each_way(llama, engine):
     assert trips > 1
     stats = llm.stats()
     assert stats.blocks_swapped == moved > 0
-    assert sum(len(b.swaps_out) for b in batches) == sum(
-        len(b.swaps_in) for b in batches
+    assert sum(len(b.message.swaps_out) for b in batches) == sum(
+        len(b.message.swaps_in) for b in batches
     )
     assert stats.preemptions_recompute == 0
     # Nothing was computed twice.
-    assert sum(sum(batch.counts) for batch in batches) == 4 * (6 + 3 * 13)
+    assert sum(sum(batch.message.counts) for batch in batches) == 4 * (6 + 3 * 13)
 
 
 @pytest.mark.parametrize(
@@ -1156,7 +1157,7 @@ def test_swap_space_is_counted_in_whole_blocks(llama, blocks, engine):
             swap_space=swap_space(llama, blocks, 4) + extra * swap_space(llama, 1, 4),
         )
         # A part of a block does not count.
-        assert len(llm.blocks.free_swap_blocks) == blocks
+        assert len(llm.block_manager.free_swap_blocks) == blocks
 
 
 # --- the engine: constrained is unconstrained ---
@@ -1353,13 +1354,13 @@ def test_aborting_at_any_step_frees_all_blocks_and_changes_no_other_token(
 def test_aborting_a_swapped_group_frees_its_swap_blocks(llama, engine, unconstrained):
     llm = engine(llama, **constrained(llama, 3, "swap", True, 1))
     requests = add_all(llm, *work(3))
-    total = len(llm.blocks.free_swap_blocks)
+    total = len(llm.block_manager.free_swap_blocks)
     (group,) = step_until_swapped(llm)
-    assert len(llm.blocks.free_swap_blocks) == total - len(blocks_of(group))
+    assert len(llm.block_manager.free_swap_blocks) == total - len(blocks_of(group))
 
     llm.abort_request(group.request_id)
     check_invariants(llm)
-    assert len(llm.blocks.free_swap_blocks) == total
+    assert len(llm.block_manager.free_swap_blocks) == total
 
     last = drain_checked(llm)
     for request, tokens in zip(requests, unconstrained(3), strict=True):
@@ -1370,15 +1371,15 @@ def test_aborting_a_swapped_group_frees_its_swap_blocks(llama, engine, unconstra
 def test_aborting_all_while_some_are_swapped(llama, engine):
     llm = engine(llama, **constrained(llama, 3, "swap", True, 1))
     requests = add_all(llm, *work(3))
-    total = len(llm.blocks.free_swap_blocks)
+    total = len(llm.block_manager.free_swap_blocks)
     step_until_swapped(llm)
 
     for request in requests:
         llm.abort_request(request)
         check_invariants(llm)
     assert not (llm.scheduler.waiting or llm.scheduler.running)
-    assert len(llm.blocks.free_blocks) == llm.blocks.num_blocks
-    assert len(llm.blocks.free_swap_blocks) == total
+    assert len(llm.block_manager.free_blocks) == llm.block_manager.num_blocks
+    assert len(llm.block_manager.free_swap_blocks) == total
 
     llm.step()
 

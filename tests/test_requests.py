@@ -775,7 +775,7 @@ def test_a_constant_hash_costs_hits_and_never_a_token(
     for constant in (False, True):
         llm = engine(llama, block_size=4, num_blocks=num_blocks, max_model_len=40)
         if constant:
-            llm.blocks.hash_function = constant_hash
+            llm.block_manager.hash_function = constant_hash
         for _ in range(2):
             outputs = llm.generate(prompts, greedy(), use_tqdm=False)
             assert [tokens_of(output) for output in outputs] == expected
@@ -863,7 +863,7 @@ def test_after_ctrl_c_anywhere_an_engine_is_right_or_shut_down(ahead):
             interrupted(llm, rng.randint(1, total))
         try:
             assert answers(llm) == expected
-            assert not llm.scheduler.news and len(llm.blocks.free_blocks) == 24
+            assert not llm.scheduler.changed and len(llm.block_manager.free_blocks) == 24
         except RuntimeError as error:
             assert "shut down" in str(error)
             closed += 1

@@ -87,7 +87,7 @@ class World:
         )
         limit = self.max_model_len
         group = SequenceGroup(None, list(prompt), params, set(stop), limit, None, beams)
-        room = self.blocks.room(len(prompt), [group.max_len] * n)
+        room = self.blocks.most_blocks(len(prompt), [group.max_len] * n)
 
         assert n <= self.max_num_seqs and room <= self.blocks.num_blocks, (
             "the engine would reject it"
@@ -102,7 +102,7 @@ class World:
         """Schedule a step, carry it out and check it; returns its batch."""
         scheduler = self.scheduler
         blocks = self.blocks.blocks
-        settled = {i: blocks[i].prefix_id for i in self.blocks.published.values()}
+        settled = {i: blocks[i].name for i in self.blocks.published.values()}
         free = list(self.blocks.free_blocks)
         live = [group for group in self.groups if group.live]
         before = {
@@ -116,19 +116,19 @@ class World:
         }
         batch = scheduler.schedule()
 
-        assert bool(batch.rows) == bool(live), "a step without work"
-        self.move(batch.swaps_out)
+        assert bool(batch.message.rows) == bool(live), "a step without work"
+        self.move(batch.message.swaps_out)
 
         found = set(self.blocks.published.values())
         for i in free:  # what was taken and is not a hit has lost its content
             if blocks[i].ref_count and (
-                i not in found or settled.get(i) != blocks[i].prefix_id
+                i not in found or settled.get(i) != blocks[i].name
             ):
                 self.content[i] = [None] * self.block_size
 
-        self.move(batch.swaps_in)
-        self.move(batch.copies)
-        for row, first, block_ids in batch.table_updates:
+        self.move(batch.message.swaps_in)
+        self.move(batch.message.copies)
+        for row, first, block_ids in batch.message.table_updates:
             self.mirror[row][first : first + len(block_ids)] = block_ids
 
         self.check_work(batch, before)
@@ -140,7 +140,7 @@ class World:
 
     def working(self, batch):
         rows = {seq.row: seq for group in self.scheduler.running for seq in group.live}
-        return [rows[row] for row in batch.rows]
+        return [rows[row] for row in batch.message.rows]
 
     def held(self, group):
         return {block for seq in group.live for block in seq.block_table}
@@ -168,17 +168,17 @@ class World:
         budget = self.budget
         catching_up = False
         working = self.working(batch)
-        counts = dict(zip(working, batch.counts, strict=True))
+        counts = dict(zip(working, batch.message.counts, strict=True))
         assert all(count > 0 for count in counts.values())
 
         worked = [
             seq for group in scheduler.running for seq in group.live if seq in counts
         ]
         assert working == worked
-        assert batch.ends == [seq.num_computed_tokens for seq in worked]
+        assert batch.message.ends == [seq.num_computed_tokens for seq in worked]
 
-        spans = zip(worked, batch.counts, batch.ends, strict=True)
-        assert batch.token_ids == [
+        spans = zip(worked, batch.message.counts, batch.message.ends, strict=True)
+        assert batch.message.token_ids == [
             t for s, count, e in spans for t in s.token_ids[e - count : e]
         ]
         assert sum(counts.values()) <= budget
@@ -229,7 +229,7 @@ class World:
                 samples += [(s if forked else leader, s) for s in group.live]
             admitted += [s for s in group.live if before["rows"][s] < 0]
 
-        takers = zip(batch.samples, batch.drawn, strict=True)
+        takers = zip(batch.message.samples, batch.sampled, strict=True)
         assert [(working[i], seq) for i, seq in takers] == samples
         assert batch.admitted == admitted
 
@@ -258,15 +258,15 @@ class World:
             swapped += need * is_swapped(group)
             expected["swaps" if is_swapped(group) else "again"] += 1
 
-        assert len(batch.swaps_out) == swapped
-        expected.update(copied=len(batch.copies), swapped=swapped + len(batch.swaps_in))
+        assert len(batch.message.swaps_out) == swapped
+        expected.update(copied=len(batch.message.copies), swapped=swapped + len(batch.message.swaps_in))
         assert self.counted() - before["counted"] == +expected
 
     def check_slots(self, batch, settled):
         blocks = self.blocks.blocks
         written = set()
         names = {seq: self.name(seq) for group in self.groups for seq in group.live}
-        for seq, count in zip(self.working(batch), batch.counts, strict=True):
+        for seq, count in zip(self.working(batch), batch.message.counts, strict=True):
             row = self.mirror[seq.row]
             assert row[: len(seq.block_table)] == seq.block_table, (
                 "the runner has another table"
@@ -279,7 +279,7 @@ class World:
                 offset = position % self.block_size
                 assert (block, offset) not in written, "two sequences write one slot"
                 written.add((block, offset))
-                old = settled.get(block) == blocks[block].prefix_id
+                old = settled.get(block) == blocks[block].name
                 found = block in self.blocks.published.values()
                 assert not (found and old), "a published block is written"
                 self.content[block][offset] = names[seq][position]
@@ -343,13 +343,13 @@ class World:
 
     def update(self, batch):
         tokens, logprobs = [], {}
-        for i, seq in enumerate(batch.drawn):
+        for i, seq in enumerate(batch.sampled):
             emit = self.emits[seq.group]
             if seq.group.beams:
                 logprobs[i] = emit(seq.token_ids, seq.group.params.logprobs)
             tokens.append(0 if seq.group.beams else emit(len(seq.token_ids), seq.index))
         output = SamplerOutput(torch.tensor(tokens, dtype=torch.int64), logprobs)
-        self.scheduler.update(batch, output)
+        self.scheduler.update(batch, output.read(), output.logprobs)
 
     def step(self):
         """Take a whole step; returns {group: number of tokens computed}."""
@@ -357,7 +357,7 @@ class World:
         done = Counter()
         working = self.working(batch)
         self.update(batch)
-        for seq, count in zip(working, batch.counts, strict=True):
+        for seq, count in zip(working, batch.message.counts, strict=True):
             done[seq.group] += count
         return dict(done)
 
@@ -414,7 +414,7 @@ class World:
 
     def alone(self, group):
         """The same beam search on its own, with enough of everything."""
-        num_blocks = self.blocks.room(0, [group.max_len] * group.params.n)
+        num_blocks = self.blocks.most_blocks(0, [group.max_len] * group.params.n)
         world = World(
             num_blocks,
             self.block_size,
@@ -495,7 +495,7 @@ def test_a_step_samples_only_where_it_reaches_the_last_token():
     steps = []
     while world.scheduler.waiting or world.scheduler.running:
         batch = world.schedule()
-        steps.append((batch.counts, batch.drawn, len(only(group).token_ids)))
+        steps.append((batch.message.counts, batch.sampled, len(only(group).token_ids)))
         world.update(batch)
 
     sample = [only(group)]
@@ -642,8 +642,8 @@ def test_a_preempted_sequence_keeps_its_tokens_and_resumes_from_what_is_cached(
 
     batch = world.schedule()  # the first has finished
     # Its second block was taken before its first: blocks are freed tail first.
-    assert batch.counts == [length - 4 if caching else length]
-    assert batch.drawn == [only(second)]
+    assert batch.message.counts == [length - 4 if caching else length]
+    assert batch.sampled == [only(second)]
     assert second.num_cached_tokens == 0  # counted at its first admission
 
     world.update(batch)
@@ -675,19 +675,19 @@ def test_a_group_computes_its_prompt_once_then_each_writes_to_its_own_block():
     a, b, c = group.sequences
     batch = world.schedule()
 
-    assert (batch.rows, batch.counts, batch.admitted) == ([a.row], [6], [a, b, c])
-    assert (batch.samples, batch.drawn) == ([0, 0, 0], [a, b, c])
+    assert (batch.message.rows, batch.message.counts, batch.admitted) == ([a.row], [6], [a, b, c])
+    assert (batch.message.samples, batch.sampled) == ([0, 0, 0], [a, b, c])
     assert tables(group) == [[0, 1], [0, 1], [0, 1]]
 
     world.update(batch)
     assert [seq.token_ids[-1] for seq in group.live] == [1006, 2006, 3006]
 
     batch = world.schedule()
-    assert (batch.rows, batch.counts) == ([a.row, b.row, c.row], [1, 1, 1])
-    assert (batch.samples, batch.drawn) == ([0, 1, 2], [a, b, c])
-    assert batch.copies == [(1, 2), (1, 3)]
+    assert (batch.message.rows, batch.message.counts) == ([a.row, b.row, c.row], [1, 1, 1])
+    assert (batch.message.samples, batch.sampled) == ([0, 1, 2], [a, b, c])
+    assert batch.message.copies == [(1, 2), (1, 3)]
     assert tables(group) == [[0, 2], [0, 3], [0, 1]]
-    assert batch.table_updates == [
+    assert batch.message.table_updates == [
         (a.row, 1, [2]),
         (b.row, 0, [0, 3]),
         (c.row, 0, [0, 1]),
@@ -708,7 +708,7 @@ def test_sequences_of_a_group_sample_in_the_same_step_or_not_at_all():
     steps = []
     while {len(seq.token_ids) for seq in group.live} == {10}:
         batch = world.schedule()
-        steps.append((batch.counts, len(batch.samples)))
+        steps.append((batch.message.counts, len(batch.message.samples)))
         world.update(batch)
 
     # The leader's prompt; all but the last of 5 tokens for each; then the last of each.
@@ -762,7 +762,7 @@ def test_a_dropped_beam_makes_room_for_a_fork():
 
     assert (first.token_ids[6:], second.token_ids[6:]) == ([7], [8])
     batch = world.schedule()
-    assert batch.copies == [(1, 2)]
+    assert batch.message.copies == [(1, 2)]
     assert tables(group) == [[0, 2], [0, 1]]
 
     world.update(batch)
@@ -771,8 +771,8 @@ def test_a_dropped_beam_makes_room_for_a_fork():
     assert first.cumulative_logprob == -2.6
 
     batch = world.schedule()  # a copied block again, in the row of the first one
-    assert batch.copies == [(1, 2)]
-    assert batch.table_updates == [(first.row, 0, [0, 2])]
+    assert batch.message.copies == [(1, 2)]
+    assert batch.message.table_updates == [(first.row, 0, [0, 2])]
 
     world.update(batch)
     assert {seq.finish_reason for seq in group.sequences} == {"length"}
@@ -981,7 +981,7 @@ def test_logprobs_go_to_the_sequence_that_asked_for_them():
     for tokens, logprob in (([5, 6], -0.5), ([7, 8], -0.25)):
         batch = world.scheduler.schedule()
         output = SamplerOutput(torch.tensor(tokens), {1: {tokens[1]: logprob, 9: -2.0}})
-        world.scheduler.update(batch, output)
+        world.scheduler.update(batch, output.read(), output.logprobs)
 
     assert only(first).logprobs == []
     assert only(second).logprobs == [{6: -0.5, 9: -2.0}, {8: -0.25, 9: -2.0}]
@@ -1022,7 +1022,7 @@ def draw_request(rng, world, number, most):
     stop = [2] if rng.random() < 0.2 else []
     max_len = min(length + max_tokens, world.max_model_len)
     n = rng.randint(1, most)
-    while world.blocks.room(length, [max_len] * n) > world.blocks.num_blocks:
+    while world.blocks.most_blocks(length, [max_len] * n) > world.blocks.num_blocks:
         n -= 1  # the engine would reject it
 
     salt = rng.choice([None, None, "a"])

@@ -133,10 +133,10 @@ class Stress:
 
     def schedule_checked(self):
         batch = self.schedule()
-        for moves in (batch.swaps_out, batch.swaps_in, batch.copies):
+        for moves in (batch.message.swaps_out, batch.message.swaps_in, batch.message.copies):
             assert len({target for _, target in moves}) == len(moves)
         # Each moves once, even if several sequences share it.
-        assert len(dict(batch.swaps_in)) == len(batch.swaps_in)
+        assert len(dict(batch.message.swaps_in)) == len(batch.message.swaps_in)
         return batch
 
     def add(self):
@@ -238,10 +238,10 @@ def run_stress(count, seed, roomy, llm):
     expected = roomy(requests)
     assert len({str(all_tokens_of(output)) for output in expected}) > 0.9 * count
 
-    free = len(llm.blocks.free_blocks), len(llm.blocks.free_swap_blocks)
+    free = len(llm.block_manager.free_blocks), len(llm.block_manager.free_swap_blocks)
     stress = Stress(llm, requests, random.Random(seed + 1))
     stress.run()
-    assert (len(llm.blocks.free_blocks), len(llm.blocks.free_swap_blocks)) == free
+    assert (len(llm.block_manager.free_blocks), len(llm.block_manager.free_swap_blocks)) == free
     check_answers(stress, expected)
 
     stats = llm.stats()
@@ -268,8 +268,8 @@ def run_setting(name, count, seed, llama, engine, roomy):
     llm = stress_engine(
         engine, llama, swap_space(llama, swap_blocks, BLOCK_SIZE), **options
     )
-    assert len(llm.blocks.free_blocks) == BLOCKS
-    assert len(llm.blocks.free_swap_blocks) == swap_blocks
+    assert len(llm.block_manager.free_blocks) == BLOCKS
+    assert len(llm.block_manager.free_swap_blocks) == swap_blocks
 
     seen = run_stress(count, seed, roomy, llm)
     assert not any(seen[event] for event in absent)
