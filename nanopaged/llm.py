@@ -9,7 +9,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from typing import Any, TypeAlias
@@ -84,6 +84,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._notify("begin")
 
         batch = self.scheduler.schedule()
+        assert batch.message.rows or self._launched, "nobody can run: blocks were lost"
         self._notify("scheduled", batch)
 
         sampled = self.runner.execute(batch)
@@ -152,7 +153,8 @@ class LLM(AbstractContextManager["LLM"]):
         """Queue a request for `step` and return its id. A bad one raises and changes
         nothing.
         """
-        group = self._make_group(prompt, sampling_params)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        group = self._make_group(prompt, params)
         with self._exclusive():
             request_id = self._add(group)
             self._for_step.add(request_id)
@@ -277,7 +279,7 @@ class LLM(AbstractContextManager["LLM"]):
         if not is_list or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         if not isinstance(params, (list, tuple)):
-            params = [params] * len(prompts)
+            params = [SamplingParams() if params is None else params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"sampling_params must be as many as the prompts, or one for all: got "
@@ -295,8 +297,7 @@ class LLM(AbstractContextManager["LLM"]):
         if isinstance(params, BeamSearchParams):
             beams = copy(params)
             params = self._beam_sampling_params(beams)
-        params = SamplingParams() if params is None else copy(params)
-        check_type("sampling_params", params, SamplingParams)
+        params = copy(check_type("sampling_params", params, SamplingParams))
         max_num_seqs = self.config.max_num_seqs
         check_int(f"n, with max_num_seqs={max_num_seqs},", params.n, 1, max_num_seqs)
         check_int(f"logprobs, with {vocab_size} tokens,", params.logprobs or 0, 0, vocab_size)
@@ -339,13 +340,15 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it has one, and its token ids."""
-        content = prompt
-        if hasattr(prompt, "keys") and len(prompt) == 1:
-            content = prompt.get("prompt", prompt.get("prompt_token_ids"))
-        if isinstance(content, str) and self.tokenizer is not None:
-            return content, self.tokenizer(content).input_ids
-        if isinstance(content, Iterable) and not isinstance(content, (str, bytes, dict)):
-            return None, check_token_ids("prompt", content, self.model_config.vocab_size)
+        text = token_ids = prompt
+        if isinstance(prompt, Mapping):
+            has_one_key = len(prompt) == 1
+            text = prompt.get("prompt") if has_one_key else None
+            token_ids = prompt.get("prompt_token_ids") if has_one_key else None
+        if isinstance(text, str) and self.tokenizer is not None:
+            return text, self.tokenizer(text).input_ids
+        if isinstance(token_ids, Iterable) and not isinstance(token_ids, (str, bytes)):
+            return None, check_token_ids("prompt", token_ids, self.model_config.vocab_size)
         raise ValueError(
             "prompt must be a list of token ids or, with a tokenizer, a string, or "
             f"{{'prompt': str}} or {{'prompt_token_ids': list}}, got {prompt!r:.200}")

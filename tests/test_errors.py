@@ -395,7 +395,7 @@ def test_a_group_larger_than_the_pool_is_rejected(llama, engine, good):
     prompt = good[0][0]  # 6 tokens
     assert llm.add_request(prompt, greedy(n=4, max_tokens=26))  # 4 blocks each
 
-    words = ["blocks for n", "lower it or max_tokens", "num_blocks", "16", "got 17"]
+    words = ["17 sequences", "17 blocks", "num_blocks is 16", "lower n", "max_tokens"]
     assert_rejected(
         lambda: llm.add_request(prompt[:1], greedy(n=17, max_tokens=7)), words
     )

@@ -789,17 +789,16 @@ def test_ctrl_c_after_scheduling_leaves_nothing_uncomputed_in_the_cache(
 ):
     prompts, expected = work
     llm = engine(llama)
-    schedule = llm.scheduler.schedule
 
-    def interrupted():
-        schedule()
-        raise KeyboardInterrupt
+    def interrupt(phase, batch):
+        if phase == "scheduled":
+            raise KeyboardInterrupt
 
-    llm.scheduler.schedule = interrupted
+    llm.observers.append(interrupt)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, greedy(), use_tqdm=False)
 
-    llm.scheduler.schedule = schedule
+    llm.observers.clear()
     outputs = llm.generate(prompts, greedy(), use_tqdm=False)
     assert [tokens_of(output) for output in outputs] == expected
     assert llm.stats().blocks_cached and not outputs[0].num_cached_tokens

@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 
-from helpers import chi_square, complete, generate, greedy, tokens_of
+from helpers import drain, chi_square, complete, generate, greedy, tokens_of
 from nanopaged import SamplingParams
 
 DRAWS = 3000
@@ -469,7 +469,20 @@ def test_the_default_params_are_those_of_vllm():
     assert params.seed is None and params.logprobs is None and params.cache_salt is None
 
 
-def test_sampling_params_cannot_be_changed_under_a_running_request():
-    params = SamplingParams()
-    with pytest.raises(AttributeError):
-        params.temperature = 0.5
+def test_params_can_be_changed_and_a_running_request_keeps_what_it_was_given(
+    llama, engine
+):
+    llm = engine(llama)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4, stop_token_ids=[])
+    stops = params.stop_token_ids
+    request = llm.add_request([1, 2, 3], params)
+    params.max_tokens = 9
+    stops.extend(range(160))
+
+    outputs = drain(llm)[request]
+    assert len(outputs[-1].outputs[0].token_ids) == 4
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        params.max_tokens = 0
+    with pytest.raises(AttributeError, match="max_token"):
+        params.max_token = 5
+    assert params.max_tokens == 9
