@@ -45,7 +45,7 @@ class LLM(AbstractContextManager["LLM"]):
         path = resolve(config)
         self.model_config = load_config(path)
         self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
-        self.ranks = Ranks(config)
+        self.ranks = Ranks(config, self.model_config)
         with self.ranks.watched():
             self.runner = ModelRunner(config, self.model_config, path, self.ranks)
             if self.ranks.rank > 0:

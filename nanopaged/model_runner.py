@@ -55,14 +55,13 @@ class ModelRunner:
         self.max_model_len = config.max_model_len or max_positions
         check_int("max_model_len, with this model,", self.max_model_len, 2, max_positions)
 
-        # This rank's share of the model.
-        share = ranks.share(model_config)
+        share = ranks.share  # the sizes of this rank's part of the model
         self.num_layers = share.num_hidden_layers
         self.attention = pick_attention(config.attention_backend, self.device)
         self.backend = BACKENDS[self.attention](
             share.num_attention_heads, share.num_key_value_heads, share.head_dim,
             config.block_size, self.dtype, self.device)
-        self.model: Any = self._load_model(share, model_config, path)
+        self.model: Any = self._load_model(model_config, path)
         self.sampler = Sampler(config.max_num_seqs)
 
         # One block of one layer: first all its K, then all its V, head by head.
@@ -192,9 +191,9 @@ class ModelRunner:
 
     # -- Memory ------------------------------------------------------------------------
 
-    def _load_model(self, share: Any, model_config: Any, path: Path) -> CausalLM:
+    def _load_model(self, model_config: Any, path: Path) -> CausalLM:
         with self.device, local_torch_dtype(self.dtype):
-            model = CausalLM(share, self.backend, self.ranks)
+            model = CausalLM(self.ranks.share, self.backend, self.ranks)
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:

@@ -45,12 +45,35 @@ def start_rank(index: int, options: dict[str, Any], port: int) -> None:
     LLM(**options)
 
 
+def share_of(config: Any, num_ranks: int) -> Any:
+    """The model's config with the sizes of one rank's share, the same for all ranks.
+
+    Where there are more ranks than KV heads, several ranks have the same KV head.
+    """
+    share = copy(config)
+    for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
+        size = getattr(config, name)
+        if size % num_ranks:
+            raise ValueError(
+                f"tensor_parallel_size must divide {name}={size}, got {num_ranks}")
+        setattr(share, name, size // num_ranks)
+
+    num_kv_heads = config.num_key_value_heads
+    if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
+        raise ValueError(
+            f"tensor_parallel_size must divide num_key_value_heads={num_kv_heads} or be "
+            f"a multiple of it, got {num_ranks}")
+    share.num_key_value_heads = max(1, num_kv_heads // num_ranks)
+    return share
+
+
 class Ranks:
     """This process among the ranks of an engine."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, model_config: Any) -> None:
         self.rank = 0
         self.size = config.tensor_parallel_size
+        self.share = share_of(model_config, self.size)
         self.num_steps = 0  # how many messages were sent or received
         self.workers: Any = None  # the processes that were started here
         self.store: Any = None  # where ranks find each other and rank 0 puts its messages
@@ -83,29 +106,7 @@ class Ranks:
             backend = dist.ProcessGroupNCCL
         self.group = backend(self.store, self.rank, self.size)
 
-    # -- Who has what ------------------------------------------------------------------
-
-    def share(self, config: Any) -> Any:
-        """The model's config with the sizes of one rank's share, the same for all
-        ranks.
-
-        Where there are more ranks than KV heads, several ranks have the same KV head.
-        """
-        share = copy(config)
-        for name in ("num_attention_heads", "intermediate_size", "vocab_size"):
-            size = getattr(config, name)
-            if size % self.size:
-                raise ValueError(
-                    f"tensor_parallel_size must divide {name}={size}, got {self.size}")
-            setattr(share, name, size // self.size)
-
-        num_kv_heads = config.num_key_value_heads
-        if num_kv_heads % self.size and self.size % num_kv_heads:
-            raise ValueError(
-                f"tensor_parallel_size must divide num_key_value_heads={num_kv_heads} or be a "
-                f"multiple of it, got {self.size}")
-        share.num_key_value_heads = max(1, num_kv_heads // self.size)
-        return share
+    # -- Who has what --------------------------------------------------------------------
 
     def start_of(self, part: int, whole: int) -> int:
         """Where this rank's part begins in a dimension of a weight that has `whole`
