@@ -1,12 +1,26 @@
 """nanopaged: the engine of the PagedAttention paper, readable in one sitting.
 
-Read in this order: llm, config, sequence, block_manager, scheduler, beam_search, model_runner,
-attention, kernels, model, parallel, loader, sampler, detokenizer, outputs.
+Read in this order: llm, config, sequence, block_manager, scheduler, beam_search,
+model_runner, attention, cpu_kernels, kernels, model, parallel, loader, sampler,
+detokenizer, outputs.
 """
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.llm import LLM
-from nanopaged.outputs import CompletionOutput, EngineStats, RequestMetrics, RequestOutput
+from nanopaged.outputs import (
+    CompletionOutput,
+    EngineStats,
+    RequestMetrics,
+    RequestOutput,
+)
 
-__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EngineStats",
-           "RequestMetrics", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineStats",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+]

@@ -9,11 +9,11 @@ table.
 
 An example with block_size=4 and the free blocks 0, 1, 2, 3:
 
-    a prompt of 6 tokens is allocated    [0, 1]    its step publishes block 0, which is full
-    a prompt with the same first 4       [0, 2]    block 0 has two references now
-    the first sequence forks             [0, 1]    both its sequences hold blocks 0 and 1
-    one of them writes its 7th token     [0, 3]    not into the shared block 1, but into a
-                                                   copy of it: copy-on-write
+    a prompt of 6 tokens comes       [0, 1]   its step publishes block 0, which is full
+    one with the same first 4        [0, 2]   block 0 has two references now
+    the first sequence forks         [0, 1]   two sequences hold blocks 0 and 1
+    one of them writes token 7       [0, 3]   not into block 1, which both share, but
+                                              into a copy of it: copy-on-write
 """
 
 from array import array
@@ -35,6 +35,7 @@ Moves: TypeAlias = list[tuple[int, int]]
 # What a full block holds: the name of the block before it (the salt, for a first
 # block), and its own token ids.
 Content: TypeAlias = tuple[int | str | None, list[int]]
+Hash: TypeAlias = Callable[[bytes], int]
 
 
 @dataclass(slots=True)
@@ -55,9 +56,9 @@ class Block:
 class BlockManager:
     """Blocks 0 to num_blocks - 1 are on the device, those that follow in CPU memory."""
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True,
-                 num_swap_blocks: int = 0,
-                 hash_function: Callable[[bytes], int] = xxhash.xxh3_64_intdigest) -> None:
+    def __init__(self, num_blocks: int, block_size: int,
+                 enable_prefix_caching: bool = True, num_swap_blocks: int = 0,
+                 hash_function: Hash = xxhash.xxh3_64_intdigest) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
@@ -122,7 +123,8 @@ class BlockManager:
         num_new = 0
         writers: Counter[int] = Counter()
         for seq in seqs:
-            num_new += self.num_blocks_for(seq.num_tokens_to_compute) - len(seq.block_table)
+            num_blocks = self.num_blocks_for(seq.num_tokens_to_compute)
+            num_new += num_blocks - len(seq.block_table)
             index = seq.num_computed_tokens // self.block_size
             if index < len(seq.block_table):
                 writers[seq.block_table[index]] += 1
@@ -139,7 +141,7 @@ class BlockManager:
         """
         table = seq.block_table
         copies: Moves = []
-        index = seq.num_computed_tokens // self.block_size  # the block it writes to next
+        index = seq.num_computed_tokens // self.block_size  # it writes there next
         if index < len(table) and self.blocks[table[index]].ref_count > 1:
             # Others hold this block too: copy-on-write.
             shared = table[index]
@@ -183,7 +185,8 @@ class BlockManager:
 
     # -- Swapping ----------------------------------------------------------------------
 
-    def swap(self, seqs: list[Sequence], free_list: FreeList, num_spare: int = 0) -> Moves:
+    def swap(self, seqs: list[Sequence], free_list: FreeList,
+             num_spare: int = 0) -> Moves:
         """Move the blocks of these sequences to the pool that has this free list.
 
         No moves, and nothing has changed, if that would leave fewer than `num_spare`
@@ -224,7 +227,8 @@ class BlockManager:
         num_full_blocks = num_known_tokens // self.block_size
         for index in range(seq.num_published_blocks, num_full_blocks):
             block_id = seq.block_table[index]
-            if self.blocks[block_id].content is None:  # else a fork has already published it
+            # Else a fork has already published it.
+            if self.blocks[block_id].content is None:
                 self._name(block_id, self._content(seq, index, seq.block_table))
             seq.num_published_blocks = index + 1
 

@@ -59,7 +59,8 @@ def check_choice(name: str, value: Any, choices: Sequence[str]) -> str:
     return str(value)
 
 
-def check_token_ids(name: str, token_ids: Iterable[Any], vocab_size: float = inf) -> list[int]:
+def check_token_ids(name: str, token_ids: Iterable[Any],
+                    vocab_size: float = inf) -> list[int]:
     """Return a list of plain ints, if all are ids of the vocabulary."""
     checked = list(token_ids)
     for index, token in enumerate(checked):
@@ -77,17 +78,18 @@ def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
 
 
 class Checked:
-    """A dataclass that checks its fields, when it is made and when they are changed."""
+    """A dataclass that checks its fields, when it is made and when one is changed."""
 
     def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]  # always mixed into a dataclass
+        for f in fields(self):  # type: ignore[arg-type]
             if "check" in f.metadata:
                 value = f.metadata["check"](f.name, getattr(self, f.name))
                 vars(self)[f.name] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):  # else it is being made
-            value = getattr(replace(self, **{name: value}), name)  # type: ignore[type-var]
+            changed: Any = replace(self, **{name: value})  # type: ignore[type-var]
+            value = getattr(changed, name)
         elif name not in {f.name for f in fields(self)}:  # type: ignore[arg-type]
             raise AttributeError(f"{type(self).__name__} has no field {name!r}")
         vars(self)[name] = value
@@ -99,16 +101,17 @@ class SamplingParams(Checked):
 
     n: how many continuations; they share the K and V of the prompt.
     temperature: 0 always takes the most likely token.
-    top_p, top_k, min_p: sample among the most likely tokens only. `top_p=1`, `top_k=0` (or
-        -1) and `min_p=0` keep all tokens.
+    top_p, top_k, min_p: sample among the most likely tokens only. `top_p=1`, `top_k=0`
+        (or -1) and `min_p=0` keep all tokens.
     max_tokens: None goes on to the engine's `max_model_len`.
     min_tokens: no EOS or stop token is sampled before there are so many tokens.
     stop: one string or several. They end a sequence and are not part of its text.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
     ignore_eos: go on after an EOS token.
-    seed: makes the result repeatable, whatever else is served. None: the engine draws one.
-    logprobs: return the log-probabilities of so many most likely tokens, and of the sampled
-        one, at every position.
+    seed: makes the result repeatable, whatever else is served. None: the engine draws
+        one.
+    logprobs: return the log-probabilities of so many most likely tokens, and of the
+        sampled one, at every position.
     cache_salt: requests share cached blocks only with requests of the same salt.
     """
 
@@ -133,7 +136,8 @@ class SamplingParams(Checked):
         # Lists are copied, so that nobody can change them later.
         if self.stop_token_ids is not None:
             if isinstance(self.stop_token_ids, str):
-                raise TypeError(f"stop_token_ids must be a list, got {self.stop_token_ids!r}")
+                raise TypeError(
+                    f"stop_token_ids must be a list, got {self.stop_token_ids!r}")
             check_type("stop_token_ids", self.stop_token_ids, Iterable)
             token_ids = check_token_ids("stop_token_ids", self.stop_token_ids)
             vars(self)["stop_token_ids"] = token_ids
@@ -177,9 +181,9 @@ class EngineConfig(Checked):
     max_model_len: the longest sequence, prompt included.
     max_num_seqs, max_num_batched_tokens: the most sequences and tokens in a step.
     swap_space: GiB of CPU memory for swapped blocks.
-    preemption_mode: "auto" swaps groups of several sequences and recomputes single ones.
-    attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs; "flash" is
-        Triton with prompts by FlashAttention.
+    preemption_mode: "auto" swaps groups of several sequences, and recomputes others.
+    attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs; "flash"
+        is Triton with prompts by FlashAttention.
     enforce_eager: do not use CUDA graphs. tensor_parallel_size: the number of ranks;
     each is a process, with a GPU if there are any. load_format: "dummy" gives random
     weights to a model that has only a config.json. seed: where the seeds of requests
@@ -210,11 +214,13 @@ class EngineConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.model is not None and not isinstance(self.model, (str, os.PathLike)):
-            raise TypeError(f"model must be a directory or a hub id, got {self.model!r}")
+            raise TypeError(
+                f"model must be a directory or a hub id, got {self.model!r}")
         if self.block_size & (self.block_size - 1):
-            raise ValueError(f"block_size must be a power of two, got {self.block_size}")
+            raise ValueError(
+                f"block_size must be a power of two, got {self.block_size}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens must be at least max_num_seqs={self.max_num_seqs}, so "
-                "that all sequences can decode in one step: raise it, or lower max_num_seqs "
-                f"too, got {self.max_num_batched_tokens}")
+                "max_num_batched_tokens must be at least max_num_seqs, so that all "
+                f"sequences can decode in one step, got {self.max_num_batched_tokens} "
+                f"and {self.max_num_seqs}: raise it, or lower max_num_seqs too")

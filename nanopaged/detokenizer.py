@@ -15,16 +15,18 @@ INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character (ye
 
 
 class Detokenizer:
-    def __init__(self, tokenizer: Any, num_prompt_tokens: int, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, num_prompt_tokens: int,
+                 stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
         self.text = ""
         self.stopped = False
-        self.known = num_prompt_tokens  # tokens whose text is in `text` (or in the prompt)
+        self.known = num_prompt_tokens  # tokens with text in `text` or in the prompt
         self.context = max(0, num_prompt_tokens - NUM_CONTEXT_TOKENS)
         self.start = 0  # stop strings count from this character on
 
-    def update(self, token_ids: list[int], check_stops: bool = True, final: bool = False) -> None:
+    def update(self, token_ids: list[int], check_stops: bool = True,
+               final: bool = False) -> None:
         """Decode what is new in `token_ids` (prompt included), and look for stop
         strings.
 
@@ -40,7 +42,8 @@ class Detokenizer:
             self.context, self.known = self.known, len(token_ids)
             self.start = self.start if check_stops else len(self.text)
             # What ends in the known text has been searched for.
-            low = max(self.start, len(self.text) - len(new) - max(map(len, self.stops), default=0))
+            longest = max(map(len, self.stops), default=0)
+            low = max(self.start, len(self.text) - len(new) - longest)
             hits = [at for stop in self.stops if (at := self.text.find(stop, low)) >= 0]
             if hits:
                 self.text, self.stopped = self.text[: min(hits)], True

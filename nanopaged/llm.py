@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 from tqdm.auto import tqdm
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import (
-    BeamSearchParams, EngineConfig, SamplingParams, check_int, check_token_ids, check_type)
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.config import check_int, check_token_ids, check_type
 from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
@@ -35,7 +35,7 @@ class LLM(AbstractContextManager["LLM"]):
     """An engine with one model. For the keyword arguments see `EngineConfig`.
 
     >>> with LLM() as llm:  # the bundled model
-    ...     print(llm.generate("ROMEO:", SamplingParams(max_tokens=32))[0].outputs[0].text)
+    ...     print(llm.generate("ROMEO:")[0].outputs[0].text)
 
     Threads may share an engine: their requests then run in common batches.
     """
@@ -53,9 +53,9 @@ class LLM(AbstractContextManager["LLM"]):
 
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
-        self._requests: dict[str, SequenceGroup] = {}  # all whose end is not reported yet
-        self._for_step: set[str] = set()  # those made by `add_request`: `step` reports them
-        self._forgotten: list[SequenceGroup] = []  # to be aborted: nobody waits for them
+        self._requests: dict[str, SequenceGroup] = {}  # whose end is not reported yet
+        self._for_step: set[str] = set()  # by `add_request`: `step` reports them
+        self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds it
         self._closed = False
@@ -200,11 +200,13 @@ class LLM(AbstractContextManager["LLM"]):
         with tqdm(unit=" tokens", disable=not use_tqdm) as bar:
             for group in self._run(groups):
                 num_finished += not group.live
-                bar.set_description_str(f"{num_finished}/{len(groups)} requests", refresh=False)
+                bar.set_description_str(
+                    f"{num_finished}/{len(groups)} requests", refresh=False)
                 bar.update(self.scheduler.stats.output_tokens - before - bar.n)
         return [self._output(group) for group in groups]
 
-    def stream(self, prompts: Any, sampling_params: Any = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Any,
+               sampling_params: Any = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields a request's output so far whenever it got a
         token.
 
@@ -220,7 +222,8 @@ class LLM(AbstractContextManager["LLM"]):
         several.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError("chat needs a tokenizer with a chat template: this model has none")
+            raise ValueError(
+                "chat needs a tokenizer with a chat template: this model has none")
         check_type("messages", messages, list)
         several = bool(messages) and isinstance(messages[0], list)
         for message in itertools.chain(*messages) if several else messages:
@@ -229,7 +232,8 @@ class LLM(AbstractContextManager["LLM"]):
             messages, add_generation_prompt=True, return_dict=False)
         return self.generate(ids, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts: Any,
+                    params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first.
 
         `cumulative_logprob` is the plain sum, and `logprobs` has that of each token.
@@ -268,7 +272,8 @@ class LLM(AbstractContextManager["LLM"]):
         for group in groups:
             self._requests.pop(group.request_id, None)
             self._forgotten.append(group)
-        if self._forgotten and not self._closed and self._owner != threading.get_ident():
+        in_a_step = self._owner == threading.get_ident()
+        if self._forgotten and not self._closed and not in_a_step:
             with self._exclusive():
                 pass
 
@@ -300,25 +305,29 @@ class LLM(AbstractContextManager["LLM"]):
         params = copy(check_type("sampling_params", params, SamplingParams))
         max_num_seqs = self.config.max_num_seqs
         check_int(f"n, with max_num_seqs={max_num_seqs},", params.n, 1, max_num_seqs)
-        check_int(f"logprobs, with {vocab_size} tokens,", params.logprobs or 0, 0, vocab_size)
+        check_int(
+            f"logprobs, with {vocab_size} tokens,", params.logprobs or 0, 0, vocab_size)
 
         text, ids = self._encode(prompt)
         what = f"number of prompt tokens, with max_model_len={longest},"
         check_int(what, len(ids), 1, longest - 1)
         if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
-        stop_ids = check_token_ids("stop_token_ids", params.stop_token_ids or [], vocab_size)
+            raise ValueError(
+                f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
+        stop_ids = check_token_ids(
+            "stop_token_ids", params.stop_token_ids or [], vocab_size)
         eos_ids = [] if params.ignore_eos else self.eos_token_ids
         group = SequenceGroup(
             text, ids, params, {*stop_ids, *eos_ids}, longest, self.tokenizer, beams)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
-        num_blocks = self.block_manager.most_blocks(len(ids), [group.max_len] * params.n)
+        num_blocks = self.block_manager.most_blocks(
+            len(ids), [group.max_len] * params.n)
         if num_blocks > self.block_manager.num_blocks:
             raise ValueError(
-                f"{params.n} sequences of up to {group.max_len} tokens need {num_blocks} blocks, "
-                f"but num_blocks is {self.block_manager.num_blocks}: lower n, beam_width or "
-                "max_tokens, or raise num_blocks")
+                f"{params.n} sequences of up to {group.max_len} tokens need "
+                f"{num_blocks} blocks, but num_blocks is {self.block_manager.num_blocks}: lower n, "
+                "beam_width or max_tokens, or raise num_blocks")
         return group
 
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
@@ -331,12 +340,12 @@ class LLM(AbstractContextManager["LLM"]):
         width = beams.beam_width
         num_eos = len(self.eos_token_ids)
         most = self.model_config.vocab_size - num_eos
-        check_int(f"beam_width, with {most} tokens that do not end a beam,", width, 1, most)
+        check_int(
+            f"beam_width, with {most} tokens that do not end a beam,", width, 1, most)
         check_int("beam_width", width, 1, self.config.max_num_seqs)
         num_candidates = min(most + num_eos, width * max(2, 1 + num_eos))
-        return SamplingParams(
-            n=width, temperature=0, max_tokens=beams.max_tokens, ignore_eos=beams.ignore_eos,
-            logprobs=num_candidates)
+        return SamplingParams(n=width, temperature=0, max_tokens=beams.max_tokens,
+                              ignore_eos=beams.ignore_eos, logprobs=num_candidates)
 
     def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
         """The text of a prompt, if it has one, and its token ids."""
@@ -348,7 +357,8 @@ class LLM(AbstractContextManager["LLM"]):
         if isinstance(text, str) and self.tokenizer is not None:
             return text, self.tokenizer(text).input_ids
         if isinstance(token_ids, Iterable) and not isinstance(token_ids, (str, bytes)):
-            return None, check_token_ids("prompt", token_ids, self.model_config.vocab_size)
+            return None, check_token_ids(
+                "prompt", token_ids, self.model_config.vocab_size)
         raise ValueError(
             "prompt must be a list of token ids or, with a tokenizer, a string, or "
             f"{{'prompt': str}} or {{'prompt_token_ids': list}}, got {prompt!r:.200}")

@@ -17,8 +17,9 @@ from nanopaged.model import CausalLM
 from nanopaged.parallel import Ranks
 
 BUNDLED = Path(__file__).parent / "shakespeare"
+IMPLIED = ("lm_head.weight", "rotary_emb.inv_freq")  # a tied head, and angles
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # their angles depend on the position alone
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend on positions alone
 
 
 def resolve(config: EngineConfig) -> Path:
@@ -32,10 +33,10 @@ def resolve(config: EngineConfig) -> Path:
         patterns.append("model*.safetensors")
     try:
         return Path(snapshot_download(str(config.model), allow_patterns=patterns))
-    except Exception as error:  # the hub client raises its own errors, httpx's and OSError
+    except Exception as error:  # the hub client's own, httpx's and OSError
         raise ValueError(
-            "model must be a directory with a config.json, or the id of a repository on the "
-            f"hub, got {config.model!r}: {error}") from error
+            "model must be a directory with a config.json, or the id of a repository "
+            f"on the hub, got {config.model!r}: {error}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         fields = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file} must be a JSON file, not cut short: {error}") from error
+        raise ValueError(
+            f"{file} must be a JSON file, not cut short: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} must hold a JSON object, got {str(fields):.80}")
     return fields
@@ -58,7 +60,8 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load_file(file)
     except safetensors.SafetensorError as error:
-        raise ValueError(f"{file} must be a safetensors file, not cut short: {error}") from error
+        raise ValueError(
+            f"{file} must be a safetensors file, not cut short: {error}") from error
 
 
 def load_config(path: Path) -> Any:
@@ -70,7 +73,7 @@ def load_config(path: Path) -> Any:
     require("model_type", raw.get("model_type"), FAMILIES)
     require("quantization_config", raw.get("quantization_config"), (None,))
     config = AutoConfig.from_pretrained(path)
-    rope = config.rope_parameters  # where transformers 5 puts what older versions spread out
+    rope = config.rope_parameters  # in transformers 5 it has all about positions
     require("rope_type", rope.get("rope_type"), ROPE_TYPES)
     require("partial_rotary_factor", rope.get("partial_rotary_factor", 1.0), (1.0,))
     require("hidden_act", config.hidden_act, ("silu",))
@@ -92,7 +95,8 @@ def load_config(path: Path) -> Any:
 def require(field: str, value: Any, supported: tuple[Any, ...]) -> None:
     if value not in supported:
         names = ", ".join(map(str, supported))
-        raise ValueError(f"{field} in config.json must be one of {names}, got {value!r}")
+        raise ValueError(
+            f"{field} in config.json must be one of {names}, got {value!r}")
 
 
 def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
@@ -101,7 +105,8 @@ def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
     tokenizer = None
     if any(path.glob("tokenizer.*")) or any(path.glob("vocab.json")):
         # With clean-up, the text of a token would depend on what follows it.
-        tokenizer = AutoTokenizer.from_pretrained(path, clean_up_tokenization_spaces=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, clean_up_tokenization_spaces=False)
 
     # generation_config.json may name several where config.json has one or none.
     eos = read_json(path / "generation_config.json").get("eos_token_id")
@@ -130,16 +135,15 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
                 del missing[name]
                 if name in targets:  # a bias that all ranks would add is only rank 0's
                     copy_part(tensor, targets[name], ranks)
-            # Some files have what config.json implies: a tied head, the rotary
-            # frequencies.
-            elif name in missing or not name.endswith(("lm_head.weight", "rotary_emb.inv_freq")):
+            # Some files also have what config.json implies.
+            elif name in missing or not name.endswith(IMPLIED):
                 misfits[name] = list(tensor.shape)
 
     if missing or misfits:
         shapes = {name: list(target.shape) for name, target in missing.items()}
         raise ValueError(
-            f"the weights in {path} must be those of config.json: tensors {shapes} are missing, "
-            f"and {misfits} have no place")
+            f"the weights in {path} must be those of config.json: tensors {shapes} are "
+            f"missing, and {misfits} have no place")
 
 
 def copy_part(tensor: Tensor, target: Tensor, ranks: Ranks) -> None:
@@ -163,8 +167,9 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
     them.
     """
     targets: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():  # one name for tied head and embedding
-        module_path, _, kind = name.rpartition(".")  # model.layers.0.self_attn.qkv_proj, weight
+    for name, parameter in model.named_parameters():
+        # For example model.layers.0.self_attn.qkv_proj and weight.
+        module_path, _, kind = name.rpartition(".")
         module = model.get_submodule(module_path)
         parent, _, own_name = module_path.rpartition(".")
         parts = getattr(module, "parts", {own_name: len(parameter)})

@@ -37,7 +37,8 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @fused
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
+             eps: float) -> tuple[Tensor, Tensor]:
     """The sum, normalised (RMSNorm), and the sum itself: the next residual."""
     residual = x + residual
     return F.rms_norm(residual, weight.shape, weight, eps), residual
@@ -51,7 +52,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @fused
-def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
+                sin: Tensor) -> Tensor:
     """Normalise the heads of Q and K, if there are weights for it, then rotate them
     (RoFormer).
 
@@ -72,7 +74,8 @@ class Linear(nn.Linear):
     One product for Q, K and V reads x once, and is faster than three small ones.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
+    def __init__(self, in_features: int, parts: Mapping[str, int],
+                 bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = dict(parts)
         self.packed: Tensor | None = None
@@ -91,7 +94,7 @@ class Linear(nn.Linear):
         is_bfloat16 = self.weight.is_cpu and self.weight.dtype == torch.bfloat16
         if reorder and is_bfloat16 and torch.cpu._is_avx512_bf16_supported():
             self.packed = reorder(self.weight, None)
-            self.weight = nn.Parameter(torch.empty(0), requires_grad=False)  # free the memory
+            self.weight = nn.Parameter(torch.empty(0), False)  # free the memory
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
@@ -160,8 +163,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, backend, ranks)
         self.mlp = MLP(config, ranks)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(size, eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps)
 
     def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
                 kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
@@ -188,8 +192,9 @@ class CausalLM(nn.Module):
         super().__init__()
         self.ranks = ranks
         vocab_size, size = config.vocab_size, config.hidden_size
-        layers = (DecoderLayer(config, backend, ranks) for _ in range(config.num_hidden_layers))
-        embeddings = torch.empty(vocab_size, size)  # as memory has them: weights come later
+        layers = (DecoderLayer(config, backend, ranks)
+                  for _ in range(config.num_hidden_layers))
+        embeddings = torch.empty(vocab_size, size)  # loaded later
         self.model: Any = nn.ModuleDict({
             "embed_tokens": nn.Embedding(vocab_size, size, _weight=embeddings),
             "layers": nn.ModuleList(layers),

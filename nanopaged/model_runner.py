@@ -29,7 +29,7 @@ from nanopaged.parallel import Ranks
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import PENDING, Batch, ControlMessage
 
-CPU_POOL_BYTES = 4 << 30  # for K and V, if num_blocks is not given; unused pages cost nothing
+CPU_POOL_BYTES = 4 << 30  # if num_blocks is not given; unused pages cost nothing
 
 
 class Graph(NamedTuple):
@@ -43,7 +43,8 @@ class Graph(NamedTuple):
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, model_config: Any, path: Path, ranks: Ranks) -> None:
+    def __init__(self, config: EngineConfig, model_config: Any, path: Path,
+                 ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
         self.device = pick_device(config.device)
@@ -53,7 +54,7 @@ class ModelRunner:
 
         max_positions = model_config.max_position_embeddings
         self.max_model_len = config.max_model_len or max_positions
-        check_int("max_model_len, with this model,", self.max_model_len, 2, max_positions)
+        check_int("max_model_len of this model", self.max_model_len, 2, max_positions)
 
         share = ranks.share  # the sizes of this rank's part of the model
         self.num_layers = share.num_hidden_layers
@@ -65,9 +66,10 @@ class ModelRunner:
         self.sampler = Sampler(config.max_num_seqs)
 
         # One block of one layer: first all its K, then all its V, head by head.
-        self.block_shape = (2, share.num_key_value_heads, config.block_size, share.head_dim)
-        self.token_bytes = 2 * self.num_layers * share.num_key_value_heads * share.head_dim
-        self.token_bytes *= self.dtype.itemsize
+        num_kv_heads = share.num_key_value_heads
+        self.block_shape = (2, num_kv_heads, config.block_size, share.head_dim)
+        elements_per_token = self.num_layers * 2 * num_kv_heads * share.head_dim
+        self.token_bytes = elements_per_token * self.dtype.itemsize
 
         # What the device or a rank must remember of every running sequence, by row.
         # What is behind the end of a table may be read, but is masked: it must name
@@ -84,7 +86,8 @@ class ModelRunner:
         # Graphs are padded, and only Triton's kernels know padding.
         knows_padding = self.attention in ("triton", "flash")
         if self.device.type == "cuda" and knows_padding and not config.enforce_eager:
-            self.capture_graphs(partial(record_cuda_graph, torch.cuda.graph_pool_handle()))
+            memory_pool = torch.cuda.graph_pool_handle()
+            self.capture_graphs(partial(record_cuda_graph, memory_pool))
 
     # -- A step ------------------------------------------------------------------------
 
@@ -125,10 +128,12 @@ class ModelRunner:
         width = -(-max(message.ends) // self.config.block_size)  # columns in use
         inputs, metadata = self._prepare(message, width)
         if not size:
-            return self.model(*inputs, self.kv_caches, metadata)  # type: ignore[no-any-return]
+            logits: Tensor = self.model(*inputs, self.kv_caches, metadata)
+            return logits
 
         graph = self.graphs[size]
-        for recorded, new in zip(graph.inputs, [*inputs, *metadata.tensors], strict=True):
+        inputs += metadata.tensors
+        for recorded, new in zip(graph.inputs, inputs, strict=True):
             recorded[..., : new.shape[-1]].copy_(new)
         graph.replay()
         return graph.logits[:num_seqs]
@@ -136,8 +141,9 @@ class ModelRunner:
     def _graph_size(self, message: ControlMessage) -> int:
         """The smallest graph for this step; 0 if it must run without one."""
         num_seqs = len(message.rows)
-        if len(message.token_ids) > num_seqs or message.samples != list(range(num_seqs)):
-            return 0  # not just decodes
+        all_sample = message.samples == list(range(num_seqs))
+        if len(message.token_ids) > num_seqs or not all_sample:
+            return 0  # there is more than decodes
         return min((size for size in self.graphs if size >= num_seqs), default=0)
 
     def _prepare(
@@ -147,16 +153,17 @@ class ModelRunner:
         rows = np.array(message.rows, np.int64)
         counts = np.array(message.counts, np.int64)
         ends = np.array(message.ends, np.int64)
-        metadata = self.backend.prepare(self.block_tables[rows, :width], ends - counts, counts)
+        block_tables = self.block_tables[rows, :width]
+        metadata = self.backend.prepare(block_tables, ends - counts, counts)
 
-        # Tokens that are pending come from where the last step left them on the device.
+        # Pending tokens come from where the last step left them on the device.
         token_ids = to_device(np.array(message.token_ids, np.int64), self.device)
-        token_rows = to_device(np.repeat(rows, counts), self.device)
-        tokens = torch.where(token_ids == PENDING, self.last_tokens[token_rows], token_ids)
+        last_tokens = self.last_tokens[to_device(np.repeat(rows, counts), self.device)]
+        tokens = torch.where(token_ids == PENDING, last_tokens, token_ids)
 
         # Logits are wanted after the last token of an entry only.
-        last_tokens = np.cumsum(counts) - 1
-        sampling_indices = to_device(last_tokens[message.samples], self.device)
+        last_indices = np.cumsum(counts) - 1
+        sampling_indices = to_device(last_indices[message.samples], self.device)
         return [tokens, sampling_indices], metadata
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
@@ -171,7 +178,8 @@ class ModelRunner:
         if target is self.swap_space:
             target_ids -= self.num_blocks
         blocks = source.index_select(1, to_device(source_ids, source.device))
-        target.index_copy_(1, to_device(target_ids, target.device), blocks.to(target.device))
+        blocks = blocks.to(target.device)
+        target.index_copy_(1, to_device(target_ids, target.device), blocks)
 
     # -- CUDA graphs -------------------------------------------------------------------
 
@@ -184,9 +192,10 @@ class ModelRunner:
         """
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
-        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):  # the largest needs most
+        for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):
             inputs, metadata = self._prepare(padded(ControlMessage(), size))
-            replay, logits = record(partial(self.model, *inputs, self.kv_caches, metadata))
+            forward = partial(self.model, *inputs, self.kv_caches, metadata)
+            replay, logits = record(forward)
             self.graphs[size] = Graph([*inputs, *metadata.tensors], replay, logits)
 
     # -- Memory ------------------------------------------------------------------------
@@ -211,7 +220,8 @@ class ModelRunner:
             return torch.zeros(shape, dtype=self.dtype, device=device)
         # NumPy's zeros are calloc's: the system hands out a page when it is first
         # written.
-        return torch.from_numpy(np.zeros(shape, f"i{self.dtype.itemsize}")).view(self.dtype)
+        zeros = np.zeros(shape, f"i{self.dtype.itemsize}")
+        return torch.from_numpy(zeros).view(self.dtype)
 
     def _size_pools(self) -> tuple[int, int]:
         """How many blocks the device and the CPU get: as many as asked for, fit or are
@@ -234,8 +244,9 @@ class ModelRunner:
         fewest = blocks_per_seq if config.max_model_len else 1
         if num_blocks < fewest:
             raise ValueError(
-                f"num_blocks must be at least {fewest} for max_model_len={self.max_model_len}, "
-                f"got {num_blocks}: raise it, free memory, or lower max_model_len")
+                f"num_blocks must be at least {fewest}, as max_model_len is "
+                f"{self.max_model_len}, got {num_blocks}: raise it, free memory, or "
+                "lower max_model_len")
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
         return num_blocks, num_swap_blocks
 
@@ -264,8 +275,8 @@ class ModelRunner:
             self.sampler.draw(logits, self.sampler.params, np.arange(num_seqs))
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must be less "
-                f"for the memory of the device: {error}") from error
+                f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must "
+                f"be less for the memory of the device: {error}") from error
         step_bytes = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
@@ -277,9 +288,9 @@ class ModelRunner:
         num_slots = self.num_blocks * self.config.block_size
         return (
             f"{self.dtype} on {self.device}; KV cache: {self.num_blocks:,} blocks of "
-            f"{self.config.block_size} tokens of {self.token_bytes:,} bytes, room for "
-            f"{num_slots / self.max_model_len:.1f} sequences of {self.max_model_len:,} tokens; "
-            f"attention: {self.attention} ({self.config.attention_backend})")
+            f"{self.config.block_size} tokens of {self.token_bytes:,} bytes, for "
+            f"{num_slots / self.max_model_len:.1f} sequences of {self.max_model_len:,}"
+            f"; attention: {self.attention} ({self.config.attention_backend})")
 
     def free(self) -> None:
         """Give back the memory, even if somebody still holds the engine."""
@@ -299,7 +310,7 @@ def padded(message: ControlMessage, size: int) -> ControlMessage:
         samples=list(range(size)))
 
 
-def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Callable[[], Any], Tensor]:
+def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
     run()  # a first call may set things up that must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):
@@ -321,7 +332,7 @@ def keep_freed_memory() -> None:
 def pick_device(name: str) -> torch.device:
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
-        raise ValueError("device must be 'cpu' or 'auto' here, as torch sees no GPU, got 'cuda'")
+        raise ValueError("device must be 'cpu' or 'auto', torch sees no GPU: got cuda")
     if name == "auto":
         name = "cuda" if has_gpu else "cpu"
     return torch.device(name)
@@ -334,12 +345,14 @@ def pick_attention(name: str, device: torch.device) -> str:
     return best if find_spec(best) else "torch"
 
 
-def pick_dtype(name: str, model_dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, model_dtype: torch.dtype | None,
+               device: torch.device) -> torch.dtype:
     """The checkpoint's dtype; for half precision on a CPU, one that it has instructions
     for.
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
-        return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+        fast = torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
     return model_dtype or torch.float32

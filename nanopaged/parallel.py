@@ -41,7 +41,8 @@ def start_rank(index: int, options: dict[str, Any], port: int) -> None:
     rank = str(index + 1)
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(options["tensor_parallel_size"]),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True")
     LLM(**options)
 
 
@@ -61,8 +62,8 @@ def share_of(config: Any, num_ranks: int) -> Any:
     num_kv_heads = config.num_key_value_heads
     if num_kv_heads % num_ranks and num_ranks % num_kv_heads:
         raise ValueError(
-            f"tensor_parallel_size must divide num_key_value_heads={num_kv_heads} or be "
-            f"a multiple of it, got {num_ranks}")
+            f"tensor_parallel_size must divide num_key_value_heads={num_kv_heads} or "
+            f"be a multiple of it, got {num_ranks}")
     share.num_key_value_heads = max(1, num_kv_heads // num_ranks)
     return share
 
@@ -76,7 +77,7 @@ class Ranks:
         self.share = share_of(model_config, self.size)
         self.num_steps = 0  # how many messages were sent or received
         self.workers: Any = None  # the processes that were started here
-        self.store: Any = None  # where ranks find each other and rank 0 puts its messages
+        self.store: Any = None  # where ranks meet, and rank 0 puts its messages
         self.group: Any = None  # for tensors
         if self.size > 1:
             atexit.register(self.close)
@@ -88,14 +89,16 @@ class Ranks:
             rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=3))
             self.store, self.rank, _ = next(rendezvous)
         else:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self.store = dist.TCPStore(
+                "127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            arguments = (asdict(config), self.store.port)
             self.workers = start_processes(  # type: ignore[no-untyped-call]
-                start_rank, (asdict(config), self.store.port), self.size - 1, join=False,
-                daemon=True)
+                start_rank, arguments, self.size - 1, join=False, daemon=True)
         # An engine may idle for long; that a peer is gone is noticed by its connection.
         self.store.set_timeout(timedelta(days=365))
         if self.store.add(f"rank {self.rank}", 1) > 1:
-            raise RuntimeError("under torchrun a script can have one engine with ranks, once")
+            raise RuntimeError(
+                "under torchrun a script can have one engine with ranks, once")
         names = [f"rank {rank}" for rank in range(self.size)]
         while self.workers and not self.store.check(names):
             self.workers.join(0.02)  # raises if one has ended
@@ -105,8 +108,6 @@ class Ranks:
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
             backend = dist.ProcessGroupNCCL
         self.group = backend(self.store, self.rank, self.size)
-
-    # -- Who has what --------------------------------------------------------------------
 
     def start_of(self, part: int, whole: int) -> int:
         """Where this rank's part begins in a dimension of a weight that has `whole`
@@ -171,10 +172,11 @@ class Ranks:
         except BaseException as error:
             try:
                 if self.workers and isinstance(error, RuntimeError):
-                    self.workers.join(2)  # raises if a rank has failed: then that is the cause
+                    self.workers.join(2)  # raises if a rank has failed: the cause
                 raise
             except ProcessException as failure:
-                raise RuntimeError(f"rank {failure.error_index + 1} failed: {failure}") from error
+                raise RuntimeError(
+                    f"rank {failure.error_index + 1} failed: {failure}") from error
             finally:
                 self.close()
 

@@ -18,10 +18,9 @@ from nanopaged.attention import Ints, to_device
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
-ROW = np.dtype([
-    ("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4"),
-    ("min_len", "i8"), ("stop_token_ids", "O"), ("num_logprobs", "i8"),
-])
+ROW = np.dtype(
+    [("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p",
+    "f4"), ("min_len", "i8"), ("stop_token_ids", "O"), ("num_logprobs", "i8")])
 
 
 @dataclass
@@ -53,10 +52,11 @@ class Sampler:
         group = seq.group
         params = group.params
         seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64
-        num_logprobs = 0 if params.logprobs is None else params.logprobs + 1  # 0: none at all
-        self.params[seq.row] = (
-            seed, params.temperature, params.top_k, params.top_p, params.min_p, group.min_len,
-            sorted(group.stop_token_ids), num_logprobs)
+        # 0: none at all.
+        num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
+        self.params[
+            seq.row] = (seed, params.temperature, params.top_k, params.top_p,
+            params.min_p, group.min_len, sorted(group.stop_token_ids), num_logprobs)
 
     def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> SamplerOutput:
         """One token for each row of logits.
@@ -66,7 +66,8 @@ class Sampler:
         """
         params = self.params[rows]
         with_logprobs = np.flatnonzero(params["num_logprobs"])
-        logprobs = logits[to_device(with_logprobs, logits.device)].float().log_softmax(-1)
+        logprobs = logits[
+            to_device(with_logprobs, logits.device)].float().log_softmax(-1)
         for i in np.flatnonzero(positions < params["min_len"]).tolist():
             logits[i, params["stop_token_ids"][i]] = -torch.inf
 
@@ -83,16 +84,19 @@ class Sampler:
         for i, row in zip(with_logprobs.tolist(), logprobs, strict=True):
             most_likely = row.topk(int(params["num_logprobs"][i]) - 1).indices
             chosen = torch.cat((most_likely, tokens[i : i + 1]))
-            output.logprobs[i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
+            output.logprobs[
+                i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
         return output
 
     def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
         """Sample one token for each row: [num_samples]."""
         device = logits.device
         temperature = np.maximum(params["temperature"], GREEDY)
-        logits = logits / to_device(temperature, device)[:, None]  # float32 from here on
+        # Float32 from here on.
+        logits = logits / to_device(temperature, device)[:, None]
 
-        is_restricted = (params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
+        is_restricted = (
+            params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
         indices = np.flatnonzero(is_restricted)
         if indices.size:
             top_k = params["top_k"][indices]
@@ -102,13 +106,15 @@ class Sampler:
                       for name in ("top_k", "top_p", "min_p")]
             logits[restricted] = restrict(logits[restricted], most, *limits)
 
-        cumulative = logits.softmax(-1).cumsum_(-1)  # in place: fresh pages cost more than sums
+        # In place: fresh pages cost more than sums.
+        cumulative = logits.softmax(-1).cumsum_(-1)
         numbers = to_device(uniform(params["seed"], positions), device)[:, None]
         numbers = numbers * cumulative[:, -1:]
         return torch.searchsorted(cumulative, numbers, right=True)[:, 0]
 
 
-def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor,
+             min_p: Tensor) -> Tensor:
     """Logits with -inf for all but the likely tokens; top_k, top_p, min_p:
     [num_samples, 1].
 

@@ -45,7 +45,8 @@ class ControlMessage:
         samples = [0, 0, 1]   sampled_rows = [0, 1, 2]
     """
 
-    token_ids: list[int] = field(default_factory=list)  # of all entries, one after another
+    # Of all entries, one after another.
+    token_ids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -67,7 +68,8 @@ class Batch:
 
     message: ControlMessage = field(default_factory=ControlMessage)
     sampled: list[Sequence] = field(default_factory=list)  # who gets the sampled tokens
-    admitted: list[Sequence] = field(default_factory=list)  # who has a row since this step
+    # Who has a row since this step.
+    admitted: list[Sequence] = field(default_factory=list)
 
     def add_sample(self, seq: Sequence) -> None:
         """Sample a token for `seq` after the entry that was added last."""
@@ -82,7 +84,8 @@ class Scheduler:
         self.config = config
         self.block_manager = block_manager
         self.waiting: deque[SequenceGroup] = deque()
-        self.running: list[SequenceGroup] = []  # oldest first, all older than those waiting
+        # Oldest first, all older than those waiting.
+        self.running: list[SequenceGroup] = []
         self.free_rows = list(reversed(range(config.max_num_seqs)))
         self.stats = EngineStats(block_manager.num_blocks)
         # Requests that got a token or ended, until somebody takes them out to report
@@ -267,7 +270,8 @@ class Scheduler:
         for i, (seq, token) in enumerate(zip(batch.sampled, token_ids, strict=True)):
             seq.num_pending_tokens -= 1
             if seq.finish_reason is not None:
-                continue  # it ended in the step before, when this step was already launched
+                # It ended in the step before, when this step was already launched.
+                continue
             group = seq.group
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1

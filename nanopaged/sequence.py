@@ -4,12 +4,12 @@ The words that the whole engine uses, each with one meaning:
 
     token        an id of the vocabulary; a sequence has the prompt's, then its own
     sequence     one continuation of a prompt
-    group        the sequences of one request; scheduled, preempted and swapped as a whole
+    group        the sequences of one request; scheduled, preempted, swapped as a whole
     leader       the first sequence of a group: it computes the prompt for all of them
-    block        room for the K and V of block_size tokens. A sequence counts its logical
-                 blocks from 0; a physical block is a place in the pool of all blocks
+    block        room for the K and V of block_size tokens. A sequence counts its
+                 logical blocks from 0; a physical block is a place in the pool
     block table  the physical block of each logical block of a sequence
-    slot         the place of one token in the pool: physical block * block_size + offset
+    slot         a token's place in the pool: physical block * block_size + offset
     computed     a token's K and V are in the cache, or will be after the scheduled step
     pending      a token is sampled, but only the device knows it yet
     row          the place of a running sequence in the tables of the model runner
@@ -70,7 +70,8 @@ class Sequence:
         """How many tokens must be computed before the next one can be sampled."""
         group = self.group
         if not group.forked:
-            return group.num_prompt_tokens  # the part that all sequences of the group share
+            # The part that all sequences of the group share.
+            return group.num_prompt_tokens
         num_tokens = len(self.token_ids) + self.num_pending_tokens
         # Nothing follows the last token that max_len allows, so nobody needs its K and
         # V.
@@ -82,7 +83,8 @@ class Sequence:
         """
         assert self.group.beams is not None, "only beams have a score"
         length = len(self.token_ids) - self.group.num_prompt_tokens
-        return self.cumulative_logprob / math.pow(length, self.group.beams.length_penalty)
+        return self.cumulative_logprob / math.pow(
+            length, self.group.beams.length_penalty)
 
     def append(self, token: int, logprobs: dict[int, float] | None) -> None:
         """Add a sampled token; `logprobs` has its log-probability and those of others.
@@ -128,10 +130,12 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it started
+        # Prompt tokens found in the prefix cache when it started.
+        self.num_cached_tokens = 0
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
 
-        self.detokenizer = Detokenizer(tokenizer, self.num_prompt_tokens, params.stop_strings)
+        self.detokenizer = Detokenizer(
+            tokenizer, self.num_prompt_tokens, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
         self.forked = params.n == 1  # whether each sequence has blocks of its own
