@@ -326,8 +326,8 @@ class LLM(AbstractContextManager["LLM"]):
         if num_blocks > self.block_manager.num_blocks:
             raise ValueError(
                 f"{params.n} sequences of up to {group.max_len} tokens need "
-                f"{num_blocks} blocks, but num_blocks is {self.block_manager.num_blocks}: lower n, "
-                "beam_width or max_tokens, or raise num_blocks")
+                f"{num_blocks} blocks, but num_blocks is {self.block_manager.num_blocks}: "
+                "lower n, beam_width or max_tokens, or raise num_blocks")
         return group
 
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
@@ -365,9 +365,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _add(self, group: SequenceGroup) -> str:
         group.request_id = str(next(self._ids))
-        group.seed = group.params.seed
-        if group.seed is None:
-            group.seed = self._random.getrandbits(63)
+        seed = group.params.seed
+        group.seed = self._random.getrandbits(63) if seed is None else seed
         self._requests[group.request_id] = group
         self.scheduler.waiting.append(group)
         return group.request_id

@@ -54,11 +54,10 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. They are mapped: no memory is taken until they
-    are read.
-    """
+    """The tensors of a safetensors file. They are mapped: to load them reads nothing."""
     try:
-        return safetensors.torch.load_file(file)
+        tensors: dict[str, Tensor] = safetensors.torch.load_file(file)
+        return tensors
     except safetensors.SafetensorError as error:
         raise ValueError(
             f"{file} must be a safetensors file, not cut short: {error}") from error

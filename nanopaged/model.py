@@ -192,9 +192,9 @@ class CausalLM(nn.Module):
         super().__init__()
         self.ranks = ranks
         vocab_size, size = config.vocab_size, config.hidden_size
-        layers = (DecoderLayer(config, backend, ranks)
-                  for _ in range(config.num_hidden_layers))
-        embeddings = torch.empty(vocab_size, size)  # loaded later
+        layers = [DecoderLayer(config, backend, ranks)
+                  for _ in range(config.num_hidden_layers)]
+        embeddings: Any = torch.empty(vocab_size, size)  # loaded later
         self.model: Any = nn.ModuleDict({
             "embed_tokens": nn.Embedding(vocab_size, size, _weight=embeddings),
             "layers": nn.ModuleList(layers),

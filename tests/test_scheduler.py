@@ -864,19 +864,17 @@ def test_what_ends_in_one_step_makes_room_in_the_next():
     world.finish()
 
 
-def test_a_later_reason_replaces_the_first_and_frees_nothing_twice():
+def test_an_abort_after_the_end_changes_nothing():
     world = World()
     first = world.add(prompt(5), max_tokens=1)
     second = world.add(prompt(5), max_tokens=5)
     world.step()
 
     assert only(first).finish_reason == "length"
-    # Its last token completed a stop string.
-    world.scheduler.finish(only(first), "stop")
-    assert only(first).finish_reason == "stop"
-
+    held = block_state(world.blocks)
     world.abort(first)  # too late
-    assert only(first).finish_reason == "stop"
+    assert only(first).finish_reason == "length"
+    assert block_state(world.blocks) == held
 
     world.finish()
     assert only(second).finish_reason == "length"
