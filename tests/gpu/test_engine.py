@@ -1,18 +1,15 @@
-"""The engine on a GPU: the CPU's answers, memory as promised, and no waiting.
+"""The engine on a GPU: the CPU's answers, and no waiting.
 
 Everything is compared in float32 with the torch backend on the CPU, which other tests
 compare with transformers. Only the order of sums differs, so greedy prompts are clear
 ones.
 """
 
-import gc
 import random
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
-
 from helpers import (
     CPU,
     all_tokens_of,
@@ -22,35 +19,19 @@ from helpers import (
     greedy,
     serve,
 )
-from nanopaged import LLM, BeamSearchParams, SamplingParams, model
-from nanopaged.attention import FlashAttention
-from nanopaged.sampler import Sampler
 from test_fusions import arguments
 from test_kernels import TritonCase
 from test_one_step_ahead import TIGHT
+from torch.utils._pytree import tree_map_only
+
+from nanopaged import LLM, BeamSearchParams, SamplingParams, model
+from nanopaged.attention import FlashAttention
+from nanopaged.sampler import Sampler
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 BUNDLED = {"block_size": 4, "max_model_len": 96}
-
-
-def release():
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def on_gpu(engine):
-    """`on_gpu(path, steps_ahead=1, **options)`: like `engine`, but on the GPU."""
-
-    def make(path, steps_ahead=1, **options):
-        llm = engine(path, device=DEVICE.type, **options)
-        llm.steps_ahead = steps_ahead
-        return llm
-
-    yield make
-    release()
 
 
 # --- the same answers as on the CPU ---
@@ -208,68 +189,6 @@ def test_samples_match_the_cpu_and_are_never_excluded_tokens(top_k, top_p):
     assert same >= 0.995 * total  # the rest are within rounding of a boundary
 
 
-# --- memory ---
-
-
-MEMORY = {
-    "max_num_seqs": 16384,
-    "max_num_batched_tokens": 16384,
-    "enforce_eager": True,
-    "num_blocks": None,
-    "max_model_len": None,
-    "block_size": 16,
-    "swap_space": 0,
-}
-
-
-@pytest.mark.parametrize("utilization", [0.2, 0.4])
-def test_the_pool_takes_its_share_of_memory(on_gpu, utilization):
-    release()
-    sizes = []
-    for _ in range(2):  # what the first used must not count for the second
-        llm = on_gpu(None, gpu_memory_utilization=utilization, **MEMORY)
-        free, total = torch.cuda.mem_get_info()
-        wanted = MEMORY["max_num_seqs"] * -(-llm.runner.max_model_len // 16)
-        assert 1 - free / total < utilization + 0.01
-        if llm.runner.num_blocks < wanted:  # memory is the limit
-            assert 1 - free / total > utilization - 0.1
-        sizes.append(llm.runner.num_blocks)
-        assert len(generate(llm, [[5, 6, 7]], greedy(4))[0][0]) == 4
-        llm.shutdown()
-        release()
-
-    assert sizes[1] == pytest.approx(sizes[0], rel=0.02)
-
-
-def test_the_error_for_a_step_that_cannot_fit_says_what_to_lower(on_gpu):
-    torch.cuda.set_per_process_memory_fraction(0.02)
-    try:
-        with pytest.raises(
-            ValueError, match="max_num_batched_tokens=1000000 or max_num_seqs=4"
-        ):
-            on_gpu(
-                None, num_blocks=None, max_num_seqs=4, max_num_batched_tokens=1_000_000
-            )
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def test_after_shutdown_an_engine_holds_no_memory():
-    release()
-    before = torch.cuda.memory_allocated()
-    llm = LLM(device="cuda", num_blocks=2000, max_num_seqs=32)
-    llm.generate(["O"], greedy(4), use_tqdm=False)
-    pool = llm.runner.kv_caches.nbytes
-    assert torch.cuda.memory_allocated() - before > pool
-
-    llm.shutdown()
-    assert torch.cuda.memory_allocated() - before < pool / 2
-
-    del llm
-    release()
-    assert torch.cuda.memory_allocated() - before < 32 << 20  # cuBLAS keeps a workspace
-
-
 # --- fusions ---
 
 
@@ -304,15 +223,14 @@ def test_compiled_fusions_match_plain_torch(name, dtype):
 # --- only reading tokens waits for the GPU ---
 
 
-def waves(llm, params, wrap):
-    """Add requests in waves; `wrap` replaces `execute` once everything is compiled."""
-    execute = llm.runner.execute
+def waves(llm, params, observer):
+    """Add requests in waves; `observer` watches once everything is compiled."""
     rng = random.Random(0)
 
     outputs = []
     for wave in range(4):  # two warm up
         if wave == 2:
-            llm.runner.execute = wrap(execute)
+            llm.observers.append(observer)
         for _ in range(6):
             prompt = [rng.randrange(160) for _ in range(20)]
             llm.add_request(prompt, params)
@@ -320,7 +238,6 @@ def waves(llm, params, wrap):
             outputs += llm.step()
     while llm.has_unfinished_requests():
         outputs += llm.step()
-    llm.runner.execute = execute
     return outputs
 
 
@@ -328,60 +245,19 @@ def waves(llm, params, wrap):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
 def test_no_call_of_a_step_synchronises(on_gpu, llama, enforce_eager, temperature):
-    def strict(execute):
-        def run(batch):
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return execute(batch)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        return run
+    def forbid_waiting(phase, batch):
+        mode = "error" if phase == "scheduled" else "default"
+        torch.cuda.set_sync_debug_mode(mode)
 
     params = SamplingParams(
         temperature=temperature, seed=1, max_tokens=20, ignore_eos=True
     )
     llm = on_gpu(llama, enforce_eager=enforce_eager, max_num_seqs=32, num_blocks=400)
 
-    assert waves(llm, params, strict)
-
-
-@pytest.mark.parametrize("enforce_eager", [False, True], ids=["graphs", "eager"])
-def test_a_step_is_launched_while_the_previous_one_runs(on_gpu, enforce_eager):
-    """The debug mode misses a wait for an unpinned copy: this test finds large ones."""
-    llm = on_gpu(
-        None,
-        enforce_eager=enforce_eager,
-        max_num_seqs=256,
-        block_size=1,
-        num_blocks=256 * 250,
-        max_model_len=250,
-        max_num_batched_tokens=1 << 16,
-        enable_prefix_caching=False,
-    )
-    params = SamplingParams(temperature=0.8, seed=1, max_tokens=30, ignore_eos=True)
-    for start in range(256):  # block tables of 200 KB
-        llm.add_request([start, *range(200)], params)
-    for _ in range(8):
-        llm.step()  # warm up
-    execute = llm.runner.execute
-    early = []
-
-    def after_a_long_step(batch):
-        torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second
-        event = torch.cuda.current_stream().record_event()
-        output = execute(batch)
-        early.append(not event.query())
-        return output
-
-    llm.runner.execute = after_a_long_step
-    for _ in range(4):
-        llm.step()
-    llm.runner.execute = execute
-    while llm.has_unfinished_requests():
-        llm.step()
-
-    assert all(early), early
+    try:
+        assert waves(llm, params, forbid_waiting)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_beams_and_logprobs_are_right_one_step_late(engine, on_gpu):

@@ -1,0 +1,117 @@
+"""What a machine can do at best, measured, and what that means for some requests.
+
+A step cannot be faster than its bytes over the memory's bandwidth, nor than its
+operations over the rate of matrix products. Decoding a few sequences is bound by bytes:
+all weights are read for each token. Prompts are bound by operations.
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import torch
+
+from nanopaged import LLM
+from nanopaged.model import Linear
+
+Requests: TypeAlias = list[
+    tuple[list[int], int]
+]  # a prompt, and the tokens to generate
+
+
+def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) -> float:
+    """Seconds of the fastest run: a limit is what was reached once."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    seconds = []
+    for _ in range(runs + 1):
+        wait()
+        began = time.perf_counter()
+        function()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds[1:])
+
+
+def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes/s and FLOP/s, measured.
+
+    Bytes: a large copy (reads and writes), or one row times eight large matrices
+    (reads), whichever is faster. Operations: many rows times two of these matrices.
+    They are the engine's own `Linear`, packed where the engine packs.
+    """
+    on_cpu = device.type == "cpu"
+    rows = 8192
+    columns = 2048
+    matrices = []
+    for _ in range(8):
+        matrix = Linear(columns, {"": rows}, bias=False).to(device, dtype)
+        matrix.requires_grad_(False).weight.normal_()
+        matrix.pack()
+        matrices.append(matrix)
+
+    def multiply(batch: int, count: int) -> float:
+        x = torch.randn(batch, columns).to(device, dtype)
+        return fastest(lambda: [matrix(x) for matrix in matrices[:count]], device)
+
+    num_bytes = 2**28 if on_cpu else 2**30
+    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * num_bytes / fastest(lambda: target.copy_(source), device)
+    read = 8 * rows * columns * dtype.itemsize / multiply(1, 8)
+
+    rates = []
+    for batch in (256, 1024) if on_cpu else (1024, 8192):
+        flops = 2 * 2 * batch * rows * columns
+        rates.append(flops / multiply(batch, 2))
+    return {
+        "copy_bytes_per_s": copied,
+        "read_bytes_per_s": read,
+        "bytes_per_s": max(copied, read),
+        "flops_per_s": max(rates),
+    }
+
+
+def time_floor(
+    requests: Requests, llm: LLM, limits: dict[str, float]
+) -> dict[str, float]:
+    """The least time in which this machine could serve `requests`.
+
+    Bytes: all weights once a step, in as few steps as the longest output and
+    max_num_seqs allow; K and V of the whole context for every decode, and of every
+    prompt once. Operations: 2 for every weight and token, and 4 x heads x head_dim for
+    every query and key in every layer. Activations and writes do not count, and bytes
+    and operations overlap perfectly: the floor is the larger of the two.
+    """
+    config = llm.model_config
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention_weights = config.hidden_size * 2 * heads * config.head_dim  # q, o, k, v
+    mlp_weights = config.hidden_size * 3 * config.intermediate_size
+    layer_weights = config.num_hidden_layers * (attention_weights + mlp_weights)
+    head_weights = config.hidden_size * config.vocab_size
+
+    tokens_in = sum(len(prompt) for prompt, _ in requests)
+    tokens_out = sum(length for _, length in requests)
+    longest = max(length for _, length in requests)
+    steps = max(longest, -(-tokens_out // llm.config.max_num_seqs))
+
+    # p prompt tokens and n generated: n - 1 decodes, which see p + 1 to p + n - 1 keys.
+    decode_keys = 0
+    prompt_keys = 0
+    for prompt, length in requests:
+        decode_keys += (length - 1) * len(prompt) + length * (length - 1) // 2
+        prompt_keys += len(prompt) * (len(prompt) + 1) // 2
+
+    weight_bytes = steps * (layer_weights + head_weights) * llm.runner.dtype.itemsize
+    kv_bytes = (decode_keys + tokens_in) * llm.runner.token_bytes
+    bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
+
+    # The last token of a request is never computed, and prompts need the head only
+    # once.
+    computed = tokens_in + tokens_out - len(requests)
+    flops = 2 * (layer_weights * computed + head_weights * tokens_out)
+    per_key = (
+        4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    )
+    flops += per_key * (decode_keys + prompt_keys)
+    flops_s = flops / limits["flops_per_s"]
+    return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": max(bytes_s, flops_s)}
