@@ -113,7 +113,7 @@ def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
         eos = config.eos_token_id
     if eos is None:
         eos = getattr(tokenizer, "eos_token_id", None)
-    eos_ids = eos if isinstance(eos, list) else [eos]
+    eos_ids: Any = eos if isinstance(eos, list) else [eos]
     return tokenizer, [token for token in eos_ids if token in range(config.vocab_size)]
 
 
@@ -172,7 +172,7 @@ def find_targets(model: CausalLM) -> dict[str, Tensor]:
         module = model.get_submodule(module_path)
         parent, _, own_name = module_path.rpartition(".")
         parts = getattr(module, "parts", {own_name: len(parameter)})
-        slices = parameter.split(list(parts.values()))
+        slices = torch.split(parameter, list(parts.values()))
         for part, rows in zip(parts, slices, strict=True):  # q_proj, k_proj, v_proj
             targets[".".join(filter(None, (parent, part, kind)))] = rows
     return targets

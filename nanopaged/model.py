@@ -194,16 +194,17 @@ class CausalLM(nn.Module):
         vocab_size, size = config.vocab_size, config.hidden_size
         layers = [DecoderLayer(config, backend, ranks)
                   for _ in range(config.num_hidden_layers)]
-        embeddings: Any = torch.empty(vocab_size, size)  # loaded later
+        weight = torch.empty(vocab_size, size)  # loaded later
+        embed_tokens = nn.Embedding(vocab_size, size, _weight=weight)
         self.model: Any = nn.ModuleDict({
-            "embed_tokens": nn.Embedding(vocab_size, size, _weight=embeddings),
+            "embed_tokens": embed_tokens,
             "layers": nn.ModuleList(layers),
             "norm": nn.RMSNorm(size, config.rms_norm_eps),
             "rotary_emb": LlamaRotaryEmbedding(config),
         })
         self.lm_head = Linear(size, {"lm_head": vocab_size})
         if config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = embed_tokens.weight
         self.requires_grad_(False)
 
     @torch.inference_mode()
@@ -227,9 +228,7 @@ class CausalLM(nn.Module):
         return self.ranks.gather(self.lm_head(x))
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size]; a rank that does not have a token's row adds
-        zeros.
-        """
+        """[num_tokens, hidden_size]; a rank without a token's embedding adds zeros."""
         table = self.model.embed_tokens
         if self.ranks.size == 1:
             return F.embedding(token_ids, table.weight)

@@ -14,7 +14,7 @@ from collections import Counter
 import pytest
 import torch
 
-from helpers import is_swapped
+from helpers import block_state, is_swapped
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.sampler import SamplerOutput
