@@ -10,6 +10,7 @@ from itertools import cycle
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanopaged.tour.workloads import LONGEST, SLOTS, Lengths
 
@@ -124,7 +125,7 @@ def serve_contiguous(
     }
 
 
-def mean_slots(running: list[Running], now: int, end: int) -> np.ndarray:
+def mean_slots(running: list[Running], now: int, end: int) -> NDArray[np.float64]:
     """Means over the steps from `now` to `end`.
 
     Slots that hold a token, that will ever hold one, that are reserved, and that are

@@ -21,7 +21,7 @@ Requests: TypeAlias = list[
 
 def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) -> float:
     """Seconds of the fastest run: a limit is what was reached once."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+    wait: Any = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
     seconds = []
     for _ in range(runs + 1):
         wait()

@@ -80,16 +80,16 @@ def measure(
 
 
 class PoolState(NamedTuple):
-    """What is in the pool at one moment."""
+    """What is in the pool at one moment, or on average."""
 
-    tokens: int  # slots that hold a token
-    reserved: int  # slots that will get one
-    internal: int  # slots that never will: the rest of last blocks
-    used_blocks: int
+    tokens: float  # slots that hold a token
+    reserved: float  # slots that will get one
+    internal: float  # slots that never will: the rest of last blocks
+    used_blocks: float
     table_entries: (
         int  # in all block tables: more than used blocks, where some are shared
     )
-    running: int  # requests
+    running: float  # requests
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "PoolState":
@@ -232,7 +232,7 @@ def real_beams(
         outputs = llm.generate([[0]] * count, texts, use_tqdm=False)
         prompts: Any = [output.outputs[0].token_ids for output in outputs]
 
-        saved = {}
+        saved: Figures = {}
         for width in widths:
             states: list[PoolState] = []
 
@@ -296,7 +296,8 @@ def preemption_by_block_size(
                 enable_prefix_caching=False,
             )
             llm.runner.swap_space.zero_()  # faults its pages in
-            runs[str(size)] = run = {"runs": [], "seconds_back": []}
+            run: Figures = {"runs": [], "seconds_back": []}
+            runs[str(size)] = run
             engines.append((llm, run))
 
     rng = random.Random(seed)
@@ -384,7 +385,7 @@ CAPTIONS = {
 
 def tables(figures: Figures) -> list[tuple[str, Figures]]:
     """A caption and {row: {column: number}} for every figure."""
-    slots = {}
+    slots: Figures = {}
     for name, run in figures["allocation"].items():
         slots[name] = {
             "tokens, %": run["tokens"],
@@ -397,7 +398,7 @@ def tables(figures: Figures) -> list[tuple[str, Figures]]:
             "the paper's requests": PAPER_RUNNING[name],
         }
 
-    saved = {}
+    saved: Figures = {}
     for name, by_width in figures["sharing"].items():
         paper = PAPER_SAVED[name.replace("real ", "")]
         saved[name] = {}

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import generate, greedy
 
+from helpers import generate, greedy
 from nanopaged import LLM, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -10,6 +10,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
+
 from helpers import (
     CPU,
     all_tokens_of,
@@ -19,14 +21,12 @@ from helpers import (
     greedy,
     serve,
 )
-from test_fusions import arguments
-from test_kernels import TritonCase
-from test_one_step_ahead import TIGHT
-from torch.utils._pytree import tree_map_only
-
 from nanopaged import LLM, BeamSearchParams, SamplingParams, model
 from nanopaged.attention import FlashAttention
 from nanopaged.sampler import Sampler
+from test_fusions import arguments
+from test_kernels import TritonCase
+from test_one_step_ahead import TIGHT
 
 pytestmark = pytest.mark.gpu
 
