@@ -1,5 +1,4 @@
-"""Physical blocks: which sequences hold them, which are free, and what free ones still
-hold.
+"""Physical blocks: who holds them, which are free, and what the free ones still hold.
 
 A block belongs to every sequence that holds a reference to it. With a reference count
 of 0 it is free *and still cached*: it waits in the free list, least recently used
@@ -75,9 +74,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)  # rounded up
 
     def most_blocks(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
-        """The most blocks that sequences of these lengths need if they share a
-        beginning.
-        """
+        """The most blocks that sequences with a common beginning can need."""
         num_shared = num_shared_tokens // self.block_size
         return num_shared + sum(self.num_blocks_for(n) - num_shared for n in lengths)
 
@@ -102,9 +99,7 @@ class BlockManager:
         return found
 
     def can_allocate(self, prefix: list[int], num_blocks: int, num_spare: int) -> bool:
-        """Whether `num_blocks`, the cached prefix included, would leave `num_spare`
-        free.
-        """
+        """Whether `num_blocks`, `prefix` included, would leave `num_spare` free."""
         num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
         num_taken = num_blocks - len(prefix) + num_revived
         return num_taken + num_spare <= len(self.free_blocks)
@@ -117,9 +112,7 @@ class BlockManager:
         self.grow(seq)
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        """How many free blocks `grow` is going to take for these sequences of one
-        group.
-        """
+        """How many free blocks `grow` will take for these sequences of a group."""
         num_new = 0
         writers: Counter[int] = Counter()
         for seq in seqs:
@@ -155,17 +148,13 @@ class BlockManager:
         return copies
 
     def advance(self, seq: Sequence, num_tokens: int) -> None:
-        """Count `num_tokens` more as computed, and publish the blocks that are full
-        now.
-        """
+        """Count more tokens as computed, and publish the blocks that are now full."""
         seq.num_computed_tokens += num_tokens
         if seq.num_computed_tokens // self.block_size > seq.num_published_blocks:
             self.publish(seq)
 
     def unsent_blocks(self, seq: Sequence) -> tuple[int, list[int]]:
-        """What is new in a block table since the last call: an index, and blocks from
-        there.
-        """
+        """What is new in a block table since the last call: (index, blocks)."""
         first = seq.num_sent_blocks
         seq.num_sent_blocks = len(seq.block_table)
         return first, seq.block_table[first:]
@@ -246,8 +235,7 @@ class BlockManager:
         block.content = content
 
     def _content(self, seq: Sequence, index: int, table: list[int]) -> Content:
-        """What logical block `index` of `seq` holds; `table` has the blocks before it.
-        """
+        """What logical block `index` holds; `table` has the blocks before it."""
         first = index * self.block_size
         token_ids = seq.token_ids[first : first + self.block_size]
         if index == 0:
@@ -255,9 +243,7 @@ class BlockManager:
         return self.blocks[table[index - 1]].name, token_ids
 
     def _hash(self, content: Content) -> int:
-        """A chained hash: it covers the name of the block before, and so all tokens
-        before.
-        """
+        """A chained hash: by the name of the block before, it covers all tokens."""
         before, token_ids = content
         start = before if isinstance(before, int) else hash(before)  # a salt, or None
         return self.hash_function(array("q", [start, *token_ids]).tobytes())
@@ -283,8 +269,7 @@ class BlockManager:
         seq.block_table = list(block_table)
 
     def _drop(self, seq: Sequence) -> None:
-        """Drop the references, last block first: so a prefix outlives what follows it.
-        """
+        """Drop references, last block first: a prefix outlives what follows it."""
         for block_id in reversed(seq.block_table):
             block = self.blocks[block_id]
             block.ref_count -= 1

@@ -71,9 +71,7 @@ def check_token_ids(name: str, token_ids: Iterable[Any],
 
 
 def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
-    """A dataclass field that `Checked` checks, and converts, by `check(name, value,
-    **limits)`.
-    """
+    """A dataclass field that `Checked` checks by `check(name, value, **limits)`."""
     return field(default=default, metadata={"check": partial(check, **limits)})
 
 

@@ -49,9 +49,7 @@ class Detokenizer:
                 self.text, self.stopped = self.text[: min(hits)], True
 
     def visible(self, final: bool = False) -> str:
-        """The text, unless final without a tail that may be the beginning of a stop
-        string.
-        """
+        """The text; before the end without what may become a stop string."""
         if final or not self.stops:
             return self.text
         held_back = max(length for stop in self.stops for length in range(len(stop))

@@ -67,7 +67,7 @@ class LLM(AbstractContextManager["LLM"]):
         logging.getLogger("nanopaged").info("%s: %s", path.name, self.runner.describe())
 
     def _start_books(self) -> None:
-        """Begin with all blocks free, an empty prefix cache and no requests."""
+        """Begin with all blocks free, nothing in the prefix cache and no requests."""
         config, runner = self.config, self.runner
         self.block_manager = BlockManager(
             runner.num_blocks, config.block_size, config.enable_prefix_caching,
@@ -91,8 +91,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._notify("executed", batch)
 
         # On a GPU the newest step is still running: read the tokens of the one before.
-        # An empty batch means that everybody waits for tokens, so then all of them are
-        # read.
+        # An empty batch means that all requests wait for tokens: then read all steps.
         self._launched.append((batch, sampled))
         num_ahead = self.steps_ahead if batch.message.rows else 0
         while len(self._launched) > num_ahead:
@@ -110,9 +109,10 @@ class LLM(AbstractContextManager["LLM"]):
     def _exclusive(self) -> Iterator[None]:
         """Let one thread at a time change the books, and never leave them half-changed.
 
-        If anything fails in here, Ctrl-C included, nobody knows which block holds what.
-        So all requests end, and the engine starts again with empty books. With ranks,
-        which may be anywhere in the step, it shuts down.
+        The books are the queues, the block tables and the prefix cache. If something
+        fails in here, Ctrl-C included, nobody knows whether they are right. So all
+        requests end, and the engine starts again with empty books. With several ranks,
+        each of which may be anywhere in the step, it shuts down.
         """
         with self._lock:
             if self._closed:
@@ -150,9 +150,7 @@ class LLM(AbstractContextManager["LLM"]):
     # -- Requests one by one -----------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: Params | None = None) -> str:
-        """Queue a request for `step` and return its id. A bad one raises and changes
-        nothing.
-        """
+        """Queue a request for `step`; returns its id. A bad one raises, and no more."""
         params = SamplingParams() if sampling_params is None else sampling_params
         group = self._make_group(prompt, params)
         with self._exclusive():
@@ -163,7 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the outputs so far of all requests that it changed.
 
-        Of those made by `add_request`: `generate` and `stream` report their own.
+        These are requests made by `add_request`; `generate` and `stream` report theirs.
         """
         with self._exclusive(), self.ranks.watched():
             self._step()
@@ -185,9 +183,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     # -- Prompts in, text out ----------------------------------------------------------
 
-    def generate(
-        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
+    def generate(self, prompts: Any, sampling_params: Any = None,
+                 use_tqdm: bool = True) -> list[RequestOutput]:
         """Complete all prompts; returns an output for each, in their order.
 
         A prompt is a string, a list of token ids, {"prompt": ..} or
@@ -207,20 +204,16 @@ class LLM(AbstractContextManager["LLM"]):
 
     def stream(self, prompts: Any,
                sampling_params: Any = None) -> Iterator[RequestOutput]:
-        """Like `generate`, but yields a request's output so far whenever it got a
-        token.
+        """Like `generate`, but yields the output so far of each request as it grows.
 
         Closing the iterator aborts what has not finished.
         """
         groups = self._make_groups(prompts, sampling_params)
         return (self._locked_output(group) for group in self._run(groups))
 
-    def chat(
-        self, messages: list[Any], sampling_params: Any = None, use_tqdm: bool = True
-    ) -> list[RequestOutput]:
-        """Answer a conversation, a list of {"role": .., "content": ..}, or each of
-        several.
-        """
+    def chat(self, messages: list[Any], sampling_params: Any = None,
+             use_tqdm: bool = True) -> list[RequestOutput]:
+        """Answer a conversation: a list of {"role": .., "content": ..}. Or several."""
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise ValueError(
                 "chat needs a tokenizer with a chat template: this model has none")
@@ -242,9 +235,7 @@ class LLM(AbstractContextManager["LLM"]):
         return self.generate(prompts, params, use_tqdm=False)
 
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
-        """Step until these groups have finished; yields a group whenever it got a
-        token.
-        """
+        """Step until these groups have finished; yields a group whenever it changed."""
         mine: dict[str, SequenceGroup] = {}
         try:
             with self._exclusive():
@@ -292,8 +283,7 @@ class LLM(AbstractContextManager["LLM"]):
         return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
 
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
-        """A request that the engine can serve; ValueError or TypeError if it never can.
-        """
+        """A request that can be served; ValueError or TypeError if it never can."""
         if self._closed:
             raise RuntimeError("this engine has been shut down: make a new LLM")
         vocab_size = self.model_config.vocab_size
@@ -326,8 +316,8 @@ class LLM(AbstractContextManager["LLM"]):
         if num_blocks > self.block_manager.num_blocks:
             raise ValueError(
                 f"{params.n} sequences of up to {group.max_len} tokens need "
-                f"{num_blocks} blocks, but num_blocks is {self.block_manager.num_blocks}: "
-                "lower n, beam_width or max_tokens, or raise num_blocks")
+                f"{num_blocks} blocks, but num_blocks is {self.block_manager.num_blocks}"
+                ": lower n, beam_width or max_tokens, or raise num_blocks")
         return group
 
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
@@ -411,9 +401,7 @@ class LLM(AbstractContextManager["LLM"]):
         return self.scheduler.measure()
 
     def shutdown(self) -> None:
-        """Abort what runs and give back the memory; the engine serves nothing
-        afterwards.
-        """
+        """Abort what runs and give back the memory; nothing is served after that."""
         with self._lock:
             self._close()
 

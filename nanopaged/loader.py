@@ -1,6 +1,4 @@
-"""From a directory or a hub id to config, tokenizer and weights: none missing, none
-unused.
-"""
+"""From a directory or a hub id to config, tokenizer and weights, all of them used."""
 
 import json
 from pathlib import Path
@@ -23,8 +21,7 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # angles depend on positio
 
 
 def resolve(config: EngineConfig) -> Path:
-    """The model's directory: the bundled one, a local one, or a snapshot from the hub.
-    """
+    """The model's directory: bundled, local, or a snapshot from the hub."""
     path = BUNDLED if config.model is None else Path(config.model).expanduser()
     if (path / "config.json").is_file():
         return path
@@ -54,7 +51,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file. They are mapped: to load them reads nothing."""
+    """The tensors of a safetensors file, mapped: they are read when they are used."""
     try:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(file)
         return tensors
@@ -99,8 +96,7 @@ def require(field: str, value: Any, supported: tuple[Any, ...]) -> None:
 
 
 def load_tokenizer(path: Path, config: Any) -> tuple[Any, list[int]]:
-    """The tokenizer, or None if the directory has none; and the ids of all EOS tokens.
-    """
+    """The tokenizer, None if there is none, and the ids of all EOS tokens."""
     tokenizer = None
     if any(path.glob("tokenizer.*")) or any(path.glob("vocab.json")):
         # With clean-up, the text of a token would depend on what follows it.
@@ -162,9 +158,7 @@ def load_dummy_weights(model: CausalLM, seed: int) -> None:
 
 
 def find_targets(model: CausalLM) -> dict[str, Tensor]:
-    """The names in the checkpoint, and the parameters or their slices that belong to
-    them.
-    """
+    """The checkpoint's names, and the parameters or slices they belong to."""
     targets: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         # For example model.layers.0.self_attn.qkv_proj and weight.
