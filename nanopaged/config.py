@@ -1,5 +1,4 @@
-"""What the caller may choose: the options of the engine and the parameters of a
-request.
+"""What the caller may choose: options of the engine, parameters of a request.
 
 These dataclasses check themselves, so whatever exists is valid and nobody checks it
 again. A wrong type is a `TypeError`, a wrong value a `ValueError`; both name the field,

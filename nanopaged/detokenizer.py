@@ -1,5 +1,4 @@
-"""Text from token ids while they arrive: never half a character, never past a stop
-string.
+"""Text from token ids as they arrive: no half characters, nothing past a stop string.
 
 A token can hold a part of a character's bytes, and what a token looks like can depend
 on the one before it. So new tokens are always decoded together with a few known ones,

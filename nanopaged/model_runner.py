@@ -1,5 +1,4 @@
-"""Everything that touches tensors: the model, the KV pool, the inputs of a step, CUDA
-graphs.
+"""What touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
 
 The scheduler deals in rows, tokens and block ids. The runner keeps the block tables of
 all running sequences, one row each, so that a step only has to say what is new in them.

@@ -1,5 +1,4 @@
-"""Several processes, one engine: each rank has a share of the weights, and of K and V
-its heads.
+"""Several processes, one engine: each rank has a share of the weights and of K and V.
 
 Rank 0 schedules. Every step it sends the other ranks one message of plain numbers.
 Block ids mean the same everywhere, so all ranks run the same model, each with its

@@ -1,5 +1,4 @@
-"""From logits to tokens: greedy, temperature, top-k, top-p, min-p, seeds,
-log-probabilities.
+"""From logits to tokens: greedy or drawn, with seeds, and with log-probabilities.
 
 A sampled token depends on the logits, the seed of its request and its position, and on
 nothing else in the batch. One uniform number decides (inverse-transform sampling): it
