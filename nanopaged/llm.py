@@ -17,8 +17,14 @@ from typing import Any, TypeAlias
 from tqdm.auto import tqdm
 
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.config import check_int, check_token_ids, check_type
+from nanopaged.config import (
+    BeamSearchParams,
+    EngineConfig,
+    SamplingParams,
+    check_int,
+    check_token_ids,
+    check_type,
+)
 from nanopaged.loader import load_config, load_tokenizer, resolve
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
@@ -316,13 +322,12 @@ class LLM(AbstractContextManager["LLM"]):
         if num_blocks > self.block_manager.num_blocks:
             raise ValueError(
                 f"{params.n} sequences of up to {group.max_len} tokens need "
-                f"{num_blocks} blocks, but num_blocks is {self.block_manager.num_blocks}"
-                ": lower n, beam_width or max_tokens, or raise num_blocks")
+                f"{num_blocks} blocks, but num_blocks is {self.runner.num_blocks}: "
+                "lower n, beam_width or max_tokens, or raise num_blocks")
         return group
 
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
-        """A beam search is a group of `beam_width` sequences that ask for their
-        candidates.
+        """A beam search is a group of `beam_width` sequences that report candidates.
 
         There are so many candidates that enough remain if all the others are EOS
         tokens.

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS, Ints, to_device
+from nanopaged.attention import BACKENDS, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights

@@ -16,14 +16,29 @@ from nanopaged.attention import TorchAttention
 
 GARBAGE = 1e4  # finite: NaN times a probability of zero would still be NaN
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
-HEADS = [(1, 1, 8), (4, 4, 16), (8, 2, 16), (6, 3, 24), (14, 2, 64), (5, 1, 80), (3, 3, 96)]
+HEADS = [
+    (1, 1, 8),
+    (4, 4, 16),
+    (8, 2, 16),
+    (6, 3, 24),
+    (14, 2, 64),
+    (5, 1, 80),
+    (3, 3, 96),
+]
 
 
 class Case:
     """A cache with some sequences' past in it, and a step's new tokens: (past, new) for each."""
 
-    def __init__(self, seqs, heads=(4, 2, 8), block_size=4, dtype=torch.float64, seed=0):
-        self.heads, self.block_size, self.dtype, self.seqs = heads, block_size, dtype, seqs
+    def __init__(
+        self, seqs, heads=(4, 2, 8), block_size=4, dtype=torch.float64, seed=0
+    ):
+        self.heads, self.block_size, self.dtype, self.seqs = (
+            heads,
+            block_size,
+            dtype,
+            seqs,
+        )
         self.generator = torch.Generator().manual_seed(seed)
         num_heads, num_kv_heads, head_dim = heads
         needed = [-(-(past + new) // block_size) for past, new in seqs]
@@ -44,7 +59,9 @@ class Case:
 
     def draw(self, *shape):
         shape = (*shape, self.heads[2])
-        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(self.dtype)
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(
+            self.dtype
+        )
 
     def write(self, cache, row, begin, end):
         for position in range(begin, end):
@@ -53,7 +70,10 @@ class Case:
 
     def new(self):
         """This step's K and V, flat: [num_tokens, num_kv_heads, head_dim] each."""
-        parts = [dense[:, past:] for dense, (past, _) in zip(self.dense, self.seqs, strict=True)]
+        parts = [
+            dense[:, past:]
+            for dense, (past, _) in zip(self.dense, self.seqs, strict=True)
+        ]
         return torch.cat(parts, 1)
 
     def expected(self):
@@ -66,14 +86,19 @@ class Case:
                 out = []
                 for head in range(num_heads):
                     kv_head = head // (num_heads // num_kv_heads)
-                    keys, values = k[: position + 1, kv_head], v[: position + 1, kv_head]
+                    keys, values = (
+                        k[: position + 1, kv_head],
+                        v[: position + 1, kv_head],
+                    )
                     probs = torch.softmax(keys @ q[head] / math.sqrt(head_dim), 0)
                     out.append(probs @ values)
                 rows.append(torch.cat(out))
         return torch.stack(rows)
 
     def backend(self):
-        return TorchAttention(*self.heads, self.block_size, self.dtype, torch.device("cpu"))
+        return TorchAttention(
+            *self.heads, self.block_size, self.dtype, torch.device("cpu")
+        )
 
     def prepare(self, backend):
         past, new = (np.array(column) for column in zip(*self.seqs, strict=True))
@@ -89,10 +114,24 @@ class Case:
         expected, out = self.expected(), self.run(backend)
         assert out.shape == expected.shape
         assert out.dtype == self.dtype
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=TOLERANCE[self.dtype])
+        torch.testing.assert_close(
+            out.double(), expected, rtol=0, atol=TOLERANCE[self.dtype]
+        )
 
 
-MIXED = [(0, 1), (0, 5), (7, 1), (8, 1), (9, 1), (4, 4), (3, 6), (0, 17), (16, 3), (40, 1), (5, 1)]
+MIXED = [
+    (0, 1),
+    (0, 5),
+    (7, 1),
+    (8, 1),
+    (9, 1),
+    (4, 4),
+    (3, 6),
+    (0, 17),
+    (16, 3),
+    (40, 1),
+    (5, 1),
+]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -136,13 +175,17 @@ def test_how_tiles_are_grouped_changes_nothing(num_bytes, monkeypatch):
 
 def test_one_backend_serves_big_and_small_steps_in_turn():
     backend = Case([(0, 1)]).backend()
-    for seed, seqs in enumerate(([(0, 3)], MIXED, [(60, 1)], [(0, 200)], MIXED[::-1], [(0, 1)])):
+    for seed, seqs in enumerate(
+        ([(0, 3)], MIXED, [(60, 1)], [(0, 200)], MIXED[::-1], [(0, 1)])
+    ):
         Case(seqs, seed=seed).check(backend)
 
 
 def test_a_sequence_reads_what_another_stores_in_the_same_step():
     case = Case([(0, 9), (8, 1)])
-    case.tables[1, :2] = case.tables[0, :2]  # the second shares the two blocks that the first fills
+    case.tables[1, :2] = case.tables[
+        0, :2
+    ]  # the second shares the two blocks that the first fills
     case.dense[1][:, :8] = case.dense[0][:, :8]
     case.cache.fill_(GARBAGE)
     case.check()
@@ -184,4 +227,6 @@ def test_random_steps(seed):
     heads = (group * kv_heads, kv_heads, rng.choice([2, 8, 10, 16]))
     seqs = [(rng.choice([0, rng.randint(0, 70)]), rng.choice([1, 1, rng.randint(1, 40)]))
             for _ in range(rng.randint(1, 9))]  # fmt: skip
-    Case(seqs, heads, rng.choice([1, 2, 4, 8, 16]), rng.choice(list(TOLERANCE)), seed).check()
+    Case(
+        seqs, heads, rng.choice([1, 2, 4, 8, 16]), rng.choice(list(TOLERANCE)), seed
+    ).check()

@@ -452,7 +452,8 @@ def test_beams_share_the_blocks_of_their_common_prefix(beam_model, engine, draw_
         assert len(live) == width
         assert len({tuple(table[:7]) for table in tables}) == 1
         assert all(
-            llm.block_manager.blocks[block].ref_count == width for block in tables[0][:7]
+            llm.block_manager.blocks[block].ref_count == width
+            for block in tables[0][:7]
         )
 
         held = {block for table in tables for block in table}

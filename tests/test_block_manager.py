@@ -405,7 +405,9 @@ def test_a_group_needs_room_for_all_its_sequences_and_its_leader_takes_its_own()
     assert block_state(manager, leader) == before
     assert allocate_if_fits(manager, leader, [], room=6)
     assert tables(leader, *others) == [[0, 1], [], []]
-    assert allocate_if_fits(manager, sequence(A), [], room=4)  # room is checked, not reserved
+    assert allocate_if_fits(
+        manager, sequence(A), [], room=4
+    )  # room is checked, not reserved
 
     compute(manager, leader)
     manager.free(leader)

@@ -55,7 +55,7 @@ def test_it_streams_its_prompts_and_shows_the_effect_of_the_cache(run, example):
 
     match = re.fullmatch(
         r"20 steps into the same prompts again: (\d+) of (\d+) blocks used, "
-        r"(\d+)% of their room holds a token; "
+        r"(\d+)% of their slots hold a token; "
         r"(\d+) blocks cached, (\d+) of (\d+) prompt tokens found in them",
         usage,
     )

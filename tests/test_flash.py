@@ -12,16 +12,22 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.attention.varlen
-from test_attention import Case
 
 import nanopaged
 from nanopaged import attention
 from nanopaged.attention import FlashAttention
+from test_attention import Case
 
 pytest.importorskip("triton", reason="pip install triton")
 
 F16 = torch.float16
-PROMPTS = [(0, 40), (0, 7), (32, 20), (3, 9), (0, 2)]  # (past, new): at most four keys a query
+PROMPTS = [
+    (0, 40),
+    (0, 7),
+    (32, 20),
+    (3, 9),
+    (0, 2),
+]  # (past, new): at most four keys a query
 
 
 def reference(q, k, v, cu_q, cu_k, max_q, max_k):
@@ -38,8 +44,12 @@ def reference(q, k, v, cu_q, cu_k, max_q, max_k):
     out = torch.empty_like(q)
     for i in range(len(cu_q) - 1):
         queries, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
-        one, k_one, v_one = (x.transpose(0, 1).float() for x in (q[queries], k[keys], v[keys]))
-        k_one, v_one = (x.repeat_interleave(len(one) // len(x), 0) for x in (k_one, v_one))
+        one, k_one, v_one = (
+            x.transpose(0, 1).float() for x in (q[queries], k[keys], v[keys])
+        )
+        k_one, v_one = (
+            x.repeat_interleave(len(one) // len(x), 0) for x in (k_one, v_one)
+        )
         scores = one @ k_one.transpose(1, 2) / q.shape[-1] ** 0.5
         later = scores.shape[2] - scores.shape[1]
         seen = torch.ones(scores.shape[1:], dtype=torch.bool).tril(later)
@@ -61,7 +71,9 @@ def calls(request, monkeypatch):
                                window_size=(-1, -1)):  # fmt: skip
         assert causal
         note(q, k)
-        return reference(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return reference(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        )
 
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None,
                     scale=None, window_size=(-1, -1), enable_gqa=False):  # fmt: skip
@@ -92,7 +104,9 @@ class FlashCase(Case):
         self.cache[self.cache == 1e4] = torch.nan
 
     def backend(self):
-        return FlashAttention(*self.heads, self.block_size, self.dtype, torch.device("cpu"))
+        return FlashAttention(
+            *self.heads, self.block_size, self.dtype, torch.device("cpu")
+        )
 
     def check(self):
         expected, out = self.expected(), self.run().double()
@@ -128,7 +142,9 @@ def test_decodes_may_come_along(calls):
 
 
 @pytest.mark.parametrize(
-    "calls", ["flash-attn", pytest.param("torch", marks=pytest.mark.slow)], indirect=True
+    "calls",
+    ["flash-attn", pytest.param("torch", marks=pytest.mark.slow)],
+    indirect=True,
 )
 def test_the_engine_says_the_same_as_with_triton(calls):
     prompts = ["ROMEO:\nBut soft, what light through yonder", "To be"]
@@ -136,9 +152,13 @@ def test_the_engine_says_the_same_as_with_triton(calls):
     said = {}
     for backend in ("triton", "flash"):
         options = {"dtype": "float16", "num_blocks": 64, "max_num_seqs": 4}
-        with nanopaged.LLM(attention_backend=backend, max_num_batched_tokens=16, **options) as llm:
+        with nanopaged.LLM(
+            attention_backend=backend, max_num_batched_tokens=16, **options
+        ) as llm:
             outputs = llm.generate(prompts, params, use_tqdm=False)
-            outputs += llm.generate(prompts[:1], params, use_tqdm=False)  # its prefix is cached
+            outputs += llm.generate(
+                prompts[:1], params, use_tqdm=False
+            )  # its prefix is cached
         said[backend] = [output.outputs[0].token_ids for output in outputs]
     assert said["flash"] == said["triton"]
     assert calls
@@ -147,7 +167,9 @@ def test_the_engine_says_the_same_as_with_triton(calls):
 def test_torchs_own_function_takes_what_it_gets(monkeypatch):
     """Without data, but with its own checks: of this version of torch."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(attention, "to_device", lambda x, device: torch.from_numpy(x).to(device))
+    monkeypatch.setattr(
+        attention, "to_device", lambda x, device: torch.from_numpy(x).to(device)
+    )
     case = FlashCase(PROMPTS)
     backend = FlashAttention(*case.heads, case.block_size, F16, torch.device("meta"))
     metadata = case.prepare(backend)

@@ -150,7 +150,11 @@ def test_missing_counts_the_blocks_any_of_the_holders_will_take():
 
     assert manager.num_blocks_to_grow([]) == 0
     assert [manager.num_blocks_to_grow([seq]) for seq in sequences] == [1, 1, 1]
-    assert [manager.num_blocks_to_grow(pair) for pair in ([a, b], [b, c], [a, c])] == [2, 2, 2]
+    assert [manager.num_blocks_to_grow(pair) for pair in ([a, b], [b, c], [a, c])] == [
+        2,
+        2,
+        2,
+    ]
     assert manager.num_blocks_to_grow(sequences) == 2
 
     finish(manager, b)
@@ -736,7 +740,10 @@ def test_the_prompt_is_computed_once(llama, engine):
         [1] * 5,
     ]
     takers = [
-        [(i, seq.index) for i, seq in zip(batch.message.samples, batch.sampled, strict=True)]
+        [
+            (i, seq.index)
+            for i, seq in zip(batch.message.samples, batch.sampled, strict=True)
+        ]
         for batch in batches
     ]
 

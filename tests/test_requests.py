@@ -862,7 +862,9 @@ def test_after_ctrl_c_anywhere_an_engine_is_right_or_shut_down(ahead):
             interrupted(llm, rng.randint(1, total))
         try:
             assert answers(llm) == expected
-            assert not llm.scheduler.changed and len(llm.block_manager.free_blocks) == 24
+            assert (
+                not llm.scheduler.changed and len(llm.block_manager.free_blocks) == 24
+            )
         except RuntimeError as error:
             assert "shut down" in str(error)
             closed += 1

@@ -12,7 +12,7 @@ import random
 import pytest
 import torch
 
-from helpers import drain, chi_square, complete, generate, greedy, tokens_of
+from helpers import chi_square, complete, drain, generate, greedy, tokens_of
 from nanopaged import SamplingParams
 
 DRAWS = 3000
@@ -473,7 +473,9 @@ def test_params_can_be_changed_and_a_running_request_keeps_what_it_was_given(
     llama, engine
 ):
     llm = engine(llama)
-    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=4, stop_token_ids=[])
+    params = SamplingParams(
+        temperature=0, ignore_eos=True, max_tokens=4, stop_token_ids=[]
+    )
     stops = params.stop_token_ids
     request = llm.add_request([1, 2, 3], params)
     params.max_tokens = 9

@@ -259,7 +259,10 @@ class World:
             expected["swaps" if is_swapped(group) else "again"] += 1
 
         assert len(batch.message.swaps_out) == swapped
-        expected.update(copied=len(batch.message.copies), swapped=swapped + len(batch.message.swaps_in))
+        expected.update(
+            copied=len(batch.message.copies),
+            swapped=swapped + len(batch.message.swaps_in),
+        )
         assert self.counted() - before["counted"] == +expected
 
     def check_slots(self, batch, settled):
@@ -675,7 +678,11 @@ def test_a_group_computes_its_prompt_once_then_each_writes_to_its_own_block():
     a, b, c = group.sequences
     batch = world.schedule()
 
-    assert (batch.message.rows, batch.message.counts, batch.admitted) == ([a.row], [6], [a, b, c])
+    assert (batch.message.rows, batch.message.counts, batch.admitted) == (
+        [a.row],
+        [6],
+        [a, b, c],
+    )
     assert (batch.message.samples, batch.sampled) == ([0, 0, 0], [a, b, c])
     assert tables(group) == [[0, 1], [0, 1], [0, 1]]
 
@@ -683,7 +690,10 @@ def test_a_group_computes_its_prompt_once_then_each_writes_to_its_own_block():
     assert [seq.token_ids[-1] for seq in group.live] == [1006, 2006, 3006]
 
     batch = world.schedule()
-    assert (batch.message.rows, batch.message.counts) == ([a.row, b.row, c.row], [1, 1, 1])
+    assert (batch.message.rows, batch.message.counts) == (
+        [a.row, b.row, c.row],
+        [1, 1, 1],
+    )
     assert (batch.message.samples, batch.sampled) == ([0, 1, 2], [a, b, c])
     assert batch.message.copies == [(1, 2), (1, 3)]
     assert tables(group) == [[0, 2], [0, 3], [0, 1]]

@@ -133,7 +133,11 @@ class Stress:
 
     def schedule_checked(self):
         batch = self.schedule()
-        for moves in (batch.message.swaps_out, batch.message.swaps_in, batch.message.copies):
+        for moves in (
+            batch.message.swaps_out,
+            batch.message.swaps_in,
+            batch.message.copies,
+        ):
             assert len({target for _, target in moves}) == len(moves)
         # Each moves once, even if several sequences share it.
         assert len(dict(batch.message.swaps_in)) == len(batch.message.swaps_in)
@@ -241,7 +245,10 @@ def run_stress(count, seed, roomy, llm):
     free = len(llm.block_manager.free_blocks), len(llm.block_manager.free_swap_blocks)
     stress = Stress(llm, requests, random.Random(seed + 1))
     stress.run()
-    assert (len(llm.block_manager.free_blocks), len(llm.block_manager.free_swap_blocks)) == free
+    assert (
+        len(llm.block_manager.free_blocks),
+        len(llm.block_manager.free_swap_blocks),
+    ) == free
     check_answers(stress, expected)
 
     stats = llm.stats()
