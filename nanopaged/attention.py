@@ -36,12 +36,13 @@ from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.int64]
 
-QUERY_TILE = 512  # queries of a chunk that are masked together
+MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
+MIN_SPLIT = 256  # keys: a shorter split is not worth its merge
 
 
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens are and where they are stored: the same for every layer."""
+    """Where this step's tokens are and are stored: the same for every layer."""
 
     positions: Tensor  # [num_tokens]: of a token in its sequence
     slots: Tensor  # [num_tokens]: the slot mapping
@@ -49,13 +50,12 @@ class AttentionMetadata:
 
 @dataclass
 class Chunk:
-    """Some queries of one sequence, and the blocks with their keys."""
+    """Some queries of one sequence, and the blocks that hold their keys."""
 
     tokens: slice  # of the flat batch
     block_ids: Tensor  # [num_blocks]
     num_keys: int
-    mask: Tensor | None  # [num_queries, num_keys]: who sees what; None: see `causal`
-    causal: bool  # there is no past: query i sees keys 0 to i
+    mask: Tensor | None  # [num_queries, num_keys]; None: there is no past
 
 
 @dataclass
@@ -64,18 +64,12 @@ class TorchMetadata(AttentionMetadata):
 
 
 class TorchAttention:
-    """The reference, on any device: gather a sequence's K and V, then torch's attention."""
+    """The reference, on any device: gather K and V, then torch's own attention."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.num_heads = num_heads
+    min_queries = 1  # sequences with fewer are left out of `chunks`
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int,
+                 block_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.num_kv_heads = num_kv_heads
         self.group_size = num_heads // num_kv_heads
         self.head_dim = head_dim
@@ -84,17 +78,35 @@ class TorchAttention:
         self.device = device
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
-        """Plan a step: sequence i has counts[i] new tokens from position starts[i] on."""
-        positions, slots = self._place(block_tables, starts, counts)
-        chunks = self._make_chunks(block_tables, starts, counts, np.arange(len(counts)))
-        return TorchMetadata(
-            to_device(positions, self.device), to_device(slots, self.device), chunks
-        )
+        """Plan a step: sequence i has counts[i] new tokens, from starts[i] on."""
+        positions, slots = self.place_tokens(block_tables, starts, counts)
+        chunks = []
+        first_tokens = np.cumsum(counts) - counts
+        for seq in np.flatnonzero(counts >= self.min_queries).tolist():
+            start, count = int(starts[seq]), int(counts[seq])
+            step = MASKED_QUERIES if start else count
+            for first in range(0, count, step):
+                tokens = first_tokens[seq] + np.arange(first, min(first + step, count))
+                num_keys = start + first + len(tokens)
+                num_blocks = -(-num_keys // self.block_size)
+                block_ids = to_device(block_tables[seq, :num_blocks], self.device)
+                mask = None
+                if start:
+                    last_keys = positions[tokens]
+                    seen = np.arange(num_keys) <= last_keys[:, None]
+                    mask = to_device(seen, self.device)
+                rows = slice(tokens[0], tokens[-1] + 1)
+                chunks.append(Chunk(rows, block_ids, num_keys, mask))
 
-    def _place(self, block_tables: Ints, starts: Ints, counts: Ints) -> tuple[Ints, Ints]:
-        """Positions and slots of all tokens: two arrays [num_tokens].
+        on_device = to_device(positions, self.device), to_device(slots, self.device)
+        return TorchMetadata(*on_device, chunks)
 
-        starts=[5, 0], counts=[2, 3] -> positions=[5, 6, 0, 1, 2].
+    def place_tokens(
+        self, block_tables: Ints, starts: Ints, counts: Ints
+    ) -> tuple[Ints, Ints]:
+        """The positions and slots of all tokens.
+
+        starts=[5, 0] and counts=[2, 3] give positions=[5, 6, 0, 1, 2].
         """
         seqs = np.repeat(np.arange(len(counts)), counts)
         first_tokens = np.cumsum(counts) - counts
@@ -103,166 +115,116 @@ class TorchAttention:
         slots = block_tables[seqs, indices] * self.block_size + offsets
         return positions, np.where(positions < 0, -1, slots)
 
-    def _make_chunks(
-        self, block_tables: Ints, starts: Ints, counts: Ints, seqs: Ints
-    ) -> list[Chunk]:
-        chunks = []
-        first_tokens = np.cumsum(counts) - counts
-        for seq in seqs.tolist():
-            start, count, token = int(starts[seq]), int(counts[seq]), first_tokens[seq]
-            # Only a chunk with a past needs a mask: cut, so that masks stay small.
-            size = QUERY_TILE if start else count
-            for first in range(0, count, size):
-                num_queries = min(size, count - first)
-                num_keys = start + first + num_queries
-                num_blocks = -(-num_keys // self.block_size)
-                mask = None
-                if start and num_queries > 1:
-                    last_keys = np.arange(num_keys - num_queries, num_keys)
-                    mask = np.arange(num_keys) <= last_keys[:, None]
-                chunks.append(
-                    Chunk(
-                        slice(token + first, token + first + num_queries),
-                        to_device(block_tables[seq, :num_blocks], self.device),
-                        num_keys,
-                        mask if mask is None else to_device(mask, self.device),
-                        causal=start == 0,
-                    )
-                )
-        return chunks
-
-    def store(
-        self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> None:
-        blocks = metadata.slots // self.block_size
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        block_ids = metadata.slots // self.block_size
         offsets = metadata.slots % self.block_size
-        kv_cache[blocks, :, :, offsets] = torch.stack((k, v), 1)
+        kv_cache[block_ids, :, :, offsets] = torch.stack((k, v), 1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
-        """q [num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
+        """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
         for chunk in metadata.chunks:
-            out[chunk.tokens] = self._attend_chunk(q[chunk.tokens], kv_cache, chunk)
+            out[chunk.tokens] = self.attend_chunk(q[chunk.tokens], kv_cache, chunk)
         return out.flatten(1)
 
-    def _attend_chunk(self, q: Tensor, kv_cache: Tensor, chunk: Chunk) -> Tensor:
+    def attend_chunk(self, q: Tensor, kv_cache: Tensor, chunk: Chunk) -> Tensor:
+        """q and the result: [num_queries, num_heads, head_dim]"""
         # [2, num_kv_heads, num_blocks, block_size, head_dim]
         blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, chunk.block_ids)
-        # What follows the last key in its block is stale: NaN there would spread.
+        # After the last key its block holds old values: a NaN there would spread.
         k, v = blocks.flatten(2, 3)[:, :, : chunk.num_keys]
 
-        # [num_kv_heads, group_size, num_queries or num_keys, head_dim], K and V not copied
+        # [num_kv_heads, group_size, num_queries or num_keys, head_dim]; K is not copied
         q = q.view(len(q), self.num_kv_heads, self.group_size, -1).permute(1, 2, 0, 3)
-        k = k[:, None].expand(-1, self.group_size, -1, -1)
-        v = v[:, None].expand(-1, self.group_size, -1, -1)
-        result = F.scaled_dot_product_attention(
-            q, k, v, chunk.mask, is_causal=chunk.causal
-        )
+        k = k.unsqueeze(1).expand(-1, self.group_size, -1, -1)
+        v = v.unsqueeze(1).expand(-1, self.group_size, -1, -1)
+        causal = chunk.mask is None
+        result = F.scaled_dot_product_attention(q, k, v, chunk.mask, is_causal=causal)
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 @dataclass
 class NumbaMetadata(TorchMetadata):
-    decodes: Tensor  # [num_decodes]: tokens of the flat batch
+    decodes: Tensor  # [num_decodes]: their tokens in the flat batch
     block_tables: Ints  # [num_decodes, max_blocks]
     ends: Ints  # [num_decodes]: number of keys
     num_splits: int
 
 
 class NumbaAttention(TorchAttention):
-    """On a CPU: decodes by the kernel of `cpu_kernels.py`, prompts by torch.
+    """On a CPU: decodes by the kernel of `cpu_kernels.py`, prompts' chunks by torch.
 
-    A decode has few operations per byte, so the kernel reads the pool in place. A
-    prompt's chunk has many: there, a copy of K and V costs little.
+    A decode uses every key once per head, so a copy would cost more than the attention.
     """
+
+    min_queries = 2
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
         if find_spec("numba") is None or self.device.type != "cpu":
             raise ValueError(
-                "attention_backend 'numba' needs numba (`pip install numba`) and device "
-                f"'cpu', got {self.device.type!r}: use 'torch'"
-            )
+                "attention_backend 'numba' needs numba (`pip install numba`) and "
+                f"device 'cpu', got {self.device.type!r}: use 'torch'")
         from nanopaged import cpu_kernels
 
-        self.kernels = cpu_kernels
+        self.kernel: Any = cpu_kernels.paged_attention
+        # NumPy has no bfloat16, and Numba no float16: the kernel gets their bits.
+        bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
+        self.view_dtype = bits.get(self.dtype, self.dtype)
         self.num_threads = torch.get_num_threads()
-        self.pool = ThreadPoolExecutor(max(1, self.num_threads - 1), "nanopaged-attention")
-        self.bits = {2: torch.uint16, 4: torch.uint32}[self.dtype.itemsize]
+        self.pool = ThreadPoolExecutor(self.num_threads)
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> NumbaMetadata:
-        positions, slots = self._place(block_tables, starts, counts)
-        prompts = np.flatnonzero(counts > 1)
-        chunks = self._make_chunks(block_tables, starts, counts, prompts)
+        chunks: TorchMetadata = super().prepare(block_tables, starts, counts)
+        seqs = np.flatnonzero(counts == 1)
+        ends = starts[seqs] + 1
 
-        decodes = np.flatnonzero(counts == 1)
-        ends = starts[decodes] + 1
-        # Enough splits that the longest sequence is no more than a quarter of a
-        # thread's work.
-        share = ends.sum() * self.num_kv_heads / (4 * self.num_threads)
-        num_splits = int(np.ceil(ends.max(initial=0) / max(share, 256)))
-        return NumbaMetadata(
-            to_device(positions, self.device),
-            to_device(slots, self.device),
-            chunks,
-            torch.from_numpy(np.cumsum(counts)[decodes] - 1),
-            block_tables[decodes],
-            ends,
-            num_splits,
-        )
+        # Split the keys until no split is more than a quarter of a thread's share.
+        share = ends.sum() * self.num_kv_heads / self.num_threads
+        num_splits = -(-ends.max(initial=0) // max(share // 4, MIN_SPLIT))
+        decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
+        tables = block_tables[seqs]
+        return NumbaMetadata(**vars(chunks), decodes=decodes, block_tables=tables,
+                             ends=ends, num_splits=int(num_splits))
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
-        num_decodes = len(metadata.ends)
-        if num_decodes == len(q):
-            return self._decode(q, kv_cache, metadata).flatten(1)
-
         out = super().attend(q, kv_cache, metadata)
-        if num_decodes:
-            decodes = metadata.decodes
-            out[decodes] = self._decode(q[decodes], kv_cache, metadata).flatten(1)
+        if len(metadata.ends):
+            decoded = self.decode(q[metadata.decodes], kv_cache, metadata)
+            out[metadata.decodes] = decoded.flatten(1)
         return out
 
-    def _decode(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
+    def decode(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
         """q and the result: [num_decodes, num_heads, head_dim]"""
         parts = torch.empty(metadata.num_splits, *q.shape)
         lse = torch.empty(parts.shape[:3])
-        kernel = partial(
-            self.kernels.paged_attention,
-            q=q.float().numpy(),
-            kv_cache=kv_cache.view(self.bits).numpy(),
-            block_tables=metadata.block_tables,
-            ends=metadata.ends,
-            is_float16=self.dtype == torch.float16,
-            out=parts.numpy(),
-            lse=lse.numpy(),
-        )
+        tensors = q.float(), kv_cache.view(self.view_dtype)
+        tables = metadata.block_tables, metadata.ends
+        arrays = *(x.numpy() for x in tensors), *tables, parts.numpy(), lse.numpy()
+
+        # Programs are independent. Each thread takes the next few until none are left,
+        # so that no thread waits for one whose core is busy with something else.
         num_programs = metadata.num_splits * len(q) * self.num_kv_heads
-        self._run(kernel, num_programs)
-        if metadata.num_splits == 1:
-            return parts[0].to(q.dtype)
-
-        # Log-sum-exp merge: the mean of the splits, weighted by their sums.
-        weights = torch.softmax(lse, 0)
-        return (parts * weights[..., None]).sum(0).to(q.dtype)
-
-    def _run(self, kernel: Any, num_programs: int) -> None:
-        """Run all programs on some threads; each takes the next few when it is free."""
         step = -(-num_programs // (4 * self.num_threads))
         firsts = iter(range(0, num_programs, step))
 
         def work() -> None:
             for first in firsts:
-                kernel(programs=(first, min(first + step, num_programs)))
+                self.kernel(first, min(first + step, num_programs), *arrays)
 
         others = [self.pool.submit(work) for _ in range(self.num_threads - 1)]
         work()
         for other in others:
             other.result()
 
+        # Log-sum-exp merge: the mean of the splits, weighted by their sums.
+        weights = torch.softmax(lse, 0).unsqueeze(-1)
+        return (parts * weights).sum(0).to(q.dtype)
+
 
 @dataclass
 class TritonMetadata(AttentionMetadata):
-    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, number of queries
+    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, how many
     block_tables: Tensor  # [num_seqs, max_blocks]
     num_rows: int  # of a tile: queries times group_size, rounded up
     num_splits: int  # of a tile's keys
@@ -276,8 +238,8 @@ class TritonMetadata(AttentionMetadata):
 class TritonAttention(TorchAttention):
     """The same calls, by the kernels of `kernels.py`.
 
-    A query at position -1 is padding: it is not stored, it sees no key, and its result is
-    zero. With other contents in the metadata's tensors, `store` and `attend` compute
+    A query at position -1 is padding: it is not stored, it sees no key, and its result
+    is zero. With other contents in the metadata's tensors, `store` and `attend` compute
     another step of the same shapes: CUDA graphs rest on this.
     """
 
@@ -287,9 +249,8 @@ class TritonAttention(TorchAttention):
         interpreted = os.environ.get("TRITON_INTERPRET") == "1"
         if find_spec("triton") is None or not (on_gpu or interpreted):
             raise ValueError(
-                "attention_backend 'triton' or 'flash' needs triton (`pip install triton`) "
-                f"and device 'cuda', got {self.device.type!r}: use 'torch'"
-            )
+                "attention_backend 'triton' or 'flash' needs triton (`pip install "
+                f"triton`) and device 'cuda', got {self.device.type!r}: use 'torch'")
         from nanopaged import kernels
 
         self.kernels = kernels
@@ -303,7 +264,8 @@ class TritonAttention(TorchAttention):
         num_sms = 4
         if on_gpu:
             num_sms = torch.cuda.get_device_properties().multi_processor_count
-        self.num_programs = kernels.PROGRAMS_PER_SM * num_sms  # that run at the same time
+        # Programs that run at the same time
+        self.num_programs = kernels.PROGRAMS_PER_SM * num_sms
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> TritonMetadata:
         """Cut each sequence's queries into tiles, and choose the number of splits.
@@ -315,7 +277,7 @@ class TritonAttention(TorchAttention):
         Tokens 1 to 20 of the batch are sequence 1's, at positions 3 to 22: three tiles.
         Most keys come first, so that a long tile does not start when all others end.
         """
-        positions, slots = self._place(block_tables, starts, counts)
+        positions, slots = self.place_tokens(block_tables, starts, counts)
         seqs = np.repeat(np.arange(len(counts)), counts)
 
         # A tile begins at every size-th query of a sequence.
@@ -335,31 +297,20 @@ class TritonAttention(TorchAttention):
             -(-max_keys // self.key_tile),
             64,
         )
+        num_rows = next_power_of_2(size * self.group_size)
         return TritonMetadata(
             positions=to_device(positions, self.device),
             slots=to_device(slots, self.device),
             tiles=to_device(tiles.astype(np.int32), self.device),
             block_tables=to_device(block_tables.astype(np.int32), self.device),
-            num_rows=max(self.kernels.FEW_ROWS, next_power_of_2(size * self.group_size)),
+            num_rows=max(self.kernels.FEW_ROWS, num_rows),
             num_splits=previous_power_of_2(max(1, num_splits)),
         )
 
-    def store(
-        self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: AttentionMetadata
-    ) -> None:
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
-            k,
-            v,
-            metadata.slots,
-            kv_cache,
-            k.stride(0),
-            v.stride(0),
-            self.num_kv_heads,
-            self.head_dim,
-            self.block_size,
-            self.dim,
-            num_warps=1,
-        )
+            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
+            self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         num_splits = metadata.num_splits
@@ -371,17 +322,14 @@ class TritonAttention(TorchAttention):
 
         num_tiles = len(metadata.tiles)
         self.kernels.paged_attention[num_tiles * self.num_kv_heads, num_splits](
-            *(q, kv_cache, metadata.block_tables, metadata.tiles, parts, lse),
-            *(q.stride(0), metadata.block_tables.stride(0)),
-            *(self.num_kv_heads, self.group_size, self.head_dim, self.block_size),
-            *(metadata.num_rows, self.key_tile, self.dim),
-            num_warps=max(4, metadata.num_rows // 16),
-            num_stages=3,
-        )
+            q, kv_cache, metadata.block_tables, metadata.tiles, parts, lse,
+            q.stride(0), metadata.block_tables.stride(0),
+            self.num_kv_heads, self.group_size, self.head_dim, self.block_size,
+            metadata.num_rows, self.key_tile, self.dim,
+            num_warps=max(4, metadata.num_rows // 16), num_stages=3)
         if num_splits > 1:
-            self.kernels.merge_splits[q.shape[:2]](
-                parts, lse, out, self.head_dim, num_splits, self.dim
-            )
+            merge = self.kernels.merge_splits[q.shape[:2]]
+            merge(parts, lse, out, self.head_dim, num_splits, self.dim)
         return out.flatten(1)
 
 
@@ -397,7 +345,7 @@ class FlashMetadata(TritonMetadata):
 class FlashAttention(TritonAttention):
     """Steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn or of torch.
 
-    It reads the pool in place, too, where blocks are large enough for it. Steps of decodes
+    It reads the pool in place, too, if blocks are large enough for it. Steps of decodes
     alone, which CUDA graphs record, are Triton's, and so is float32.
     """
 
@@ -405,9 +353,8 @@ class FlashAttention(TritonAttention):
         super().__init__(*shape)
         if self.block_size % 256:
             raise ValueError(
-                "block_size must be a multiple of 256 for attention_backend='flash', got "
-                f"{self.block_size}: use 256, or attention_backend='triton'"
-            )
+                "block_size must be a multiple of 256 for attention_backend='flash', "
+                f"got {self.block_size}: use 256, or attention_backend='triton'")
         try:
             from flash_attn import flash_attn_varlen_func
 
@@ -426,11 +373,13 @@ class FlashAttention(TritonAttention):
         if most_queries == 1 or self.dtype == torch.float32:
             return metadata
 
+        first_queries = np.cumsum([0, *counts], dtype=np.int32)
+        first_keys = np.cumsum([0, *ends], dtype=np.int32)
         return FlashMetadata(
             **vars(metadata),
             lengths=to_device(ends.astype(np.int32), self.device),
-            first_queries=to_device(np.cumsum([0, *counts], dtype=np.int32), self.device),
-            first_keys=to_device(np.cumsum([0, *ends], dtype=np.int32), self.device),
+            first_queries=to_device(first_queries, self.device),
+            first_keys=to_device(first_keys, self.device),
             most_queries=most_queries,
             most_keys=int(ends.max()),
         )

@@ -1,124 +1,156 @@
-"""PagedAttention in plain loops, compiled by Numba: read this before Triton's `kernels.py`.
+"""PagedAttention in plain loops, by Numba: read this before Triton's `kernels.py`.
 
-The Numba backend in `attention.py` calls it and has the glossary of the shapes. With
-`NUMBA_DISABLE_JIT=1` this is ordinary Python, so a debugger can step through it.
+`NumbaAttention` in `attention.py` calls it; the shapes are explained there. Under
+`NUMBA_DISABLE_JIT=1` this is plain Python, and a debugger steps through it.
 
-The paper's equation 4, for one query q_i and the blocks of keys K_j and values V_j:
+A query q_i attends to the blocks of its sequence, one after the other: K_j and V_j are
+the keys and values of block j. This is equation 4 of the paper:
 
-    A_ij = exp(q_i K_j / sqrt(d)) / sum over all blocks t of exp(q_i K_t / sqrt(d))
-    o_i  = sum over j of A_ij V_j
+    A_ij = exp(q_i K_j / sqrt(d)) / sum over blocks t of exp(q_i K_t / sqrt(d))
+    o_i  = sum over blocks j of A_ij V_j
 
-The sum is not known before the last block. So each tile of keys adds to a running sum and
-to a running output, both relative to the highest score so far, and the division comes at
-the end: the online softmax of Milakov and Gimelshein.
-
-Half precision arrives as its bits, in uint16, because Numba computes in float32 only.
+The denominator is known only after the last block. So both sums run along, relative
+to the highest score so far, and one divides the other at the end. This is the online
+softmax of Milakov and Gimelshein.
 """
 # mypy: ignore-errors
 
 import math
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import config, njit, types
+from numba.extending import intrinsic
 
-KEYS = 32  # keys in a tile: K and V of a tile stay in the processor's first cache
-
-# Sums in any order, so that they use vector instructions. NaN and infinity stay what
-# they are: "nnan" and "ninf" are not among these.
+# Sums may be reordered, or else they could not use vector instructions. The flags that
+# assume there is no NaN and no infinity are left out.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+CACHE_LINE = 64  # bytes that the processor loads at a time
 
 
-@njit(cache=True, fastmath=FASTMATH)
-def to_float32(bits, is_float16, floats):
-    """Widen one vector: bits [head_dim] of the cache into floats [head_dim]."""
-    wide = floats.view(np.uint32)
-    if bits.itemsize == 4:
-        for dim in range(len(bits)):
-            wide[dim] = bits[dim]
-    elif not is_float16:
+@njit(inline="always")
+def to_float32(number):
+    """float32, or the bits of bfloat16 as uint16, or those of float16 as int16."""
+    if isinstance(number, np.uint16):
         # A bfloat16 is the upper half of a float32.
-        for dim in range(len(bits)):
-            wide[dim] = np.uint32(bits[dim]) << 16
-    else:
-        # Move sign, exponent and fraction to where float32 has them. Its exponents count
-        # from -127, those of float16 from -15: multiply by 2^112. All ones stay all ones.
-        for dim in range(len(bits)):
-            half = np.uint32(bits[dim])
-            wide[dim] = (half & 0x8000) << 16 | (half & 0x7FFF) << 13
-            if half & 0x7C00 == 0x7C00:
-                wide[dim] |= 0x7F800000
-        for dim in range(len(bits)):
-            floats[dim] *= np.float32(2.0**112)
+        return np.uint32(np.uint32(number) << 16).view(np.float32)
+    if isinstance(number, np.int16):
+        # Exponents count from -15, and in float32 from -127: times 2^112 makes up for
+        # that. The highest exponent means infinity or NaN, and stays the highest.
+        sign = (np.uint32(number) & 0x8000) << 16
+        rest = (np.uint32(number) & 0x7FFF) << 13
+        if rest >= 0x0F800000:
+            rest |= 0x70000000
+        return np.uint32(sign | rest).view(np.float32) * np.float32(2.0**112)
+    return number
+
+
+@intrinsic
+def prefetch(typing_context, array, index):
+    """Start to load array[index], and do not wait for it: one machine instruction."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(array)(context, builder, arguments[0]).data
+        address = builder.gep(data, [arguments[1]])
+        integer = ir.IntType(32)
+        # Arguments: the address; 0: to read; 3: keep it in all caches; 1: it is data.
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch",
+            [address.type],
+            ir.FunctionType(ir.VoidType(), [address.type] + 3 * [integer]),
+        )
+        builder.call(function, [address, integer(0), integer(3), integer(1)])
+        return context.get_dummy_value()
+
+    return types.none(array, index), generate
+
+
+if config.DISABLE_JIT:
+
+    def prefetch(array, index):
+        """Python has nothing to prefetch."""
 
 
 @njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
-def paged_attention(programs, q, kv_cache, block_tables, ends, is_float16, out, lse):
-    """One query per sequence: attention over keys 0 to ends[seq] - 1 of its blocks.
+def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
+    """Decodes: one query per sequence.
 
-    programs     (first, last): the part of the work for this thread
-    q            [num_seqs, num_heads, head_dim], float32
-    kv_cache     [num_blocks, 2, num_kv_heads, block_size, head_dim], the bits
-    block_tables [num_seqs, max_blocks]
-    ends         [num_seqs]: what comes after a sequence's end is never read
-    out          [num_splits, num_seqs, num_heads, head_dim], float32
-    lse          [num_splits, num_seqs, num_heads]: log of the split's sum
+    first, last   which programs to run, of num_seqs * num_kv_heads * num_splits
+    q             [num_seqs, num_heads, head_dim], float32
+    kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    block_tables  [num_seqs, max_blocks]
+    ends          [num_seqs]: number of keys; nothing after them is read
+    out           [num_splits, num_seqs, num_heads, head_dim], float32
+    lse           [num_splits, num_seqs, num_heads]: log of the sum of the exponentials
     """
     num_splits, num_seqs, num_heads, head_dim = out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group_size = num_heads // num_kv_heads
     scale = np.float32(1 / math.sqrt(head_dim))
+    line = CACHE_LINE // kv_cache.itemsize
 
-    # Each program has one sequence, one KV head and one split of the keys.
-    for program in range(programs[0], programs[1]):
-        kv_head = program // (num_splits * num_seqs)
-        split = program // num_seqs % num_splits
+    scores = np.empty(block_size, np.float32)
+    highest = np.empty(group_size, np.float32)
+    total = np.empty(group_size, np.float32)
+    acc = np.empty((group_size, head_dim), np.float32)
+
+    for program in range(first, last):
+        # A program has one KV head and one split of the keys of one sequence.
         seq = program % num_seqs
-        first_head = kv_head * group_size
-        split_size = (ends[seq] + num_splits - 1) // num_splits
-        end = min((split + 1) * split_size, ends[seq])
+        kv_head = program // num_seqs % num_kv_heads
+        split = program // num_seqs // num_kv_heads
 
-        k = np.empty((KEYS, head_dim), np.float32)
-        v = np.empty((KEYS, head_dim), np.float32)
-        scores = np.empty(KEYS, np.float32)
-        highest = np.full(group_size, -1e30, np.float32)
-        total = np.zeros(group_size, np.float32)
-        acc = np.zeros((group_size, head_dim), np.float32)
+        num_blocks = (ends[seq] + block_size - 1) // block_size
+        first_block = num_blocks * split // num_splits
+        last_block = num_blocks * (split + 1) // num_splits
+        highest[:] = -1e30  # not -inf: that minus itself is not a number
+        total[:] = 0
+        acc[:] = 0
 
-        for first_key in range(split * split_size, end, KEYS):
-            num_keys = min(KEYS, end - first_key)
+        for j in range(first_block, last_block):
+            block = block_tables[seq, j]
+            k = kv_cache[block, 0, kv_head]  # [block_size, head_dim]
+            v = kv_cache[block, 1, kv_head]
+            num_keys = min(block_size, ends[seq] - j * block_size)
 
-            # Look up where each key is: this is what paging costs.
-            for i in range(num_keys):
-                block = block_tables[seq, (first_key + i) // block_size]
-                offset = (first_key + i) % block_size
-                to_float32(kv_cache[block, 0, kv_head, offset], is_float16, k[i])
-                to_float32(kv_cache[block, 1, kv_head, offset], is_float16, v[i])
+            # Blocks lie anywhere, so the processor cannot guess which one is next.
+            next_block = block_tables[seq, min(j + 1, last_block - 1)]
+            next_k = kv_cache[next_block, 0, kv_head]
+            next_v = kv_cache[next_block, 1, kv_head]
 
-            # All query heads of the group use this tile while it is in the cache.
+            # All heads of the group use the block while it is in the processor's cache.
             for g in range(group_size):
+                head = kv_head * group_size + g
+
                 higher = highest[g]
-                for i in range(num_keys):
+                for key in range(num_keys):
+                    for dim in range(0, head_dim, line):
+                        prefetch(next_k[key], dim)
                     score = np.float32(0)
                     for dim in range(head_dim):
-                        score += q[seq, first_head + g, dim] * k[i, dim]
-                    scores[i] = score * scale
-                    higher = max(higher, scores[i])
+                        score += q[seq, head, dim] * to_float32(k[key, dim])
+                    scores[key] = score * scale
+                    higher = max(higher, scores[key])
 
-                # What was summed so far was relative to a lower score: shrink it.
+                # The sums so far are relative to a lower score: shrink them.
                 shrink = math.exp(highest[g] - higher)
                 highest[g] = higher
                 total[g] *= shrink
                 for dim in range(head_dim):
                     acc[g, dim] *= shrink
 
-                for i in range(num_keys):
-                    prob = math.exp(scores[i] - higher)
+                for key in range(num_keys):
+                    for dim in range(0, head_dim, line):
+                        prefetch(next_v[key], dim)
+                    prob = math.exp(scores[key] - higher)
                     total[g] += prob
                     for dim in range(head_dim):
-                        acc[g, dim] += prob * v[i, dim]
+                        acc[g, dim] += prob * to_float32(v[key, dim])
 
+        # A split may have no keys: then its sums are zero, and its log is -inf.
         for g in range(group_size):
-            lse[split, seq, first_head + g] = highest[g] + math.log(total[g])
-            weight = 1 / total[g] if total[g] != 0 else np.float32(0)
+            head = kv_head * group_size + g
+            lse[split, seq, head] = highest[g] + math.log(total[g])
+            divisor = total[g] if total[g] != 0 else np.float32(1)
             for dim in range(head_dim):
-                out[split, seq, first_head + g, dim] = acc[g, dim] * weight
+                out[split, seq, head, dim] = acc[g, dim] / divisor
