@@ -174,6 +174,15 @@ class NumbaAttention(TorchAttention):
         self.num_threads = torch.get_num_threads()
         self.pool = ThreadPoolExecutor(self.num_threads)
 
+    def compile(self) -> None:
+        """Compile the kernel for this dtype; the next process finds it on the disk."""
+        shape = 1, 2, self.num_kv_heads, self.block_size, self.head_dim
+        kv_cache = torch.zeros(shape, dtype=self.dtype)
+        q = torch.zeros(1, self.num_kv_heads * self.group_size, self.head_dim)
+        zero = np.zeros(1, np.int64)
+        metadata = self.prepare(zero[None], starts=zero, counts=zero + 1)
+        self.attend(q.to(self.dtype), kv_cache, metadata)
+
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> NumbaMetadata:
         chunks: TorchMetadata = super().prepare(block_tables, starts, counts)
         seqs = np.flatnonzero(counts == 1)

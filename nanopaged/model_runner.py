@@ -6,6 +6,7 @@ It turns a `ControlMessage` into one forward pass over one flat batch of tokens.
 """
 
 import ctypes
+import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -28,6 +29,7 @@ from nanopaged.parallel import Ranks
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import PENDING, Batch, ControlMessage
 
+logger = logging.getLogger("nanopaged")
 CPU_POOL_BYTES = 4 << 30  # if num_blocks is not given; unused pages cost nothing
 
 
@@ -61,6 +63,9 @@ class ModelRunner:
         self.backend = BACKENDS[self.attention](
             share.num_attention_heads, share.num_key_value_heads, share.head_dim,
             config.block_size, self.dtype, self.device)
+        if self.attention == "numba":
+            logger.info("attention: compiling its loops, which later runs find on disk")
+            self.backend.compile()
         self.model: Any = self._load_model(model_config, path)
         self.sampler = Sampler(config.max_num_seqs)
 

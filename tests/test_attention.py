@@ -1,7 +1,7 @@
 """The torch backend against attention written out token by token over dense K and V.
 
-Slots that nobody has written hold large numbers, and block tables name wrong blocks past a
-sequence's end: whatever reads too far, or writes beside its slot, is far off.
+Slots that nobody has written hold NaN, and block tables name wrong blocks past a
+sequence's end: whatever reads too far, or writes beside its slot, shows.
 """
 
 import math
@@ -14,7 +14,7 @@ import torch
 from nanopaged import attention
 from nanopaged.attention import TorchAttention
 
-GARBAGE = 1e4  # finite: NaN times a probability of zero would still be NaN
+GARBAGE = math.nan
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4}
 HEADS = [
     (1, 1, 8),
@@ -28,7 +28,9 @@ HEADS = [
 
 
 class Case:
-    """A cache with some sequences' past in it, and a step's new tokens: (past, new) for each."""
+    """A cache with some sequences' past in it, and a step's new tokens: (past, new) for
+    each.
+    """
 
     def __init__(
         self, seqs, heads=(4, 2, 8), block_size=4, dtype=torch.float64, seed=0
@@ -151,26 +153,23 @@ def test_a_chunk_of_any_length_after_a_past_of_any_length(past, new):
     Case([(past, new)], (2, 1, 4)).check()
 
 
-def test_more_queries_than_a_tile_beside_other_sequences():
-    size = attention.QUERY_TILE
-    seqs = [(3, size + 1), (0, 2 * size), (9, 1), (0, size), (30, size - 1), (2, 1)]
-    Case(seqs, (2, 1, 4)).check()
-
-
-@pytest.mark.parametrize("tile", [1, 2, 3, 7])
-def test_the_size_of_a_tile_changes_nothing(tile, monkeypatch):
-    monkeypatch.setattr(attention, "QUERY_TILE", tile)
-    Case(MIXED).check()
-
-
-@pytest.mark.parametrize("num_bytes", [1, 1000, 5000, 10**9])
-def test_how_tiles_are_grouped_changes_nothing(num_bytes, monkeypatch):
-    monkeypatch.setattr(attention, "GATHER_BYTES", num_bytes)
-    case = Case([(past, 1) for past in (3, 50, 7, 0, 12, 31, 2, 8, 9, 3)] + MIXED)
+@pytest.mark.parametrize("most", [1, 2, 3, 7])
+def test_how_many_queries_share_a_mask_changes_nothing(most, monkeypatch):
+    monkeypatch.setattr(attention, "MASKED_QUERIES", most)
+    case = Case(MIXED)
+    sizes = [
+        chunk.mask.shape
+        for chunk in case.prepare(case.backend()).chunks
+        if chunk.mask is not None
+    ]
+    assert max(queries for queries, _ in sizes) == min(most, 6)
     case.check()
-    groups = len(case.prepare(case.backend()).plan)
-    sizes = len({new for _, new in case.seqs})
-    assert (groups == sizes) == (num_bytes == 10**9)  # else some were split
+
+
+def test_a_prompt_from_the_start_needs_no_mask():
+    case = Case([(0, 1300), (3, 1), (0, 1)], (2, 1, 4))
+    chunks = case.prepare(case.backend()).chunks
+    assert [chunk.mask is None for chunk in chunks] == [True, False, True]
 
 
 def test_one_backend_serves_big_and_small_steps_in_turn():
@@ -197,7 +196,7 @@ def test_store_writes_its_slots_and_nothing_else():
     for row, (past, new) in enumerate(case.seqs):
         case.write(expected, row, past, past + new)
     case.run()
-    assert torch.equal(case.cache, expected)
+    assert torch.equal(case.cache.nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_a_layer_of_the_pool_is_a_cache():
@@ -206,7 +205,7 @@ def test_a_layer_of_the_pool_is_a_cache():
     pool = torch.full((3, *case.cache.shape), GARBAGE, dtype=case.dtype)
     pool[1], case.cache = case.cache, pool[1]
     case.check()
-    assert (pool[0] == GARBAGE).all() and (pool[2] == GARBAGE).all()
+    assert pool[0].isnan().all() and pool[2].isnan().all()
 
 
 def test_the_answer_of_a_sequence_does_not_depend_on_its_neighbours():

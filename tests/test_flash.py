@@ -1,8 +1,9 @@
 """The flash backend against stand-ins for FlashAttention's two packages.
 
-The stand-ins have the signatures of the real functions, refuse what those refuse, and compute what
-those compute: attention with the causal mask at the bottom right. What is too small or too wide
-for them goes to Triton, in its interpreter here.
+The stand-ins have the signatures of the real functions, refuse what those refuse, and
+compute what those compute: attention over a paged cache, with the causal mask at the
+bottom right. Steps of decodes alone, and float32, go to Triton, in its interpreter
+here.
 """
 
 import sys
@@ -12,40 +13,38 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.attention.varlen
+from test_attention import Case
 
 import nanopaged
 from nanopaged import attention
 from nanopaged.attention import FlashAttention
-from test_attention import Case
 
 pytest.importorskip("triton", reason="pip install triton")
 
 F16 = torch.float16
-PROMPTS = [
-    (0, 40),
-    (0, 7),
-    (32, 20),
-    (3, 9),
-    (0, 2),
-]  # (past, new): at most four keys a query
+PROMPTS = [(0, 40), (0, 7), (32, 20), (3, 9), (0, 2)]  # (past, new)
 
 
-def reference(q, k, v, cu_q, cu_k, max_q, max_k):
+def reference(q, k, v, cu_q, cu_k, max_q, max_k, block_table):
     assert q.dtype == k.dtype == v.dtype
     assert q.dtype in (torch.float16, torch.bfloat16)
-    assert {x.stride(-1) for x in (q, k, v)} == {1}
-    assert q.dim() == k.dim() == v.dim() == 3
-    assert q.shape[1] % k.shape[1] == 0
-    assert {x.dtype for x in (cu_q, cu_k)} == {torch.int32}
+    assert {x.stride(-1) for x in (q, k, v, block_table)} == {1}
+    assert (q.dim(), k.dim(), v.dim()) == (3, 4, 4)
+    assert k.shape[1] % 256 == 0  # "Paged KV cache block size must be divisible by 256"
+    assert q.shape[1] % k.shape[2] == 0
+    assert {x.dtype for x in (cu_q, cu_k, block_table)} == {torch.int32}
     assert all(x.is_contiguous() for x in (cu_q, cu_k))
-    assert (cu_q[-1], cu_k[-1]) == (len(q), len(k))
+    assert len(block_table) == len(cu_q) - 1 == len(cu_k) - 1
+    assert cu_q[-1] == len(q)
     assert (type(max_q), type(max_k)) == (int, int)
     assert (max_q, max_k) == (cu_q.diff().max(), cu_k.diff().max())
     out = torch.empty_like(q)
     for i in range(len(cu_q) - 1):
-        queries, keys = slice(cu_q[i], cu_q[i + 1]), slice(cu_k[i], cu_k[i + 1])
+        queries, num_keys = slice(cu_q[i], cu_q[i + 1]), int(cu_k[i + 1] - cu_k[i])
+        blocks = block_table[i, : -(-num_keys // k.shape[1])].long()
+        keys, values = (x[blocks].flatten(0, 1)[:num_keys] for x in (k, v))
         one, k_one, v_one = (
-            x.transpose(0, 1).float() for x in (q[queries], k[keys], v[keys])
+            x.transpose(0, 1).float() for x in (q[queries], keys, values)
         )
         k_one, v_one = (
             x.repeat_interleave(len(one) // len(x), 0) for x in (k_one, v_one)
@@ -58,34 +57,59 @@ def reference(q, k, v, cu_q, cu_k, max_q, max_k):
     return out
 
 
-@pytest.fixture(params=["flash-attn", "torch", "torch 2.11"])
+@pytest.fixture(params=["flash-attn", "torch"])
 def calls(request, monkeypatch):
-    """The sizes of every call of the package that is there."""
+    """The sizes of every call of the package that is there, and where its K comes from.
+    """
     calls = []
 
-    def note(q, k):
-        calls.append((len(q), len(k)))
+    def note(q, cu_seqlens_k, k):
+        calls.append((len(q), int(cu_seqlens_k[-1]), k.untyped_storage().data_ptr()))
 
-    def flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-                               dropout_p=0.0, softmax_scale=None, causal=False,
-                               window_size=(-1, -1)):  # fmt: skip
+    def flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        block_table=None,
+    ):
         assert causal
-        note(q, k)
+        note(q, cu_seqlens_k, k)
         return reference(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
         )
 
-    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None,
-                    scale=None, window_size=(-1, -1), enable_gqa=False):  # fmt: skip
+    def varlen_attn(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        return_aux=None,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+        seqused_k=None,
+        block_table=None,
+    ):
         assert enable_gqa
-        return varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-                                window_size=window_size)  # fmt: skip
-
-    def varlen_attn_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None,
-                         scale=None, window_size=(-1, -1)):  # fmt: skip
         assert window_size == (-1, 0)  # causal
-        note(query, key)
-        return reference(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+        assert seqused_k.tolist() == cu_seq_k.diff().tolist()
+        assert seqused_k.dtype == torch.int32
+        note(query, cu_seq_k, key)
+        return reference(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, block_table
+        )
 
     package = None  # it is not installed
     if request.param == "flash-attn":
@@ -93,15 +117,13 @@ def calls(request, monkeypatch):
         package.__spec__ = ModuleSpec("flash_attn", None)
         package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    stand_in = varlen_attn_2_11 if request.param == "torch 2.11" else varlen_attn
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", stand_in)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     return calls
 
 
 class FlashCase(Case):
-    def __init__(self, seqs, heads=(4, 2, 64), block_size=16, dtype=F16):
+    def __init__(self, seqs, heads=(4, 2, 64), block_size=256, dtype=F16):
         super().__init__(seqs, heads, block_size, dtype)
-        self.cache[self.cache == 1e4] = torch.nan
 
     def backend(self):
         return FlashAttention(
@@ -114,10 +136,11 @@ class FlashCase(Case):
 
 
 @pytest.mark.parametrize("heads", [(1, 1, 64), (4, 2, 80), (6, 1, 128)], ids=str)
-@pytest.mark.parametrize("block_size", [1, 16, 256])
-def test_prompts_get_the_right_keys(calls, heads, block_size):
-    FlashCase(PROMPTS, heads, block_size).check()
-    assert calls == [(78, 113)]
+@pytest.mark.parametrize("block_size", [256, 512, 1024])
+def test_prompts_read_the_pool_in_place(calls, heads, block_size):
+    case = FlashCase(PROMPTS, heads, block_size)
+    case.check()
+    assert calls == [(78, 113, case.cache.untyped_storage().data_ptr())]
 
 
 @pytest.mark.parametrize(
@@ -126,8 +149,6 @@ def test_prompts_get_the_right_keys(calls, heads, block_size):
         ([(0, 40), (0, 7)], torch.float32),  # no kernel of theirs
         ([(40, 1), (3, 1), (0, 1)], F16),  # decodes: graphs record them
         ([(1, 1), (0, 1)], F16),  # even with few keys
-        ([(200, 20), (0, 20)], F16),  # more would be copied than computed
-        ([(0, 9), (500, 1)], F16),
     ],
     ids=str,
 )
@@ -136,9 +157,18 @@ def test_what_does_not_suit_it_is_tritons(calls, seqs, dtype):
     assert calls == []
 
 
-def test_decodes_may_come_along(calls):
-    FlashCase([(30, 1), (0, 50), (9, 1)]).check()
-    assert calls == [(52, 91)]
+def test_decodes_and_long_pasts_may_come_along(calls):
+    FlashCase([(300, 1), (0, 50), (9, 1), (260, 5)]).check()
+    assert [call[:2] for call in calls] == [(57, 301 + 50 + 10 + 265)]
+
+
+@pytest.mark.parametrize("block_size", [16, 128, 384])
+def test_small_blocks_are_refused(calls, block_size):
+    message = (
+        f"multiple of 256 for attention_backend='flash', got {block_size}: use 256"
+    )
+    with pytest.raises(ValueError, match=message):
+        FlashCase([(0, 4)], block_size=block_size).backend()
 
 
 @pytest.mark.parametrize(
@@ -151,7 +181,12 @@ def test_the_engine_says_the_same_as_with_triton(calls):
     params = nanopaged.SamplingParams(temperature=0, max_tokens=4)
     said = {}
     for backend in ("triton", "flash"):
-        options = {"dtype": "float16", "num_blocks": 64, "max_num_seqs": 4}
+        options = {
+            "dtype": "float16",
+            "num_blocks": 8,
+            "max_num_seqs": 4,
+            "block_size": 256,
+        }
         with nanopaged.LLM(
             attention_backend=backend, max_num_batched_tokens=16, **options
         ) as llm:
