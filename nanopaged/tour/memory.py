@@ -134,7 +134,7 @@ def serve_paged(
 
     states: list[PoolState] = []
     finished = warm = 0
-    while not warm or finished < warm + len(lengths):
+    while not states or finished < warm + len(lengths):
         while len(scheduler.waiting) < 64:
             prompt, output = next(queue)
             scheduler.waiting.append(
