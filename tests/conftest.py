@@ -80,7 +80,8 @@ def shape(heads: Heads, hidden: int, vocab: int, **more: Any) -> dict[str, Any]:
     return stated | fields | more
 
 
-# name: (family, config fields, largest shard or None for one file)
+# name: (family, config fields, largest shard or None for one file). Sizes divide by the
+# numbers of ranks in test_parallel.py, and by nothing that any code could rely on.
 VARIANTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "llama": ("llama", shape((4, 2, 16), 64, 160), None),
     "llama-llama3-rope-tied-biases": (
@@ -88,7 +89,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
         shape(
             (6, 3, 16),
             48,
-            136,
+            138,
+            intermediate_size=102,
             rope_parameters=LLAMA3_ROPE,
             tie_word_embeddings=True,
             attention_bias=True,
@@ -96,16 +98,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
         ),
         None,
     ),
-    "llama-head-dim-80-one-kv-head": ("llama", shape((3, 1, 80), 42, 131), "40KB"),
-    "llama-multi-head": ("llama", shape((5, 5, 8), 40, 200, rope_theta=500000.0), None),
+    "llama-head-dim-80-one-kv-head": (
+        "llama",
+        shape((3, 1, 80), 42, 129, intermediate_size=93),
+        "40KB",
+    ),
+    "llama-multi-head": (
+        "llama",
+        shape((5, 5, 8), 40, 205, intermediate_size=85, rope_theta=500000.0),
+        None,
+    ),
     "mistral-three-kv-heads": (
         "mistral",
-        shape((6, 3, 16), 48, 144, sliding_window=None),
+        shape((6, 3, 16), 48, 147, intermediate_size=105, sliding_window=None),
         "50KB",
     ),
     "mistral-tied": (
         "mistral",
-        shape((4, 1, 24), 56, 151, sliding_window=None, tie_word_embeddings=True),
+        shape((4, 1, 24), 56, 152, sliding_window=None, tie_word_embeddings=True),
         None,
     ),
     "qwen2-14-heads-tied": (
@@ -117,10 +127,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "qwen3-tied": ("qwen3", shape((4, 2, 32), 64, 128, tie_word_embeddings=True), None),
     "qwen3-untied-biases": (
         "qwen3",
-        shape((5, 1, 16), 50, 168, attention_bias=True),
+        shape((5, 1, 16), 50, 165, intermediate_size=110, attention_bias=True),
         "30KB",
     ),
-    "qwen3-head-dim-96": ("qwen3", shape((3, 3, 96), 36, 190, rms_norm_eps=1e-5), None),
+    "qwen3-head-dim-96": (
+        "qwen3",
+        shape((3, 3, 96), 36, 189, intermediate_size=81, rms_norm_eps=1e-5),
+        None,
+    ),
 }
 
 

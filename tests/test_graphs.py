@@ -50,7 +50,11 @@ def test_graphs_change_no_answer(llama, engine, mode, steps_ahead):
 
 
 def test_padding_writes_nothing(llama, engine):
-    """After some decodes the pool is identical, whether they were padded or not."""
+    """After some decodes the pool is the same, whether they were padded or not.
+
+    Written slots are compared with a tolerance: a product of four rows and one of three
+    round differently. But the same slots are written, and padding writes to none.
+    """
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
     pools = []
     for graphs in (False, True):
@@ -71,7 +75,9 @@ def test_padding_writes_nothing(llama, engine):
         "three sequences decode in the graph of four"
     )
     assert pools[0][1] == pools[1][1]
-    assert torch.equal(pools[0][0], pools[1][0])
+    plain, padded = pools[0][0], pools[1][0]
+    assert torch.equal(plain == 0, padded == 0), "other slots were written"
+    torch.testing.assert_close(padded, plain, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8, 15, 16, 17, 20, 33, 100])

@@ -152,8 +152,7 @@ def test_splits_of_the_keys_change_nothing(dtype, heads, block_size):
     seqs = decodes(heads, block_size, dtype)
     case = TritonCase([*seqs, (0, 3), (2, 20), (0, 1)], heads, block_size, dtype)
     backend = case.backend(num_programs=40 * heads[1])
-    *_, num_splits = case.prepare(backend).plan
-    assert num_splits >= 2
+    assert case.prepare(backend).num_splits >= 2
     case.check(backend)
 
 
@@ -165,7 +164,7 @@ def test_few_sequences_are_split_so_that_they_fill_the_chip(num_programs, num_sp
     case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)
     backend = case.backend(num_programs)
     assert backend.key_tile == 128
-    assert case.prepare(backend).plan[-1] == num_splits
+    assert case.prepare(backend).num_splits == num_splits
     case.check(backend)
 
 
@@ -173,14 +172,14 @@ def test_a_decode_next_to_a_long_chunk_is_not_split():
     """The parts of a split use memory for every token of the step."""
     case = TritonCase([(500, 1), (0, 500)], (4, 2, 64), dtype=BF16)
     # Alone it would be split in 4.
-    assert case.prepare(case.backend(num_programs=8)).plan[-1] == 1
+    assert case.prepare(case.backend(num_programs=8)).num_splits == 1
 
 
 @pytest.mark.parametrize(
     "heads, block_size, dtype", [((4, 1, 64), 16, F32), ((7, 1, 96), 32, BF16)]
 )
 def test_chunks_around_a_large_tile_of_queries(heads, block_size, dtype):
-    size = TritonAttention(*heads, block_size, dtype, DEVICE).tile_sizes[1]
+    size = TritonAttention(*heads, block_size, dtype, DEVICE).many_queries
     pasts = (0, 1, block_size - 1, block_size, 100, 0)
     seqs = [*zip(pasts, around(size, 2 * size), strict=True), (31, 1)]
     TritonCase(seqs, heads, block_size, dtype).check()
@@ -207,8 +206,9 @@ def test_tiles_are_small_where_a_sequence_has_few_queries_on_average():
         ([(9, 5), (0, 6), (7, 1), (0, 43)], 128, [1, 42, 5, 1, 6]),
     ):
         case = TritonCase(seqs, (6, 2, 64), dtype=BF16)
-        tiles, _, found, _ = case.prepare(case.backend()).plan
-        assert (found, tiles[:, 3].tolist()) == (rows, sizes)
+        metadata = case.prepare(case.backend())
+        assert metadata.num_rows == rows
+        assert metadata.tiles[:, 3].tolist() == sizes
         case.check()
 
 
@@ -216,7 +216,7 @@ def test_tiles_with_the_most_keys_run_first():
     case = TritonCase(
         [(5, 1), (90, 1), (0, 200), (40, 1), (60, 170)], (2, 1, 64), dtype=BF16
     )
-    tiles, *_ = case.prepare(case.backend()).plan
+    tiles = case.prepare(case.backend()).tiles
     ends = (tiles[:, 2] + tiles[:, 3]).tolist()
     assert ends == sorted([6, 91, 41, 64, 128, 192, 200, 124, 188, 230], reverse=True)
 
@@ -321,7 +321,8 @@ def test_new_contents_in_old_metadata_make_another_step(num_programs):
     ):
         case = PaddedCase(seqs, padding)
         new = case.prepare(backend)
-        assert metadata.plan[2:] == new.plan[2:]
+        assert metadata.num_rows == new.num_rows
+        assert metadata.num_splits == new.num_splits
         for old_tensor, new_tensor in zip(metadata.tensors, new.tensors, strict=True):
             old_tensor.copy_(new_tensor)
         case.prepare = lambda _: metadata
