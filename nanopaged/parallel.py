@@ -14,6 +14,7 @@ import atexit
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -29,6 +30,7 @@ from nanopaged.config import EngineConfig
 from nanopaged.scheduler import ControlMessage
 
 dist: Any = torch.distributed
+LOOPBACK = "127.0.0.1"  # an address that no other machine can reach
 END = b"end"  # the message after the last step
 
 
@@ -40,7 +42,7 @@ def start_rank(index: int, options: dict[str, Any], port: int) -> None:
     rank = str(index + 1)
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(options["tensor_parallel_size"]),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        MASTER_ADDR=LOOPBACK, MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True")
     LLM(**options)
 
@@ -88,9 +90,13 @@ class Ranks:
             rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=3))
             self.store, self.rank, _ = next(rendezvous)
         else:
+            # Alone, the store would listen on every interface, and it trusts everybody.
+            listener = socket.create_server((LOOPBACK, 0))
+            port = listener.getsockname()[1]
             self.store = dist.TCPStore(
-                "127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            arguments = (asdict(config), self.store.port)
+                LOOPBACK, port, is_master=True, wait_for_workers=False,
+                master_listen_fd=listener.detach())
+            arguments = (asdict(config), port)
             self.workers = start_processes(  # type: ignore[no-untyped-call]
                 start_rank, arguments, self.size - 1, join=False, daemon=True)
         # An engine may idle for long; that a peer is gone is noticed by its connection.
