@@ -108,11 +108,20 @@ class Ranks:
         while self.workers and not self.store.check(names):
             self.workers.join(0.02)  # raises if one has ended
 
-        backend = dist.ProcessGroupGloo
+        self.group = self._make_group(config)
+
+    def _make_group(self, config: EngineConfig) -> Any:
         if config.device != "cpu" and torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-            backend = dist.ProcessGroupNCCL
-        self.group = backend(self.store, self.rank, self.size)
+            return dist.ProcessGroupNCCL(self.store, self.rank, self.size)
+
+        gloo = dist.ProcessGroupGloo
+        device = gloo.create_default_device()
+        if self.store.host == LOOPBACK:
+            device = gloo.create_device(hostname=LOOPBACK)
+        options = gloo._Options()
+        options._devices = [device]
+        return gloo(self.store, self.rank, self.size, options)
 
     def start_of(self, part: int, whole: int) -> int:
         """Where this rank's part begins in a dimension of a weight that has `whole`
@@ -177,7 +186,7 @@ class Ranks:
         except BaseException as error:
             try:
                 if self.workers and isinstance(error, RuntimeError):
-                    self.workers.join(2)  # raises if a rank has failed: the cause
+                    self.workers.join(5)  # raises if a rank has failed: the cause
                 raise
             except ProcessException as failure:
                 raise RuntimeError(
