@@ -116,10 +116,11 @@ class Ranks:
             return dist.ProcessGroupNCCL(self.store, self.rank, self.size)
 
         gloo = dist.ProcessGroupGloo
-        device = gloo.create_default_device()
+        options = gloo._Options()
         if self.store.host == LOOPBACK:
             device = gloo.create_device(hostname=LOOPBACK)
-        options = gloo._Options()
+        else:
+            device = gloo.create_default_device()
         options._devices = [device]
         return gloo(self.store, self.rank, self.size, options)
 
