@@ -54,9 +54,9 @@ def test_it_streams_its_prompts_and_shows_the_effect_of_the_cache(run, example):
     assert cold < warm and cold % 16 == 0
 
     match = re.fullmatch(
-        r"20 steps into the same prompts again: (\d+) of (\d+) blocks used, "
-        r"(\d+)% of their slots hold a token; "
-        r"(\d+) blocks cached, (\d+) of (\d+) prompt tokens found in them",
+        r"After 20 steps of the same requests: (\d+) of (\d+) blocks are in use, "
+        r"and (\d+)% of their slots hold a token\. "
+        r"(\d+) blocks are cached; (\d+) of (\d+) prompt tokens were found there\.",
         usage,
     )
     assert match, usage

@@ -1,22 +1,37 @@
 """More throughput than one engine has: Ray Data runs an `LLM` in each worker.
 
-This is the README's recipe on a local Ray with two workers, without a network. Every
-prompt gets the text that one engine gives it, and the results come in the prompts'
-order.
+RECIPE is what a user writes. Here it runs on a local Ray with two workers, without a
+network: every prompt gets the text that one engine gives it, and the results come in
+the prompts' order.
 """
 
 import json
-import re
 
 import pytest
 
-from helpers import ROOT, run_python
+from helpers import run_python
 from nanopaged import LLM, SamplingParams
 
-README = ROOT / "README.md"
-RECIPE = re.search(
-    r"```py\n(import ray\n.*?)```", README.read_text("utf-8"), re.DOTALL
-)[1]
+# pip install -e ".[ray]"; with GPUs, num_gpus=1 in place of num_cpus=1.
+RECIPE = """
+import ray
+from nanopaged import LLM, SamplingParams
+
+class Worker:
+    def __init__(self):
+        self.llm = LLM(dtype="float32")
+
+    def __call__(self, batch):
+        params = SamplingParams(temperature=0, max_tokens=16)
+        outputs = self.llm.generate(batch["prompt"].tolist(), params, use_tqdm=False)
+        return batch | {"text": [output.outputs[0].text for output in outputs]}
+
+ray.data.DataContext.get_current().execution_options.preserve_order = True
+prompts = ray.data.from_items([{"prompt": f"ACT {i}:\\n"} for i in range(64)])
+workers = ray.data.ActorPoolStrategy(size=2)
+results = prompts.map_batches(Worker, batch_size=16, compute=workers, num_cpus=1)
+rows = results.take_all()
+"""
 BEFORE = """
 import ray
 ray.init(num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")

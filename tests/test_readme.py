@@ -1,5 +1,6 @@
 """The README is true: its code prints what it shows, its files and links exist."""
 
+import ast
 import contextlib
 import dataclasses
 import io
@@ -124,34 +125,52 @@ def test_its_python_runs_and_prints_what_it_shows(text, tmp_path, monkeypatch):
 def test_its_file_table_is_the_reading_order(text):
     cells = file_table(text)
     names = [
-        re.fullmatch(r"\[?`(\w+)\.py`\]?(?:\(nanopaged/\1\.py\))?", cell)
+        re.fullmatch(r"\[`(\w+(?:\.py|/))`\]\(nanopaged/([\w./]+)\)", cell)
         for cell in cells
     ]
     assert all(names), cells
+    assert all(name[2].startswith(name[1].rstrip("/")) for name in names), cells
 
+    # First the engine's files, as the package's docstring orders them.
+    files = [name[1][:-3] for name in names if name[1].endswith(".py")]
     order = re.search(r"Read in this order: ([\w,\s]+)\.", nanopaged.__doc__)
-    assert [name[1] for name in names] == re.findall(r"\w+", order[1])
+    assert files == re.findall(r"\w+", order[1])
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert set(files) == modules - {"__init__", "__main__"}
 
-    files = [path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"]
-    assert sorted(name[1] for name in names) == sorted(files)
+    # Then the folders beside them.
+    folders = [name[1] for name in names[len(files) :]]
+    found = {f"{path.name}/" for path in PACKAGE.iterdir() if path.is_dir()}
+    assert set(folders) == found - {"__pycache__/"}
+
+
+def definitions(path):
+    """All names that a file defines: `function`, `Class` and `Class.method`."""
+    names = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
+            names.update(f"{node.name}.{method.name}" for method in methods)
+    return names
 
 
 def test_everything_its_map_of_the_paper_names_exists(text):
-    rows = re.findall(r"^\| 4\.\d .*\|(.*)\|$|^\| 6 .*\|(.*)\|$", text, re.MULTILINE)
-    names = re.findall(r"`([\w.]+)`", " ".join(a + b for a, b in rows))
-    files = [name for name in names if name.endswith(".py")]
-    assert len(files) >= 8 and len(names) > len(files)
-
-    source = ""
-    for name in names:
-        if name.endswith(".py"):
-            path = ROOT / name if (ROOT / name).exists() else PACKAGE / name
-            source = path.read_text()
-        else:
-            for part in name.split("."):
-                assert re.search(rf"^\s*(def|class) {part}\b", source, re.MULTILINE), (
-                    name
-                )
+    rows = re.findall(r"^\| \d(?:\.\d)? [^|]*\|(.*)\|$", text, re.MULTILINE)
+    files = []
+    for row in rows:
+        # A file, and what follows it up to the next one.
+        defined = None
+        for name in re.findall(r"`([\w./]+)`", row):
+            if name.endswith(".py"):
+                files.append(name)
+                defined = definitions(PACKAGE / name)
+            else:
+                assert defined is not None, f"{row}: no file"
+                assert name in defined, f"{row}: no {name}"
+        assert defined, f"{row}: no file"
+    assert len(rows) >= 12 and len(set(files)) >= 8
 
 
 def test_its_links_lead_somewhere(text):
