@@ -1,8 +1,8 @@
 """Beam search: continue every beam, keep the best continuations, fork and drop beams.
 
 A beam is a sequence, and the group always has as many as the search is wide. After a
-step the most likely next tokens of every beam are known. The best of all these
-continuations that are not complete become the new beams. The best child of a beam takes
+step the most likely next tokens of every beam are known. The best continuations among
+those that are not complete become the new beams. The best child of a beam takes
 its place; its other children take the places of beams that have no child. This file
 decides which; sharing the blocks is the block manager's `fork`.
 
@@ -28,7 +28,8 @@ class Child(NamedTuple):
         return self.parent.cumulative_logprob + self.logprob
 
 
-def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) -> bool:
+def advance_beams(group: SequenceGroup,
+                  fork: Callable[[Sequence, Sequence], None]) -> bool:
     """Replace the live beams by their best continuations; `fork` shares a parent's
     blocks.
 
@@ -44,7 +45,7 @@ def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) ->
                 for token, logprob in parent.candidates.items()]
     children.sort(key=lambda child: child.cumulative_logprob, reverse=True)
 
-    # Of the children that are complete, those count that are among the best of all.
+    # A complete child counts only if it is among the `width` best of all children.
     at_max_len = length + 1 >= group.max_len
     for child in children[:width]:
         is_stop = child.token in group.stop_token_ids
@@ -68,7 +69,7 @@ def advance(group: SequenceGroup, fork: Callable[[Sequence, Sequence], None]) ->
 
 def _replace_beams(group: SequenceGroup, survivors: list[Child],
                    fork: Callable[[Sequence, Sequence], None]) -> float:
-    """Make the survivors, best first, the live beams; returns the best one's score."""
+    """Make the survivors, best first, the live beams; returns the best new score."""
     best_children: dict[Sequence, Child] = {}
     other_children: list[Child] = []
     for child in survivors:
@@ -85,4 +86,4 @@ def _replace_beams(group: SequenceGroup, survivors: list[Child],
         seq.continue_beam(*child)
     for parent, child in best_children.items():
         parent.continue_beam(*child)
-    return survivors[0].parent.score
+    return survivors[0].parent.score  # it has just become its own best child

@@ -1,10 +1,10 @@
 """Physical blocks: who holds them, which are free, and what the free ones still hold.
 
 A block belongs to every sequence that holds a reference to it. With a reference count
-of 0 it is free *and still cached*: it waits in the free list, least recently used
-first, until somebody takes it for other tokens. The manager deals in block ids and
-token ids and never sees a tensor. Nobody else changes a reference count or a block
-table.
+of 0 it is free *and still cached*: it waits in the free list until it is taken for
+other tokens. Blocks that nobody can find again are taken first, then the least recently
+used. The manager deals in block ids and token ids and never sees a tensor. Nobody else
+changes a reference count or a block table.
 
 An example with block_size=4 and the free blocks 0, 1, 2, 3:
 
@@ -99,7 +99,10 @@ class BlockManager:
         return found
 
     def can_allocate(self, prefix: list[int], num_blocks: int, num_spare: int) -> bool:
-        """Whether `num_blocks`, `prefix` included, would leave `num_spare` free."""
+        """Whether a table of `num_blocks` that begins with `prefix` leaves enough free.
+
+        Blocks of the prefix that are free now leave the free list as well.
+        """
         num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
         num_taken = num_blocks - len(prefix) + num_revived
         return num_taken + num_spare <= len(self.free_blocks)
@@ -109,7 +112,7 @@ class BlockManager:
         self._hold(seq, prefix)
         seq.num_published_blocks = len(prefix)
         seq.num_computed_tokens = len(prefix) * self.block_size
-        self.grow(seq)
+        self.grow(seq)  # makes no copies: the blocks of a prefix are full
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
         """How many free blocks `grow` will take for these sequences of a group."""
@@ -122,7 +125,8 @@ class BlockManager:
             if index < len(seq.block_table):
                 writers[seq.block_table[index]] += 1
 
-        # Each writer of a shared block takes a copy, except the last one that holds it.
+        # Writers take their copies one by one, and each drops a reference. Whoever is
+        # the only holder by then writes in place.
         for block_id, num_writers in writers.items():
             num_new += min(num_writers, self.blocks[block_id].ref_count - 1)
         return num_new
@@ -178,8 +182,9 @@ class BlockManager:
              num_spare: int = 0) -> Moves:
         """Move the blocks of these sequences to the pool that has this free list.
 
-        No moves, and nothing has changed, if that would leave fewer than `num_spare`
-        free.
+        Returns no moves, and changes nothing, if that would leave fewer than
+        `num_spare` free. A block that another group holds too stays with that group.
+        The new blocks have no names: they are published when their group next runs.
         """
         held = {block_id for seq in seqs for block_id in seq.block_table}
         if len(held) + num_spare > len(free_list):
@@ -202,31 +207,29 @@ class BlockManager:
     # -- The prefix cache --------------------------------------------------------------
 
     def publish(self, seq: Sequence) -> None:
-        """Let others find the full blocks of `seq` that are computed or will be by this
-        step.
+        """Let others find the full blocks of `seq`, even before the step has run.
 
-        The next step of anyone runs after this one, or is the same batch, which stores
-        K and V before it reads any: so nobody can find a block that is not written when
-        it is read.
+        Whoever finds such a block reads it in a later step, or in this one. And in
+        every layer, a step stores all its K and V before it reads any.
         """
         if not self.enable_prefix_caching:
             return
-        # The token of a pending one is not known, and so it cannot be published yet.
+        # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full_blocks = num_known_tokens // self.block_size
         for index in range(seq.num_published_blocks, num_full_blocks):
             block_id = seq.block_table[index]
-            # Else a fork has already published it.
-            if self.blocks[block_id].content is None:
+            if self.blocks[block_id].content is None:  # no sibling has published it
                 self._name(block_id, self._content(seq, index, seq.block_table))
             seq.num_published_blocks = index + 1
 
     def _name(self, block_id: int, content: Content) -> None:
-        """Publish a block, unless its hash already leads to another one.
+        """Give a block its name, and enter it into the prefix cache if it can be.
 
-        If that one has the same content, this block gets its name too, so that what
-        follows either of them is found. If it has not, the hashes collide: this block
-        stays private.
+        The hash is new: the block enters the cache (it is `first` itself, and has no
+        content yet). The hash leads to a block with the same content: this block gets
+        that one's name, so that what follows either of them is found. It leads to other
+        content: the hashes collide. This block gets a name, but nobody can find it.
         """
         block = self.blocks[block_id]
         block.hash = self._hash(content)

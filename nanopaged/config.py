@@ -101,14 +101,14 @@ class SamplingParams(Checked):
     top_p, top_k, min_p: sample among the most likely tokens only. `top_p=1`, `top_k=0`
         (or -1) and `min_p=0` keep all tokens.
     max_tokens: None goes on to the engine's `max_model_len`.
-    min_tokens: no EOS or stop token is sampled before there are so many tokens.
+    min_tokens: before this many tokens, no EOS or stop token is sampled.
     stop: one string or several. They end a sequence and are not part of its text.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
     ignore_eos: go on after an EOS token.
     seed: makes the result repeatable, whatever else is served. None: the engine draws
         one.
-    logprobs: return the log-probabilities of so many most likely tokens, and of the
-        sampled one, at every position.
+    logprobs: how many of the most likely tokens to return log-probabilities for, at
+        every position; the sampled one's comes too.
     cache_salt: requests share cached blocks only with requests of the same salt.
     """
 

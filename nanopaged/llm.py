@@ -60,7 +60,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
         self._requests: dict[str, SequenceGroup] = {}  # whose end is not reported yet
-        self._for_step: set[str] = set()  # by `add_request`: `step` reports them
+        self._for_step: set[str] = set()  # ids of those that `add_request` made
         self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds it
@@ -83,7 +83,12 @@ class LLM(AbstractContextManager["LLM"]):
     # -- The engine --------------------------------------------------------------------
 
     def _step(self) -> None:
-        """The whole engine: who runs, one forward pass, what came out of it."""
+        """The whole engine: who runs, one forward pass, what came out of it.
+
+        On a GPU, what depends on a token's value (an end, a stop string) is noticed one
+        step late. The step that was too many is ignored, and steps run in order, so it
+        disturbs nobody who got the blocks meanwhile.
+        """
         if not (self.scheduler.waiting or self.scheduler.running):
             return
         started = time.perf_counter()
@@ -131,7 +136,7 @@ class LLM(AbstractContextManager["LLM"]):
                     self.scheduler.changed.pop(group.request_id, None)
                 yield
             except BaseException:
-                self._closed = True  # and so it stays if this is interrupted as well
+                self._closed = True  # it stays closed if this is interrupted as well
                 self._end_all_requests()
                 if self.ranks.size > 1:
                     self._close()
@@ -156,7 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
     # -- Requests one by one -----------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: Params | None = None) -> str:
-        """Queue a request for `step`; returns its id. A bad one raises, and no more."""
+        """Queue a request for `step`; returns its id. A bad one changes nothing."""
         params = SamplingParams() if sampling_params is None else sampling_params
         group = self._make_group(prompt, params)
         with self._exclusive():
@@ -264,7 +269,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Abort groups that nobody waits for.
 
         The garbage collector may close a stream at any moment, even inside a step of
-        this very thread. Then they wait until the next step begins.
+        this very thread. Then the groups are aborted when the next step begins.
         """
         for group in groups:
             self._requests.pop(group.request_id, None)
@@ -329,8 +334,8 @@ class LLM(AbstractContextManager["LLM"]):
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
         """A beam search is a group of `beam_width` sequences that report candidates.
 
-        There are so many candidates that enough remain if all the others are EOS
-        tokens.
+        Each beam may end with every EOS token, so it asks for more than `beam_width`
+        candidates: enough must remain that go on.
         """
         width = beams.beam_width
         num_eos = len(self.eos_token_ids)

@@ -34,9 +34,7 @@ CPU_POOL_BYTES = 4 << 30  # if num_blocks is not given; unused pages cost nothin
 
 
 class Graph(NamedTuple):
-    """A recorded forward pass: it reads its inputs and writes its logits always in
-    place.
-    """
+    """A recorded forward pass, which always reads and writes the same tensors."""
 
     inputs: list[Tensor]
     replay: Callable[[], object]
@@ -138,7 +136,7 @@ class ModelRunner:
         graph = self.graphs[size]
         inputs += metadata.tensors
         for recorded, new in zip(graph.inputs, inputs, strict=True):
-            recorded[..., : new.shape[-1]].copy_(new)
+            recorded[..., : new.shape[-1]].copy_(new)  # block tables may be narrower
         graph.replay()
         return graph.logits[:num_seqs]
 
@@ -279,8 +277,8 @@ class ModelRunner:
             self.sampler.draw(logits, self.sampler.params, np.arange(num_seqs))
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"max_num_batched_tokens={num_tokens} or max_num_seqs={num_seqs} must "
-                f"be less for the memory of the device: {error}") from error
+                f"max_num_batched_tokens={num_tokens} and max_num_seqs={num_seqs} do "
+                f"not fit into the device's memory, lower one: {error}") from error
         step_bytes = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)

@@ -90,7 +90,7 @@ class Ranks:
             rendezvous = dist.rendezvous("env://", timeout=timedelta(seconds=3))
             self.store, self.rank, _ = next(rendezvous)
         else:
-            # Alone, the store would listen on every interface, and it trusts everybody.
+            # Left to itself, the store listens on all interfaces, and trusts everybody.
             listener = socket.create_server((LOOPBACK, 0))
             port = listener.getsockname()[1]
             self.store = dist.TCPStore(
@@ -99,7 +99,7 @@ class Ranks:
             arguments = (asdict(config), port)
             self.workers = start_processes(  # type: ignore[no-untyped-call]
                 start_rank, arguments, self.size - 1, join=False, daemon=True)
-        # An engine may idle for long; that a peer is gone is noticed by its connection.
+        # An engine may idle for long. A peer that dies breaks its connection.
         self.store.set_timeout(timedelta(days=365))
         if self.store.add(f"rank {self.rank}", 1) > 1:
             raise RuntimeError(
@@ -128,6 +128,7 @@ class Ranks:
         """Where this rank's part begins in a dimension of a weight that has `whole`
         elements.
 
+        Several ranks may share one KV head: then it is rounded down to a whole part.
         With 4 ranks and 2 KV heads of 64, part=64 and whole=128: 0, 0, 64, 64.
         """
         return self.rank * whole // self.size // part * part
@@ -155,8 +156,7 @@ class Ranks:
         return self.all_reduce(columns).flatten(1)
 
     def send(self, message: ControlMessage) -> None:
-        """Tell the other ranks what the next step is, in JSON: nothing in it can be
-        run.
+        """Tell the other ranks what the next step is. Loading JSON executes nothing.
         """
         if self.store is not None:
             self._put(json.dumps(vars(message)).encode())
@@ -164,7 +164,8 @@ class Ranks:
     def _put(self, data: bytes) -> None:
         self.num_steps += 1
         self.store.set(f"step {self.num_steps}", data)
-        self.store.delete_key(f"step {self.num_steps - 9}")  # nobody is so far behind
+        # Every step sums over all ranks, so none of them can lag behind by so many.
+        self.store.delete_key(f"step {self.num_steps - 9}")
 
     def serve(self, run: Callable[[ControlMessage], object]) -> None:
         """Run what rank 0 sends until it ends; then end this process."""

@@ -35,7 +35,10 @@ class SamplerOutput:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
-        """Wait for the tokens: the only place where the host waits for the device."""
+        """Wait for the tokens.
+
+        Otherwise the host waits only for log-probabilities, and for swapped blocks.
+        """
         if self.copied is not None:
             self.copied.synchronize()
         return self.host_ids.tolist()

@@ -9,9 +9,9 @@ A group is admitted, preempted and resumed as a whole (gang scheduling). When th
 is full, the youngest group goes back to the head of the queue: either its blocks move
 to CPU memory (swap), or its K and V are given up and computed again later (recompute).
 
-Admission is now, later or never. Never is refused when the request is made. Later
-always comes: the oldest group is the last to be preempted, and alone it fits into the
-pool.
+A request that can never fit is refused when it is made. Every other one is served
+sooner or later: the oldest group is the last to be preempted, and alone it fits into
+the pool.
 """
 
 import time
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from nanopaged.beam_search import advance
+from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager, Moves
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats
@@ -33,10 +33,10 @@ class ControlMessage:
     """What every rank must know about a step, in plain numbers.
 
     Entry i of the step computes `counts[i]` tokens of the sequence in row `rows[i]`, up
-    to its position `ends[i]`. Sample j continues the sequence of entry `samples[j]`,
-    and its token goes to the sequence in row `sampled_rows[j]`: not always the same,
-    because a group that forks samples several times from the one sequence that computed
-    the prompt.
+    to and without position `ends[i]`. Sample j continues the sequence of entry
+    `samples[j]`, and its token goes to the sequence in row `sampled_rows[j]`. The two
+    may differ: a group that forks samples several times from the one sequence that
+    computed the prompt.
 
     For example, a prompt of 10 tokens in row 0, asked for two continuations, and a
     decode at position 4 in row 2 have
@@ -148,9 +148,8 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns how much.
 
-        All of them sample in this step, or none does. If the budget is too small for
-        all, each leaves its last token, the one after which it would sample, for a
-        later step.
+        All of them sample in the same step: a beam search must compare all its beams.
+        If the budget is too small for that, no sequence computes its last token now.
         """
         left = budget
         seqs = group.next_sequences
@@ -171,6 +170,7 @@ class Scheduler:
         message = batch.message
         self.block_manager.advance(seq, count)
         end = seq.num_computed_tokens
+        # A pending token is always computed alone: those before it are computed.
         message.token_ids += seq.token_ids[end - count : end] or [PENDING]
         message.counts.append(count)
         message.ends.append(end)
@@ -180,7 +180,7 @@ class Scheduler:
             message.table_updates.append(update)
 
         if end == len(seq.token_ids) + seq.num_pending_tokens:
-            batch.add_sample(seq)
+            batch.add_sample(seq)  # its last token is computed: sample the next
         if end == group.num_prompt_tokens and not group.forked:
             self._fork(group, batch)
 
@@ -252,6 +252,7 @@ class Scheduler:
             for seq in group.live:
                 self._free_row(seq)
                 manager.free(seq)
+            # The leader computes the prompt again, and then they fork again.
             group.forked = len(group.live) == 1
 
     def _free_row(self, seq: Sequence) -> None:
@@ -288,7 +289,7 @@ class Scheduler:
 
         beam_searches = {seq.group: None for seq in batch.sampled if seq.group.beams}
         for group in beam_searches:
-            is_over = bool(group.live) and advance(group, self.block_manager.fork)
+            is_over = bool(group.live) and advance_beams(group, self.block_manager.fork)
             if is_over:
                 self.abort([group], "length")
                 group.sequences = group.complete_beams

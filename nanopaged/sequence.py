@@ -1,11 +1,11 @@
 """A request and its sequences: the tokens so far, and where their K and V are.
 
-The words that the whole engine uses, each with one meaning:
+The words of the engine:
 
     token        an id of the vocabulary; a sequence has the prompt's, then its own
     sequence     one continuation of a prompt
     group        the sequences of one request; scheduled, preempted, swapped as a whole
-    leader       the first sequence of a group: it computes the prompt for all of them
+    leader       the first live sequence of a group: it computes the prompt for all
     block        room for the K and V of block_size tokens. A sequence counts its
                  logical blocks from 0; a physical block is a place in the pool
     block table  the physical block of each logical block of a sequence
@@ -17,6 +17,8 @@ The words that the whole engine uses, each with one meaning:
     fork         to let one more sequence share the blocks that another one has filled
     swap         to move blocks between the device's pool and the CPU's
     preempt      to take a group off the device because the pool is full
+    step         one forward pass over the tokens of many sequences, one flat batch
+    entry        the part of a batch that belongs to one sequence
     budget       how many tokens one step may compute
 """
 
@@ -67,7 +69,10 @@ class Sequence:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """How many tokens must be computed before the next one can be sampled."""
+        """How many tokens, counted from the first, are to be computed by now.
+
+        The K and V of the first `num_computed_tokens` of them are there already.
+        """
         group = self.group
         if not group.forked:
             # The part that all sequences of the group share.
@@ -79,8 +84,7 @@ class Sequence:
 
     @property
     def score(self) -> float:
-        """The rank of a complete beam: its log-probability, normalised by its length.
-        """
+        """By which beams are compared: log-probability, normalised by the length."""
         assert self.group.beams is not None, "only beams have a score"
         length = len(self.token_ids) - self.group.num_prompt_tokens
         return self.cumulative_logprob / math.pow(
@@ -138,7 +142,8 @@ class SequenceGroup:
             tokenizer, self.num_prompt_tokens, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        self.forked = params.n == 1  # whether each sequence has blocks of its own
+        # Whether every live sequence has a block table. One sequence needs no fork.
+        self.forked = params.n == 1
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 
     @property

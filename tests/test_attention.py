@@ -224,8 +224,10 @@ def test_random_steps(seed):
     rng = random.Random(seed)
     group, kv_heads = rng.randint(1, 5), rng.randint(1, 4)
     heads = (group * kv_heads, kv_heads, rng.choice([2, 8, 10, 16]))
-    seqs = [(rng.choice([0, rng.randint(0, 70)]), rng.choice([1, 1, rng.randint(1, 40)]))
-            for _ in range(rng.randint(1, 9))]  # fmt: skip
+    seqs = [
+        (rng.choice([0, rng.randint(0, 70)]), rng.choice([1, 1, rng.randint(1, 40)]))
+        for _ in range(rng.randint(1, 9))
+    ]
     Case(
         seqs, heads, rng.choice([1, 2, 4, 8, 16]), rng.choice(list(TOLERANCE)), seed
     ).check()

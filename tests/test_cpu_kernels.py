@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from test_attention import MIXED, Case
 
 import nanopaged
 from nanopaged import attention
 from nanopaged.attention import NumbaAttention
+from test_attention import MIXED, Case
 
 pytest.importorskip("numba", reason="pip install numba")
 

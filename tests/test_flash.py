@@ -13,11 +13,11 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.attention.varlen
-from test_attention import Case
 
 import nanopaged
 from nanopaged import attention
 from nanopaged.attention import FlashAttention
+from test_attention import Case
 
 pytest.importorskip("triton", reason="pip install triton")
 
@@ -59,8 +59,7 @@ def reference(q, k, v, cu_q, cu_k, max_q, max_k, block_table):
 
 @pytest.fixture(params=["flash-attn", "torch"])
 def calls(request, monkeypatch):
-    """The sizes of every call of the package that is there, and where its K comes from.
-    """
+    """The sizes of every call of the package that is there, and where its K comes from."""
     calls = []
 
     def note(q, cu_seqlens_k, k):

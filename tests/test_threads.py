@@ -168,7 +168,7 @@ class Caller:
             self.asked += len(some)
 
     def steps(self):
-        """By hand: what `step` returns belongs to the requests of `add_request` alone."""
+        """What `step` returns belongs to the requests of `add_request` alone."""
         for _ in range(self.rounds):
             some = self.choose()
             mine = {self.llm.add_request(self.prompts[i], greedy()): i for i in some}
@@ -191,7 +191,7 @@ def test_four_threads_that_generate(shared, thread_work):
 
 
 def test_threads_share_steps(llama, engine, thread_work):
-    """Whoever waits is served by whoever steps: fewer steps than one after the other."""
+    """Whoever waits is served by whoever steps, so there are fewer steps."""
     prompts, expected = thread_work
     llm = engine(llama, num_blocks=200)
 
