@@ -59,7 +59,7 @@ def reference(q, k, v, cu_q, cu_k, max_q, max_k, block_table):
 
 @pytest.fixture(params=["flash-attn", "torch"])
 def calls(request, monkeypatch):
-    """The sizes of every call of the package that is there, and where its K comes from."""
+    """How long each call of the package was, and where its K came from."""
     calls = []
 
     def note(q, cu_seqlens_k, k):
