@@ -73,9 +73,9 @@ class ModelRunner:
         elements_per_token = self.num_layers * 2 * num_kv_heads * share.head_dim
         self.token_bytes = elements_per_token * self.dtype.itemsize
 
-        # What the device or a rank must remember of every running sequence, by row.
-        # What is behind the end of a table may be read, but is masked: it must name
-        # some block.
+        # What a rank must remember of every running sequence, by row. Entries after the
+        # last block of a table are stale or 0, but always name a block: they may be
+        # loaded, and are masked.
         max_blocks = -(-self.max_model_len // config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
         self.last_tokens = torch.zeros(

@@ -180,15 +180,17 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """If something fails in here, end the ranks, and say which of them failed and
-        why.
+        """If something fails in here, end the ranks, and say which of them failed.
+
+        An error in rank 0 is often only the echo of another rank's failure: the sum of
+        all ranks breaks. Then that failure is raised.
         """
         try:
             yield
         except BaseException as error:
             try:
                 if self.workers and isinstance(error, RuntimeError):
-                    self.workers.join(5)  # raises if a rank has failed: the cause
+                    self.workers.join(5)  # raises if a rank has failed
                 raise
             except ProcessException as failure:
                 raise RuntimeError(

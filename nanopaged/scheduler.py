@@ -185,7 +185,12 @@ class Scheduler:
             self._fork(group, batch)
 
     def _fork(self, group: SequenceGroup, batch: Batch) -> None:
-        """The leader computes the end of the prompt: the others go on from there."""
+        """The leader computes the end of the prompt: the others go on from there.
+
+        They share all its blocks, the partly filled last one included, and each samples
+        from the same logits. In the next step all of them write into that last block:
+        all but its last holder take a copy first.
+        """
         leader = group.live[0]
         for seq in group.live[1:]:
             self.block_manager.fork(leader, seq)
@@ -234,7 +239,11 @@ class Scheduler:
         return self._make_room(group, batch)  # it has been counted: there is room
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
-        """Send a group back to the head of the queue. It keeps its tokens."""
+        """Send a group back to the head of the queue. It keeps its tokens.
+
+        A single sequence is recomputed: its blocks may even still be cached. A group of
+        several is swapped, because it shares blocks, which move once.
+        """
         self.waiting.appendleft(group)
         manager = self.block_manager
         mode = self.config.preemption_mode

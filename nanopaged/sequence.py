@@ -51,7 +51,7 @@ class Sequence:
     def __init__(self, group: SequenceGroup, index: int) -> None:
         self.group = group
         self.index = index
-        self.token_ids = list(group.prompt_token_ids)
+        self.token_ids = list(group.prompt_token_ids)  # changed by methods here only
         self.num_pending_tokens = 0
         self.row = -1  # none: it is not running
 
