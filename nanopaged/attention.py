@@ -15,8 +15,8 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_seqs, max_blocks]: physical block of a logical block; stale
-                   entries after the last one, but always some block
+    block_tables   [num_seqs, max_blocks]: physical block of a logical block; entries
+                   after the last one are stale, but valid block ids
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset; -1: nowhere (padding)
 """

@@ -86,4 +86,5 @@ def _replace_beams(group: SequenceGroup, survivors: list[Child],
         seq.continue_beam(*child)
     for parent, child in best_children.items():
         parent.continue_beam(*child)
-    return survivors[0].parent.score  # it has just become its own best child
+    # The best survivor is its parent's best child, and has just taken its place.
+    return survivors[0].parent.score

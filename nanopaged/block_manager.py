@@ -183,8 +183,9 @@ class BlockManager:
         """Move the blocks of these sequences to the pool that has this free list.
 
         Returns no moves, and changes nothing, if that would leave fewer than
-        `num_spare` free. A block that another group holds too stays with that group.
-        The new blocks have no names: they are published when their group next runs.
+        `num_spare` free. A block that another group holds too is copied: that group
+        keeps it. The new blocks have no names: they are published when their group next
+        runs.
         """
         held = {block_id for seq in seqs for block_id in seq.block_table}
         if len(held) + num_spare > len(free_list):
@@ -209,8 +210,9 @@ class BlockManager:
     def publish(self, seq: Sequence) -> None:
         """Let others find the full blocks of `seq`, even before the step has run.
 
-        Whoever finds such a block reads it in a later step, or in this one. And in
-        every layer, a step stores all its K and V before it reads any.
+        That is safe. Whoever finds such a block reads it in a later step, or in this
+        one. Steps run in order, and within a step every layer stores the K and V of all
+        tokens before it reads any.
         """
         if not self.enable_prefix_caching:
             return
@@ -226,10 +228,12 @@ class BlockManager:
     def _name(self, block_id: int, content: Content) -> None:
         """Give a block its name, and enter it into the prefix cache if it can be.
 
-        The hash is new: the block enters the cache (it is `first` itself, and has no
-        content yet). The hash leads to a block with the same content: this block gets
-        that one's name, so that what follows either of them is found. It leads to other
-        content: the hashes collide. This block gets a name, but nobody can find it.
+        There are three cases. If the hash is new, the block enters the cache:
+        setdefault returns the block itself, whose content is still None, so it gets a
+        new name. If the hash leads to a block with the same content, this block gets
+        that block's name, so that what follows either of them is found. If it leads to
+        other content, the hashes collide: this block gets a new name, but nobody finds
+        it.
         """
         block = self.blocks[block_id]
         block.hash = self._hash(content)
@@ -254,7 +258,7 @@ class BlockManager:
     # -- References --------------------------------------------------------------------
 
     def _take(self, free_list: FreeList) -> int:
-        """Take the least recently used free block, and forget what it holds."""
+        """Take the first block of a free list, and forget what it holds."""
         block_id, _ = free_list.popitem(last=False)
         block = self.blocks[block_id]
         if self._is_published(block_id):

@@ -147,10 +147,10 @@ def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
                     for dim in range(head_dim):
                         acc[g, dim] += prob * to_float32(v[key, dim])
 
-        # A split may have no keys: then its sums are zero, and its log is -inf.
+        # A split may have no keys: then its result is 0, and its weight too.
         for g in range(group_size):
             head = kv_head * group_size + g
-            lse[split, seq, head] = highest[g] + math.log(total[g])
-            divisor = total[g] if total[g] != 0 else np.float32(1)
+            divisor = max(total[g], np.float32(1e-30))
+            lse[split, seq, head] = highest[g] + math.log(divisor)
             for dim in range(head_dim):
                 out[split, seq, head, dim] = acc[g, dim] / divisor

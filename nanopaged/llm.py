@@ -59,7 +59,7 @@ class LLM(AbstractContextManager["LLM"]):
 
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
-        self._requests: dict[str, SequenceGroup] = {}  # whose end is not reported yet
+        self._requests: dict[str, SequenceGroup] = {}  # their end is not reported yet
         self._for_step: set[str] = set()  # ids of those that `add_request` made
         self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
         self._lock = threading.Lock()
@@ -86,8 +86,9 @@ class LLM(AbstractContextManager["LLM"]):
         """The whole engine: who runs, one forward pass, what came out of it.
 
         On a GPU, what depends on a token's value (an end, a stop string) is noticed one
-        step late. The step that was too many is ignored, and steps run in order, so it
-        disturbs nobody who got the blocks meanwhile.
+        step late. By then one step too many has been launched for that sequence. Its
+        token is ignored. It may write K and V into a block that has been freed, but
+        steps run in order, so the block's next owner writes later.
         """
         if not (self.scheduler.waiting or self.scheduler.running):
             return
@@ -277,7 +278,7 @@ class LLM(AbstractContextManager["LLM"]):
         in_a_step = self._owner == threading.get_ident()
         if self._forgotten and not self._closed and not in_a_step:
             with self._exclusive():
-                pass
+                pass  # on its way in, it aborts all groups in _forgotten
 
     # -- From prompts to groups --------------------------------------------------------
 
@@ -334,8 +335,8 @@ class LLM(AbstractContextManager["LLM"]):
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
         """A beam search is a group of `beam_width` sequences that report candidates.
 
-        Each beam may end with every EOS token, so it asks for more than `beam_width`
-        candidates: enough must remain that go on.
+        EOS tokens may be among the best candidates of a beam. So each asks for more
+        than `beam_width`: enough must be left that go on.
         """
         width = beams.beam_width
         num_eos = len(self.eos_token_ids)

@@ -1,4 +1,4 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the config says in what they differ.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the config says how they differ.
 
 It sees a flat batch of tokens and hands Q, K and V to the attention backend; it does
 not know what a sequence is. Modules have the names of the checkpoints, except where

@@ -74,8 +74,8 @@ class ModelRunner:
         self.token_bytes = elements_per_token * self.dtype.itemsize
 
         # What a rank must remember of every running sequence, by row. Entries after the
-        # last block of a table are stale or 0, but always name a block: they may be
-        # loaded, and are masked.
+        # last block of a table are stale or 0, but valid block ids: a kernel may load
+        # from them, and masks what it loaded.
         max_blocks = -(-self.max_model_len // config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
         self.last_tokens = torch.zeros(
@@ -145,13 +145,13 @@ class ModelRunner:
         num_seqs = len(message.rows)
         all_sample = message.samples == list(range(num_seqs))
         if len(message.token_ids) > num_seqs or not all_sample:
-            return 0  # there is more than decodes
+            return 0  # not every entry is a decode
         return min((size for size in self.graphs if size >= num_seqs), default=0)
 
     def _prepare(
         self, message: ControlMessage, width: int | None = None
     ) -> tuple[list[Tensor], Any]:
-        """The inputs of the model, and what the attention backend makes of the rest."""
+        """[token ids, sampling indices] for the model, and metadata for attention."""
         rows = np.array(message.rows, np.int64)
         counts = np.array(message.counts, np.int64)
         ends = np.array(message.ends, np.int64)

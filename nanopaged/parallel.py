@@ -164,7 +164,7 @@ class Ranks:
     def _put(self, data: bytes) -> None:
         self.num_steps += 1
         self.store.set(f"step {self.num_steps}", data)
-        # Every step sums over all ranks, so none of them can lag behind by so many.
+        # Every step sums over all ranks, so none of them can be nine steps behind.
         self.store.delete_key(f"step {self.num_steps - 9}")
 
     def serve(self, run: Callable[[ControlMessage], object]) -> None:
@@ -182,8 +182,8 @@ class Ranks:
     def watched(self) -> Iterator[None]:
         """If something fails in here, end the ranks, and say which of them failed.
 
-        An error in rank 0 is often only the echo of another rank's failure: the sum of
-        all ranks breaks. Then that failure is raised.
+        An error in rank 0 is often only the echo of another rank's failure: without
+        that rank an all-reduce fails. Then the other rank's failure is raised.
         """
         try:
             yield

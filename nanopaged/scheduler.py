@@ -33,7 +33,7 @@ class ControlMessage:
     """What every rank must know about a step, in plain numbers.
 
     Entry i of the step computes `counts[i]` tokens of the sequence in row `rows[i]`, up
-    to and without position `ends[i]`. Sample j continues the sequence of entry
+    to, but not including, position `ends[i]`. Sample j continues the sequence of entry
     `samples[j]`, and its token goes to the sequence in row `sampled_rows[j]`. The two
     may differ: a group that forks samples several times from the one sequence that
     computed the prompt.
@@ -170,7 +170,8 @@ class Scheduler:
         message = batch.message
         self.block_manager.advance(seq, count)
         end = seq.num_computed_tokens
-        # A pending token is always computed alone: those before it are computed.
+        # A pending token is not in token_ids yet: the slice is empty exactly when it is
+        # the one to compute. It never comes with others: all before it are computed.
         message.token_ids += seq.token_ids[end - count : end] or [PENDING]
         message.counts.append(count)
         message.ends.append(end)
@@ -242,7 +243,7 @@ class Scheduler:
         """Send a group back to the head of the queue. It keeps its tokens.
 
         A single sequence is recomputed: its blocks may even still be cached. A group of
-        several is swapped, because it shares blocks, which move once.
+        several is swapped, if the CPU's pool has room: shared blocks move only once.
         """
         self.waiting.appendleft(group)
         manager = self.block_manager

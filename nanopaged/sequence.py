@@ -69,9 +69,9 @@ class Sequence:
 
     @property
     def num_tokens_to_compute(self) -> int:
-        """How many tokens, counted from the first, are to be computed by now.
+        """How many tokens, counted from the first, must be computed to sample the next.
 
-        The K and V of the first `num_computed_tokens` of them are there already.
+        This is not what is left: `num_computed_tokens` of them are computed already.
         """
         group = self.group
         if not group.forked:
@@ -142,7 +142,8 @@ class SequenceGroup:
             tokenizer, self.num_prompt_tokens, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        # Whether every live sequence has a block table. One sequence needs no fork.
+        # False while the leader computes the prompt for all; True once each live
+        # sequence goes its own way. A single sequence does so from the start.
         self.forked = params.n == 1
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 
