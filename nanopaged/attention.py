@@ -42,7 +42,7 @@ MIN_SPLIT = 256  # keys: a shorter split is not worth its merge
 
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens are and are stored: the same for every layer."""
+    """Where this step's tokens stand, and their K and V go: the same in every layer."""
 
     positions: Tensor  # [num_tokens]: of a token in its sequence
     slots: Tensor  # [num_tokens]: the slot mapping
@@ -55,7 +55,7 @@ class Chunk:
     tokens: slice  # of the flat batch
     block_ids: Tensor  # [num_blocks]
     num_keys: int
-    mask: Tensor | None  # [num_queries, num_keys]; None: there is no past
+    mask: Tensor | None  # [num_queries, num_keys]; None: plain causal, from 0
 
 
 @dataclass

@@ -63,7 +63,8 @@ def advance_beams(group: SequenceGroup,
     best_score = _replace_beams(group, survivors[:width], fork)
     if len(group.complete_beams) < width:
         return False
-    # Unless it stops early, the search goes on while a running beam may still win.
+    # With early_stopping the search is over now. Else it goes on while the best running
+    # beam scores above the worst complete one.
     return group.beams.early_stopping or best_score <= group.complete_beams[-1].score
 
 

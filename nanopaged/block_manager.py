@@ -43,7 +43,8 @@ class Block:
 
     Its name stands for all tokens from the start of the sequence to the end of this
     block. A block is named once, when it is published, and keeps the name until it is
-    taken again. Two blocks with the same content get the same name.
+    taken again. A block published while the cache holds one with the same
+    content gets that one's name. A name never stands for two contents.
     """
 
     ref_count: int = 0

@@ -182,8 +182,8 @@ class EngineConfig(Checked):
     attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs; "flash"
         is Triton with prompts by FlashAttention.
     enforce_eager: do not use CUDA graphs.
-    tensor_parallel_size: the number of ranks. Each is a process, with a GPU of its own if
-        there are any.
+    tensor_parallel_size: the number of ranks. Each is a process, with a GPU of its own
+        where there are any.
     load_format: "dummy" gives random weights to a model that has only a config.json.
     seed: where the seeds of requests without one come from.
     """

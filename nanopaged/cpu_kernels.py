@@ -9,9 +9,9 @@ the keys and values of block j. This is equation 4 of the paper:
     A_ij = exp(q_i K_j / sqrt(d)) / sum over blocks t of exp(q_i K_t / sqrt(d))
     o_i  = sum over blocks j of A_ij V_j
 
-The denominator is known only after the last block. So both sums run along, relative
-to the highest score so far, and one divides the other at the end. This is the online
-softmax of Milakov and Gimelshein.
+The denominator is known only after the last block. So numerator and denominator are
+both summed up, relative to the highest score so far, and divided at the end. This is
+the online softmax of Milakov and Gimelshein.
 """
 # mypy: ignore-errors
 
@@ -75,7 +75,10 @@ if config.DISABLE_JIT:
 def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
     """Decodes: one query per sequence.
 
-    first, last   which programs to run, of num_seqs * num_kv_heads * num_splits
+    The work is cut into programs, a word of Triton's: each computes one KV head of one
+    sequence over one split, a contiguous part of its blocks. The caller merges splits.
+
+    first, last   run programs first to last - 1 of num_seqs * num_kv_heads * num_splits
     q             [num_seqs, num_heads, head_dim], float32
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]

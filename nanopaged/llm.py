@@ -171,7 +171,7 @@ class LLM(AbstractContextManager["LLM"]):
         return request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs so far of all requests that it changed.
+        """Run one step; returns the outputs so far of all requests that changed.
 
         These are requests made by `add_request`; `generate` and `stream` report theirs.
         """

@@ -185,7 +185,7 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """The decoder and its output head; config: that of a rank's share (`Ranks.share`).
 
-    The ranks share the vocabulary too: the embeddings, and the columns of the logits.
+    The vocabulary is divided among the ranks, too: embeddings, and columns of logits.
     """
 
     def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:

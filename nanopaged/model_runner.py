@@ -226,8 +226,8 @@ class ModelRunner:
         return torch.from_numpy(zeros).view(self.dtype)
 
     def _size_pools(self) -> tuple[int, int]:
-        """How many blocks the device and the CPU get: as many as asked for, fit or are
-        of use.
+        """How many blocks the device and the CPU get: as asked for; else what fits and
+        can be used.
 
         Lowers max_model_len to what fits, unless that was asked for too.
         """

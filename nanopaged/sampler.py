@@ -54,7 +54,7 @@ class Sampler:
         group = seq.group
         params = group.params
         seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64
-        # 0: none at all.
+        # One more than asked for: the sampled token is reported too. 0: nothing is.
         num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
         self.params[
             seq.row] = (seed, params.temperature, params.top_k, params.top_p,
@@ -121,10 +121,10 @@ def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor,
     [num_samples, 1].
 
     First the k most likely tokens stay; of these the fewest whose probabilities reach
-    top_p, with the one that crosses it; of these those with min_p times the highest
-    probability. The limit is a value, so that tied tokens stay or go together. `most`
-    is the largest top_k or the size of the vocabulary, so that nobody has to ask the
-    device.
+    top_p, with the one that crosses it; of these those with at least min_p times the
+    highest probability. The limit is a value, so that tied tokens stay or go together.
+    `most` is the largest top_k or the size of the vocabulary, known to the host, so
+    that it need not wait for the device.
     """
     vocab_size = logits.shape[1]
     top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)

@@ -33,10 +33,10 @@ class ControlMessage:
     """What every rank must know about a step, in plain numbers.
 
     Entry i of the step computes `counts[i]` tokens of the sequence in row `rows[i]`, up
-    to, but not including, position `ends[i]`. Sample j continues the sequence of entry
-    `samples[j]`, and its token goes to the sequence in row `sampled_rows[j]`. The two
-    may differ: a group that forks samples several times from the one sequence that
-    computed the prompt.
+    to, but not including, position `ends[i]`. Sample j is drawn from the logits after
+    entry `samples[j]`, and its token goes to the sequence in row `sampled_rows[j]`.
+    That need not be the entry's own sequence: when a group forks, all its sequences
+    sample from the one that computed the prompt.
 
     For example, a prompt of 10 tokens in row 0, asked for two continuations, and a
     decode at position 4 in row 2 have
@@ -190,7 +190,7 @@ class Scheduler:
 
         They share all its blocks, the partly filled last one included, and each samples
         from the same logits. In the next step all of them write into that last block:
-        all but its last holder take a copy first.
+        in the order of `live` they take a copy, until the last is the only holder.
         """
         leader = group.live[0]
         for seq in group.live[1:]:
@@ -211,7 +211,7 @@ class Scheduler:
         if len(self.free_rows) < len(group.live):
             return False
         # While others run, a hundredth of the pool stays free (the watermark). Without
-        # it, the next block that they need would preempt the newcomer at once.
+        # it, the newcomer would be preempted as soon as one of them needs a block.
         num_spare = manager.num_blocks // 100 if self.running else 0
 
         if leader.block_table:  # it was swapped out
@@ -242,8 +242,9 @@ class Scheduler:
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Send a group back to the head of the queue. It keeps its tokens.
 
-        A single sequence is recomputed: its blocks may even still be cached. A group of
-        several is swapped, if the CPU's pool has room: shared blocks move only once.
+        In mode "auto" a single sequence is recomputed: its blocks may even still be
+        cached. A group of several is swapped: a block that they share moves only once.
+        If the CPU's pool has no room, any group is recomputed.
         """
         self.waiting.appendleft(group)
         manager = self.block_manager
