@@ -209,7 +209,8 @@ class ModelRunner:
             load_dummy_weights(model, self.config.seed)
         else:
             with torch.device("meta"):  # only for the shapes of the whole tensors
-                whole = CausalLM(model_config, self.backend, self.ranks)
+                alone = Ranks(EngineConfig(), model_config)
+                whole = CausalLM(model_config, self.backend, alone)
             load_weights(model, whole, self.ranks, path)
         for module in model.modules():
             if isinstance(module, Linear):
