@@ -175,6 +175,8 @@ class LLM(AbstractContextManager["LLM"]):
 
         These are requests made by `add_request`; `generate` and `stream` report theirs.
         """
+        if self._closed:  # what has been aborted is still reported
+            return [self._output(group) for group in self._take_changed(self._for_step)]
         with self._exclusive(), self.ranks.watched():
             self._step()
             return [self._output(group) for group in self._take_changed(self._for_step)]

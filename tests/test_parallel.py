@@ -733,7 +733,7 @@ def test_a_rank_killed_while_decoding_is_named(llama, mark):
 @linux
 @pytest.mark.slow
 def test_twenty_of_twenty_killed_ranks_are_named(llama, mark):
-    seconds = [kill_while_decoding(start(llama, tensor_parallel_size=3), 20, victim=2)]
+    seconds = [kill_while_decoding(start(llama, tensor_parallel_size=4), 20, victim=2)]
     for when in range(1, 80, 8):
         seconds += [
             kill_while_decoding(llm, when + i) for i, llm in enumerate(start_two(llama))
