@@ -127,8 +127,7 @@ class LLM(AbstractContextManager["LLM"]):
         each of which may be anywhere in the step, it shuts down.
         """
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this engine has been shut down: make a new LLM")
+            self._check_open()
             self._owner = threading.get_ident()
             try:
                 while self._forgotten:
@@ -146,6 +145,10 @@ class LLM(AbstractContextManager["LLM"]):
                 raise
             finally:
                 self._owner = 0
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine has been shut down: make a new LLM")
 
     def _end_all_requests(self) -> None:
         """Start new books, in which every request has been aborted."""
@@ -298,8 +301,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can."""
-        if self._closed:
-            raise RuntimeError("this engine has been shut down: make a new LLM")
+        self._check_open()
         vocab_size = self.model_config.vocab_size
         longest = self.runner.max_model_len
         beams = None
