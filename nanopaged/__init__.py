@@ -1,16 +1,19 @@
 """nanopaged: the engine of the PagedAttention paper, readable in one sitting.
 
-Read in this order: llm, config, sequence, block_manager, scheduler, beam_search,
-model_runner, attention, cpu_kernels, kernels, model, parallel, loader, sampler,
-detokenizer, outputs.
+Read in this order: llm, config, inputs, sequence, block_manager, scheduler,
+beam_search, model_runner, attention, cpu_kernels, kernels, model, parallel, loader,
+sampler, detokenizer, outputs.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.inputs import TextPrompt, TokensPrompt
 from nanopaged.outputs import (
+    BeamSearchSequence,
     CompletionOutput,
     EngineStats,
+    Logprob,
     RequestMetrics,
     RequestOutput,
 )
@@ -21,13 +24,19 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "EngineStats",
+    "Logprob",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
+
+__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

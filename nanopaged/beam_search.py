@@ -21,11 +21,11 @@ class Child(NamedTuple):
 
     parent: Sequence
     token: int
-    logprob: float
 
     @property
     def cumulative_logprob(self) -> float:
-        return self.parent.cumulative_logprob + self.logprob
+        logprob = self.parent.candidates[self.token].logprob
+        return self.parent.cumulative_logprob + logprob
 
 
 def advance_beams(group: SequenceGroup,
@@ -41,8 +41,8 @@ def advance_beams(group: SequenceGroup,
     # After the prompt all beams are equal: only the leader's children count.
     is_first = length == group.num_prompt_tokens
     parents = group.live[:1] if is_first else group.live
-    children = [Child(parent, token, logprob) for parent in parents
-                for token, logprob in parent.candidates.items()]
+    children = [Child(parent, token) for parent in parents
+                for token in parent.candidates]
     children.sort(key=lambda child: child.cumulative_logprob, reverse=True)
 
     # A complete child counts only if it is among the `width` best of all children.

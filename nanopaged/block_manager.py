@@ -232,15 +232,27 @@ class BlockManager:
         There are three cases. If the hash is new, the block enters the cache:
         setdefault returns the block itself, whose content is still None, so it gets a
         new name. If the hash leads to a block with the same content, this block gets
-        that block's name, so that what follows either of them is found. If it leads to
-        other content, the hashes collide: this block gets a new name, but nobody finds
-        it.
+        that block's name, so that what follows either of them is found; it also gets
+        its place in the cache if nobody holds the other, which may soon be taken. If it
+        leads to other content, the hashes collide: this block gets a new name, but
+        nobody finds it.
         """
         block = self.blocks[block_id]
         block.hash = self._hash(content)
         first = self.blocks[self.published.setdefault(block.hash, block_id)]
         block.name = first.name if first.content == content else next(self.names)
+        if first.content == content and first.ref_count == 0:
+            self.published[block.hash] = block_id
         block.content = content
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what blocks hold; False, and nothing changes, if any is in use."""
+        if any(block.ref_count for block in self.blocks):
+            return False
+        for block in self.blocks:
+            block.content = None
+        self.published.clear()
+        return True
 
     def _content(self, seq: Sequence, index: int, table: list[int]) -> Content:
         """What logical block `index` holds; `table` has the blocks before it."""

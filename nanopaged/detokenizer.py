@@ -2,7 +2,7 @@
 
 A token can hold a part of a character's bytes, and what a token looks like can depend
 on the one before it. So new tokens are always decoded together with a few known ones,
-and the text of the known ones is cut off again: the two offsets of Hugging Face's
+and the text of the known ones is cut off again, as in Hugging Face's
 text-generation-inference.
 """
 
@@ -10,50 +10,115 @@ from collections.abc import Sequence
 from typing import Any
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
+MOST_UNKNOWN_TOKENS = 8  # more than the bytes of a character: these will never be one
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character (yet)
 
 
 class Detokenizer:
-    def __init__(self, tokenizer: Any, num_prompt_tokens: int,
-                 stops: Sequence[str] = ()) -> None:
+    """The text of one sequence.
+
+    `context` are the last tokens whose text is in `text` (or in the prompt), `unknown`
+    those after them, which may end within a character.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_token_ids: list[int],
+                 stops: Sequence[str] = (), skip_special_tokens: bool = True,
+                 include_stop: bool = False) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
+        self.skip_special_tokens = skip_special_tokens
+        self.include_stop = include_stop
+        self.context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
+        self.unknown: list[int] = []
+        self.num_tokens = len(prompt_token_ids)  # that were seen, the prompt's included
         self.text = ""
-        self.stopped = False
-        self.known = num_prompt_tokens  # tokens with text in `text` or in the prompt
-        self.context = max(0, num_prompt_tokens - NUM_CONTEXT_TOKENS)
         self.start = 0  # stop strings count from this character on
+        self.stopped_by: str | None = None
 
     def update(self, token_ids: list[int], check_stops: bool = True,
                final: bool = False) -> None:
         """Decode what is new in `token_ids` (prompt included), and look for stop
         strings.
 
-        `final` says that nothing follows: characters before an incomplete one come out
-        now.
+        `final` says that nothing follows: then the bytes of an incomplete character
+        come out, too.
         """
-        if self.stopped or self.known == len(token_ids) or self.tokenizer is None:
+        if self.tokenizer is None:
             return
-        known = self._decode(token_ids[self.context : self.known])
-        new = self._decode(token_ids[self.context :])[len(known) :]
-        if new and (final or not new.endswith(INCOMPLETE)):
-            self.text += new.rstrip(INCOMPLETE) if final else new
-            self.context, self.known = self.known, len(token_ids)
-            self.start = self.start if check_stops else len(self.text)
-            # What ends in the known text has been searched for.
-            longest = max(map(len, self.stops), default=0)
-            low = max(self.start, len(self.text) - len(new) - longest)
-            hits = [at for stop in self.stops if (at := self.text.find(stop, low)) >= 0]
-            if hits:
-                self.text, self.stopped = self.text[: min(hits)], True
+        new_tokens = token_ids[self.num_tokens :]
+        self.num_tokens = len(token_ids)
+        if final and not self.stops and self._add_complete(new_tokens):
+            return
+        for token in new_tokens:
+            if self.stopped_by is None:
+                self.unknown = [*self.unknown, token]  # a copy may share the list
+                self._add_unknown(check_stops, final=False)
+        if final and self.unknown and self.stopped_by is None:
+            self._add_unknown(check_stops, final)
+
+    def _add_complete(self, new_tokens: list[int]) -> bool:
+        """Decode the last tokens at once, if each of their characters is complete.
+
+        Token by token the text would be the same: this only takes less time.
+        """
+        known = self._decode(self.context)
+        new = self._decode(self.context + self.unknown + new_tokens)[len(known) :]
+        is_complete = INCOMPLETE not in new
+        if is_complete:
+            self.text += new
+            self.unknown = []
+        return is_complete
+
+    def _add_unknown(self, check_stops: bool, final: bool) -> None:
+        """Add the text of the unknown tokens, unless they may end in a character."""
+        known = self._decode(self.context)
+        new = self._decode(self.context + self.unknown)[len(known) :]
+        is_whole = bool(new) and not new.endswith(INCOMPLETE)
+        if not (is_whole or final or len(self.unknown) == MOST_UNKNOWN_TOKENS):
+            return
+        # Tokens without text (special ones) are forgotten. As context they would be
+        # useless: the next word would be decoded like the first of a text.
+        if new:
+            self.context = self.unknown
+        self.unknown = []
+        self.text += new
+        if not check_stops:
+            self.start = len(self.text)
+        self._find_stop(len(new))
+
+    def _find_stop(self, num_new: int) -> None:
+        """Cut the text at the first stop string that ends in its last characters."""
+        hits = []
+        for stop in self.stops:
+            low = max(self.start, len(self.text) - num_new - len(stop))
+            at = self.text.find(stop, low)
+            if at >= 0:
+                hits.append((at, stop))
+        if hits:
+            at, self.stopped_by = min(hits)
+            end = at + len(self.stopped_by) if self.include_stop else at
+            self.text = self.text[:end]
 
     def visible(self, final: bool = False) -> str:
         """The text; before the end without what may become a stop string."""
-        if final or not self.stops:
-            return self.text
-        held_back = max(length for stop in self.stops for length in range(len(stop))
-                        if self.text.endswith(stop[:length]))
+        held_back = 0
+        if not final and self.stopped_by is None:
+            held_back = max((self._match(stop) for stop in self.stops), default=0)
         return self.text[: len(self.text) - held_back]
 
+    def _match(self, stop: str) -> int:
+        """How many characters at the end of the text may begin this stop string."""
+        at = max(self.start, len(self.text) - len(stop) + 1)
+        while (at := self.text.find(stop[0], at)) >= 0:
+            if stop.startswith(self.text[at:]):
+                return len(self.text) - at
+            at += 1
+        return 0
+
+    def name_of(self, token: int) -> str | None:
+        """The text of a single token; None without a tokenizer."""
+        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+        return str(self.tokenizer.decode(
+            token_ids, skip_special_tokens=self.skip_special_tokens))

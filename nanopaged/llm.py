@@ -4,15 +4,17 @@ That method is the whole engine. The rest of this file turns prompts into reques
 sequences into text, and every other file explains one line of it.
 """
 
+import inspect
 import itertools
 import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from tqdm.auto import tqdm
 
@@ -25,16 +27,43 @@ from nanopaged.config import (
     check_token_ids,
     check_type,
 )
-from nanopaged.loader import load_config, load_tokenizer, resolve
+from nanopaged.inputs import TextPrompt, TokensPrompt, encode, render, split_prompts
+from nanopaged.loader import (
+    load_config,
+    load_generation_config,
+    load_tokenizer,
+    resolve_model,
+)
 from nanopaged.model_runner import ModelRunner
-from nanopaged.outputs import CompletionOutput, EngineStats, RequestOutput
+from nanopaged.outputs import (
+    BeamSearchSequence,
+    CompletionOutput,
+    EngineStats,
+    RequestOutput,
+)
 from nanopaged.parallel import Ranks
 from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import SequenceGroup
 
-Prompt: TypeAlias = str | list[int] | dict[str, Any]
+Prompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 Params: TypeAlias = SamplingParams | BeamSearchParams
 Observer: TypeAlias = Callable[[str, Batch | None], None]
+P = ParamSpec("P")
+
+
+def takes_arguments_of(
+    config: Callable[P, Any]
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a method the signature of `config`, for `help` and for editors."""
+
+    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(config)
+        parameters = [this, *signature.parameters.values()]
+        vars(method)["__signature__"] = signature.replace(parameters=parameters)
+        return method
+
+    return decorate
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -46,12 +75,16 @@ class LLM(AbstractContextManager["LLM"]):
     Threads may share an engine: their requests then run in common batches.
     """
 
-    def __init__(self, model: Any = None, **options: Any) -> None:
-        self.config = config = EngineConfig(model, **options)
-        path = resolve(config)
-        self.model_config = load_config(path)
-        self.tokenizer, self.eos_token_ids = load_tokenizer(path, self.model_config)
+    @takes_arguments_of(EngineConfig)
+    def __init__(self, *values: Any, **options: Any) -> None:
+        self.config = config = EngineConfig(*values, **options)
+        path = resolve_model(config)
+        self.model_config = load_config(path, config.hf_overrides)
+        self.tokenizer = load_tokenizer(path, config)
+        self.eos_token_ids, self._default_params = load_generation_config(
+            path, self.model_config, self.tokenizer)
         self.ranks = Ranks(config, self.model_config)
+        weakref.finalize(self, self.ranks.close)  # if nobody calls `shutdown`
         with self.ranks.watched():
             self.runner = ModelRunner(config, self.model_config, path, self.ranks)
             if self.ranks.rank > 0:
@@ -96,7 +129,8 @@ class LLM(AbstractContextManager["LLM"]):
         self._notify("begin")
 
         batch = self.scheduler.schedule()
-        assert batch.message.rows or self._launched, "nobody can run: blocks were lost"
+        if not (batch.message.rows or self._launched):
+            raise RuntimeError("nobody can run: blocks were lost, which is a bug")
         self._notify("scheduled", batch)
 
         sampled = self.runner.execute(batch)
@@ -166,7 +200,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def add_request(self, prompt: Prompt, sampling_params: Params | None = None) -> str:
         """Queue a request for `step`; returns its id. A bad one changes nothing."""
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self._default_params if sampling_params is None else sampling_params
         group = self._make_group(prompt, params)
         with self._exclusive():
             request_id = self._add(group)
@@ -184,15 +218,19 @@ class LLM(AbstractContextManager["LLM"]):
             self._step()
             return [self._output(group) for group in self._take_changed(self._for_step)]
 
-    def abort_request(self, request_id: str) -> None:
-        """End a request and free its blocks; does nothing if it has finished.
+    def abort_request(self, request_id: str | Iterable[str]) -> None:
+        """End one request or several, and free their blocks.
 
-        The next `step` returns what it has so far, with finish_reason "abort".
+        Does nothing to those that have finished. The next `step` returns what the
+        others have so far, with finish_reason "abort".
         """
-        check_type("request_id", request_id, str)
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        ids = list(check_type("request_id", ids, (str, Iterable)))
+        for id in ids:
+            check_type("request_id", id, str)
         with self._exclusive():
-            if request_id in self._requests:
-                self.scheduler.abort([self._requests[request_id]])
+            self.scheduler.abort(
+                [self._requests[id] for id in ids if id in self._requests])
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
@@ -204,9 +242,10 @@ class LLM(AbstractContextManager["LLM"]):
                  use_tqdm: bool = True) -> list[RequestOutput]:
         """Complete all prompts; returns an output for each, in their order.
 
-        A prompt is a string, a list of token ids, {"prompt": ..} or
-        {"prompt_token_ids": ..}. `sampling_params` are for all prompts, or a list with
-        one for each.
+        A prompt is a string, a list (or array) of token ids, {"prompt": ..} or
+        {"prompt_token_ids": ..}; a dict may also have a "cache_salt".
+        `sampling_params` are for all prompts, or a list with one for each. None takes
+        `get_default_sampling_params()`.
         """
         groups = self._make_groups(prompts, sampling_params)
         num_finished = 0
@@ -229,27 +268,30 @@ class LLM(AbstractContextManager["LLM"]):
         return (self._locked_output(group) for group in self._run(groups))
 
     def chat(self, messages: list[Any], sampling_params: Any = None,
-             use_tqdm: bool = True) -> list[RequestOutput]:
-        """Answer a conversation: a list of {"role": .., "content": ..}. Or several."""
-        if getattr(self.tokenizer, "chat_template", None) is None:
-            raise ValueError(
-                "chat needs a tokenizer with a chat template: this model has none")
-        check_type("messages", messages, list)
-        several = bool(messages) and isinstance(messages[0], list)
-        for message in itertools.chain(*messages) if several else messages:
-            check_type("every message", message, dict)
-        ids = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=False)
-        return self.generate(ids, sampling_params, use_tqdm)
+             use_tqdm: bool = True, *, chat_template: str | None = None,
+             add_generation_prompt: bool = True, continue_final_message: bool = False,
+             tools: list[dict[str, Any]] | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Answer a conversation: a list of {"role": .., "content": ..}. Or several.
 
-    def beam_search(self, prompts: Any,
-                    params: BeamSearchParams) -> list[RequestOutput]:
+        The other arguments are those of the tokenizer's `apply_chat_template`.
+        """
+        options = {
+            "chat_template": chat_template, "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message}
+        options |= chat_template_kwargs or {}
+        prompts = render(messages, self.tokenizer, options)
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Any, params: BeamSearchParams,
+                    use_tqdm: bool = False) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first.
 
         `cumulative_logprob` is the plain sum, and `logprobs` has that of each token.
         """
         check_type("params", params, BeamSearchParams)
-        return self.generate(prompts, params, use_tqdm=False)
+        return self.generate(prompts, params, use_tqdm)
 
     def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
         """Step until these groups have finished; yields a group whenever it changed."""
@@ -288,16 +330,26 @@ class LLM(AbstractContextManager["LLM"]):
     # -- From prompts to groups --------------------------------------------------------
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        is_list = isinstance(prompts, (list, tuple))
-        if not is_list or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
+        prompts = split_prompts(prompts)
+        if params is None:
+            params = self._default_params
         if not isinstance(params, (list, tuple)):
-            params = [SamplingParams() if params is None else params] * len(prompts)
+            params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
                 f"sampling_params must be as many as the prompts, or one for all: got "
                 f"{len(params)} for {len(prompts)} prompts")
-        return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
+
+        groups = []
+        for index, (prompt, own_params) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                groups.append(self._make_group(prompt, own_params))
+            except (ValueError, TypeError) as error:
+                if len(prompts) == 1:
+                    raise
+                kind = TypeError if isinstance(error, TypeError) else ValueError
+                raise kind(f"prompts[{index}]: {error}") from error
+        return groups
 
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can."""
@@ -308,13 +360,20 @@ class LLM(AbstractContextManager["LLM"]):
         if isinstance(params, BeamSearchParams):
             beams = copy(params)
             params = self._beam_sampling_params(beams)
-        params = copy(check_type("sampling_params", params, SamplingParams))
+        params = check_type("sampling_params", params, SamplingParams).clone()
         max_num_seqs = self.config.max_num_seqs
         check_int(f"n, with max_num_seqs={max_num_seqs},", params.n, 1, max_num_seqs)
-        check_int(
-            f"logprobs, with {vocab_size} tokens,", params.logprobs or 0, 0, vocab_size)
+        if params.logprobs == -1:
+            params.logprobs = vocab_size
+        most = self.config.max_logprobs
+        if most < 0 or beams is not None:
+            most = vocab_size
+        check_int(f"logprobs, with max_logprobs={self.config.max_logprobs} and "
+                  f"{vocab_size} tokens,", params.logprobs or 0, 0, most)
 
-        text, ids = self._encode(prompt)
+        text, ids, salt = encode(prompt, self.tokenizer, vocab_size)
+        if salt is not None:
+            params.cache_salt = salt
         what = f"number of prompt tokens, with max_model_len={longest},"
         check_int(what, len(ids), 1, longest - 1)
         if params.stop and self.tokenizer is None:
@@ -323,8 +382,13 @@ class LLM(AbstractContextManager["LLM"]):
         stop_ids = check_token_ids(
             "stop_token_ids", params.stop_token_ids or [], vocab_size)
         eos_ids = [] if params.ignore_eos else self.eos_token_ids
+        all_stop_ids = {*stop_ids, *eos_ids}
+        if params.min_tokens and len(all_stop_ids) == vocab_size:
+            raise ValueError(
+                "min_tokens must be 0 if every token is a stop token, got "
+                f"{params.min_tokens}")
         group = SequenceGroup(
-            text, ids, params, {*stop_ids, *eos_ids}, longest, self.tokenizer, beams)
+            text, ids, params, all_stop_ids, longest, self.tokenizer, beams)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
         num_blocks = self.block_manager.most_blocks(
@@ -349,31 +413,17 @@ class LLM(AbstractContextManager["LLM"]):
             f"beam_width, with {most} tokens that do not end a beam,", width, 1, most)
         check_int("beam_width", width, 1, self.config.max_num_seqs)
         num_candidates = min(most + num_eos, width * max(2, 1 + num_eos))
-        return SamplingParams(n=width, temperature=0, max_tokens=beams.max_tokens,
-                              ignore_eos=beams.ignore_eos, logprobs=num_candidates)
-
-    def _encode(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """The text of a prompt, if it has one, and its token ids."""
-        text = token_ids = prompt
-        if isinstance(prompt, Mapping):
-            has_one_key = len(prompt) == 1
-            text = prompt.get("prompt") if has_one_key else None
-            token_ids = prompt.get("prompt_token_ids") if has_one_key else None
-        if isinstance(text, str) and self.tokenizer is not None:
-            return text, self.tokenizer(text).input_ids
-        if isinstance(token_ids, Iterable) and not isinstance(token_ids, (str, bytes)):
-            return None, check_token_ids(
-                "prompt", token_ids, self.model_config.vocab_size)
-        raise ValueError(
-            "prompt must be a list of token ids or, with a tokenizer, a string, or "
-            f"{{'prompt': str}} or {{'prompt_token_ids': list}}, got {prompt!r:.200}")
+        return SamplingParams(
+            n=width, temperature=0, max_tokens=beams.max_tokens,
+            ignore_eos=beams.ignore_eos, logprobs=num_candidates,
+            cache_salt=beams.cache_salt)
 
     def _add(self, group: SequenceGroup) -> str:
         group.request_id = str(next(self._ids))
         seed = group.params.seed
         group.seed = self._random.getrandbits(63) if seed is None else seed
         self._requests[group.request_id] = group
-        self.scheduler.waiting.append(group)
+        self.scheduler.waiting[group] = None
         return group.request_id
 
     # -- From groups to outputs --------------------------------------------------------
@@ -403,13 +453,45 @@ class LLM(AbstractContextManager["LLM"]):
                 token_ids=seq.token_ids[group.num_prompt_tokens :],
                 cumulative_logprob=seq.cumulative_logprob if wants_logprobs else None,
                 logprobs=list(seq.logprobs) if wants_logprobs else None,
-                finish_reason=seq.finish_reason))
+                finish_reason=seq.finish_reason, stop_reason=seq.stop_reason))
         return RequestOutput(
             group.request_id, group.prompt, group.prompt_token_ids, completions,
             finished=not group.live, num_cached_tokens=group.num_cached_tokens,
-            metrics=group.metrics)
+            metrics=group.metrics, sequences=self._beams(group))
+
+    def _beams(self, group: SequenceGroup) -> list[BeamSearchSequence]:
+        """The beams of a finished search, with the prompt, as vLLM reports them."""
+        if group.beams is None or group.live:
+            return []
+        beams = []
+        for seq in group.sequences:
+            text = None
+            if self.tokenizer is not None:
+                text = self.tokenizer.decode(seq.token_ids, skip_special_tokens=True)
+            beams.append(BeamSearchSequence(
+                list(seq.token_ids), text, seq.cumulative_logprob, list(seq.logprobs)))
+        return beams
 
     # -- The rest ----------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ValueError("this engine has no tokenizer: its prompts are token ids")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Those of the model's generation_config.json, for requests without any."""
+        return self._default_params.clone()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False, and nothing changes, while requests run.
+        """
+        with self._exclusive():
+            return self.block_manager.reset_prefix_cache()
+
+    def __repr__(self) -> str:
+        state = "shut down" if self._closed else self.runner.describe()
+        return f"LLM({self.config.model or 'bundled'}: {state})"
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it started."""

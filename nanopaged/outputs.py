@@ -1,6 +1,7 @@
 """What the caller gets back. The names are vLLM's where it has them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
 
 @dataclass
@@ -14,26 +15,55 @@ class RequestMetrics:
 
 
 @dataclass
+class Logprob:
+    """The log-probability of a token, before temperature and limits change it."""
+
+    logprob: float
+    rank: int  # 1: the most likely token of the vocabulary
+    decoded_token: str | None = None  # None: there is no tokenizer
+
+
+Logprobs: TypeAlias = dict[int, Logprob]  # by token id; the sampled token comes first
+
+
+@dataclass
 class CompletionOutput:
     """One continuation so far.
 
-    `logprobs` has a dict for every token: token id -> log-probability. `finish_reason`
-    is None while the sequence runs, then "stop", "length" or "abort".
+    `finish_reason` is None while the sequence runs, then "stop", "length", "abort", or
+    "error" if its logits were not numbers. `stop_reason` is the stop string or the id
+    among `stop_token_ids` that ended it. The token that ended it is the last of
+    `token_ids`, but not part of `text`.
     """
 
     index: int
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None
-    logprobs: list[dict[int, float]] | None
+    logprobs: list[Logprobs] | None  # a dict for every token
     finish_reason: str | None
+    stop_reason: int | str | None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class BeamSearchSequence:
+    """A beam as vLLM reports it: `tokens` and `text` begin with the prompt."""
+
+    tokens: list[int]
+    text: str | None
+    cum_logprob: float
+    logprobs: list[Logprobs]
 
 
 @dataclass
 class RequestOutput:
     """The answer to a request so far.
 
-    `num_cached_tokens` of the prompt were found in the prefix cache.
+    `num_cached_tokens` of the prompt were found in the prefix cache. `sequences` are
+    the beams of a finished beam search.
     """
 
     request_id: str
@@ -43,6 +73,8 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
+    sequences: list[BeamSearchSequence] = field(default_factory=list)
+    prompt_logprobs: None = None  # not supported
 
 
 @dataclass

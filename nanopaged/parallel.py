@@ -10,7 +10,6 @@ rank 0 starts here. Either way they make an `LLM` too, which serves rank 0 and t
 the process.
 """
 
-import atexit
 import json
 import os
 import signal
@@ -81,7 +80,6 @@ class Ranks:
         self.store: Any = None  # where ranks meet, and rank 0 puts its messages
         self.group: Any = None  # for tensors
         if self.size > 1:
-            atexit.register(self.close)
             with self.watched():
                 self._connect(config)
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanopaged.attention import Ints, to_device
+from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
@@ -25,7 +26,7 @@ ROW = np.dtype(
 @dataclass
 class SamplerOutput:
     token_ids: Tensor  # [num_samples], still on the device
-    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by sample
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by sample
 
     def __post_init__(self) -> None:
         # This copy is queued before the next step, so `read` waits for this step alone.
@@ -84,10 +85,8 @@ class Sampler:
 
         output = SamplerOutput(tokens)
         for i, row in zip(with_logprobs.tolist(), logprobs, strict=True):
-            most_likely = row.topk(int(params["num_logprobs"][i]) - 1).indices
-            chosen = torch.cat((most_likely, tokens[i : i + 1]))
-            output.logprobs[
-                i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
+            count = int(params["num_logprobs"][i]) - 1
+            output.logprobs[i] = report_logprobs(row, int(tokens[i]), count)
         return output
 
     def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
@@ -113,6 +112,20 @@ class Sampler:
         numbers = to_device(uniform(params["seed"], positions), device)[:, None]
         numbers = numbers * cumulative[:, -1:]
         return torch.searchsorted(cumulative, numbers, right=True)[:, 0]
+
+
+def report_logprobs(logprobs: Tensor, token: int, count: int) -> Logprobs:
+    """The sampled token's log-probability, then those of the `count` most likely.
+
+    logprobs: [vocab_size]
+    """
+    rank = 1 + int((logprobs > logprobs[token]).sum())
+    report = {token: Logprob(float(logprobs[token]), rank)}
+    values, tokens = logprobs.topk(count)
+    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
+    for rank, (other, value) in enumerate(pairs, start=1):
+        report.setdefault(other, Logprob(value, rank))
+    return report
 
 
 def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor,

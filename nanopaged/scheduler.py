@@ -15,14 +15,14 @@ the pool.
 """
 
 import time
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager, Moves
 from nanopaged.config import EngineConfig
-from nanopaged.outputs import EngineStats
+from nanopaged.outputs import EngineStats, Logprobs
 from nanopaged.sequence import Sequence, SequenceGroup
 
 PENDING = -1  # stands for a token that only the device knows yet
@@ -83,7 +83,10 @@ class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config = config
         self.block_manager = block_manager
-        self.waiting: deque[SequenceGroup] = deque()
+        # Oldest first; without values, so that any group leaves it in O(1).
+        self.waiting: OrderedDict[SequenceGroup, None] = OrderedDict()
+        # Who waited at the head for more than this number of free blocks.
+        self.refused: tuple[SequenceGroup | None, int] = (None, 0)
         # Oldest first, all older than those waiting.
         self.running: list[SequenceGroup] = []
         self.free_rows = list(reversed(range(config.max_num_seqs)))
@@ -116,10 +119,11 @@ class Scheduler:
                 has_preempted = True
 
         while self.waiting and budget > 0 and not has_preempted:
-            group = self.waiting[0]
+            group = next(iter(self.waiting))
             if not self._admit(group, batch):
                 break
-            self.running.append(self.waiting.popleft())
+            del self.waiting[group]
+            self.running.append(group)
             budget -= self._schedule_group(group, batch, budget)
 
         message = batch.message
@@ -221,10 +225,16 @@ class Scheduler:
                 return False
             batch.message.swaps_in += moves
         else:
+            # Unless blocks became free, it is not worth hashing the prompt again.
+            num_free = len(manager.free_blocks)
+            refused_group, num_free_before = self.refused
+            if refused_group is group and num_free <= num_free_before:
+                return False
             prefix = manager.match_prefix(leader)
             lengths = [len(seq.token_ids) for seq in group.live]
             num_blocks = manager.most_blocks(group.num_prompt_tokens, lengths)
             if not manager.can_allocate(prefix, num_blocks, num_spare):
+                self.refused = (group, num_free)
                 return False
             manager.allocate(leader, prefix)
             self.stats.prefix_query_tokens += leader.num_tokens_to_compute
@@ -246,7 +256,8 @@ class Scheduler:
         cached. A group of several is swapped: a block that they share moves only once.
         If the CPU's pool has no room, any group is recomputed.
         """
-        self.waiting.appendleft(group)
+        self.waiting[group] = None
+        self.waiting.move_to_end(group, last=False)
         manager = self.block_manager
         mode = self.config.preemption_mode
         moves: Moves = []
@@ -274,10 +285,11 @@ class Scheduler:
     # -- After the forward pass --------------------------------------------------------
 
     def update(self, batch: Batch, token_ids: list[int],
-               logprobs: dict[int, dict[int, float]]) -> None:
+               logprobs: dict[int, Logprobs]) -> None:
         """Append the sampled tokens, and finish the sequences that are complete.
 
-        logprobs: those of sample i, if its request asked for them.
+        A token is -1 if its logits were not numbers. logprobs: those of sample i, if
+        its request asked for them.
         """
         for i, (seq, token) in enumerate(zip(batch.sampled, token_ids, strict=True)):
             seq.num_pending_tokens -= 1
@@ -286,6 +298,12 @@ class Scheduler:
                 continue
             group = seq.group
             self.changed[group.request_id] = group
+            if token < 0:
+                # Beams are compared with each other, so none can go on alone.
+                failed = list(group.live) if group.beams else [seq]
+                for sequence in failed:
+                    self.finish(sequence, "error")
+                continue
             self.stats.output_tokens += 1
             if not group.metrics.first_token_time:
                 group.metrics.first_token_time = time.perf_counter()
@@ -306,14 +324,20 @@ class Scheduler:
                 group.sequences = group.complete_beams
 
     def _reason_to_finish(self, seq: Sequence) -> str | None:
-        group = seq.group
+        params = seq.group.params
         reason = None
-        if seq.token_ids[-1] in group.stop_token_ids:
+        if seq.ended_by_token:
             reason = "stop"
-        elif len(seq.token_ids) >= group.max_len:
+            if seq.token_ids[-1] in (params.stop_token_ids or ()):
+                seq.stop_reason = seq.token_ids[-1]
+        elif len(seq.token_ids) >= seq.group.max_len:
             reason = "length"
-        if group.params.stop and seq.detokenize(final=reason is not None).stopped:
-            reason = "stop"
+
+        if params.stop:
+            stopped_by = seq.detokenize(final=reason is not None).stopped_by
+            if stopped_by is not None:
+                reason = "stop"
+                seq.stop_reason = stopped_by
         return reason
 
     def finish(self, seq: Sequence, reason: str) -> None:
@@ -325,8 +349,10 @@ class Scheduler:
         self.block_manager.free(seq)
         self.changed[group.request_id] = group
         if not group.live:
-            queue = self.running if group in self.running else self.waiting
-            queue.remove(group)
+            if group in self.waiting:
+                del self.waiting[group]
+            else:
+                self.running.remove(group)
             group.metrics.finished_time = time.perf_counter()
 
     def abort(self, groups: Iterable[SequenceGroup], reason: str = "abort") -> None:

@@ -27,11 +27,12 @@ from __future__ import annotations
 import math
 import time
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.detokenizer import Detokenizer
-from nanopaged.outputs import RequestMetrics
+from nanopaged.outputs import Logprobs, RequestMetrics
 
 
 class Sequence:
@@ -62,10 +63,11 @@ class Sequence:
         self.num_sent_blocks = 0  # the first ones, which the model runner knows
 
         self.detokenizer = copy(group.detokenizer)
-        self.logprobs: list[dict[int, float]] = []
+        self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
-        self.candidates: dict[int, float] = {}  # of a beam: its most likely next tokens
+        self.candidates: Logprobs = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
 
     @property
     def num_tokens_to_compute(self) -> int:
@@ -90,26 +92,38 @@ class Sequence:
         return self.cumulative_logprob / math.pow(
             length, self.group.beams.length_penalty)
 
-    def append(self, token: int, logprobs: dict[int, float] | None) -> None:
+    def append(self, token: int, logprobs: Logprobs | None) -> None:
         """Add a sampled token; `logprobs` has its log-probability and those of others.
         """
         self.token_ids.append(token)
         if logprobs is not None:
-            self.logprobs.append(logprobs)
-            self.cumulative_logprob += logprobs[token]
+            self.logprobs.append({
+                id: replace(entry, decoded_token=self.detokenizer.name_of(id))
+                for id, entry in logprobs.items()})
+            self.cumulative_logprob += logprobs[token].logprob
 
-    def continue_beam(self, parent: Sequence, token: int, logprob: float) -> None:
-        """Become the beam `parent`, continued by one token."""
+    def continue_beam(self, parent: Sequence, token: int) -> None:
+        """Become the beam `parent`, continued by one of its candidates."""
+        logprob = parent.candidates[token]
         self.token_ids = [*parent.token_ids, token]
         self.logprobs = [*parent.logprobs, {token: logprob}]
-        self.cumulative_logprob = parent.cumulative_logprob + logprob
+        self.cumulative_logprob = parent.cumulative_logprob + logprob.logprob
         self.detokenizer = copy(parent.detokenizer)
 
     def detokenize(self, final: bool) -> Detokenizer:
         """Turn new tokens into text; `final` means that no more tokens will follow."""
-        may_stop = len(self.token_ids) > self.group.min_len
-        self.detokenizer.update(self.token_ids, may_stop, final)
+        token_ids = self.token_ids
+        may_stop = len(token_ids) > self.group.min_len
+        if self.ended_by_token and not self.group.params.include_stop_str_in_output:
+            token_ids = token_ids[:-1]
+        self.detokenizer.update(token_ids, may_stop, final)
         return self.detokenizer
+
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether the last token is EOS or a stop token of the request."""
+        is_sampled = len(self.token_ids) > self.group.num_prompt_tokens
+        return is_sampled and self.token_ids[-1] in self.group.stop_token_ids
 
 
 class SequenceGroup:
@@ -139,7 +153,9 @@ class SequenceGroup:
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
 
         self.detokenizer = Detokenizer(
-            tokenizer, self.num_prompt_tokens, params.stop_strings)
+            tokenizer if params.detokenize else None, prompt_token_ids,
+            params.stop_strings, params.skip_special_tokens,
+            params.include_stop_str_in_output)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
         # False while the leader computes the prompt for all; True once each live

@@ -126,6 +126,11 @@ def serve(llm, requests):
     ]
 
 
+def floats(logprobs):
+    """{token id: log-probability} of one position."""
+    return {token: entry.logprob for token, entry in logprobs.items()}
+
+
 def without_half_characters(text):
     return text.rstrip(HALF)
 

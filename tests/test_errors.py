@@ -66,7 +66,7 @@ PARAMS = [
     ("seed", 1.5),
     ("seed", True),
     ("seed", "lucky"),
-    ("logprobs", -1),
+    ("logprobs", -2),
     ("logprobs", 2.5),
     ("logprobs", True),
     ("cache_salt", 5),
@@ -155,9 +155,8 @@ PROMPTS = [
     ("text is an int", {"prompt": 5}, ["prompt"]),
     ("unknown key", {"text": "x"}, ["text"]),
     ("no key", {}, ["prompt"]),
-    ("both keys", {"prompt": "hello", "prompt_token_ids": [5]}, ["prompt", "hello"]),
-    ("no dict, more keys", UserDict(prompt="hello", mask=[1]), ["prompt", "hello"]),
-    ("a key too many", {"prompt_token_ids": [5], "text": "hello"}, ["prompt", "hello"]),
+    ("no dict, more keys", UserDict(prompt="hello", mask=[1]), ["prompt", "mask"]),
+    ("a key too many", {"prompt_token_ids": [5], "text": "hello"}, ["prompt", "text"]),
     ("none", None, ["None"]),
     ("bytes", b"abc", ["prompt", "abc"]),
     ("text without a tokenizer", "hello", ["tokenizer"]),
@@ -548,7 +547,7 @@ def test_one_bad_prompt_rejects_the_whole_call(prompt, words, busy):
 
 @pytest.mark.parametrize("prompts", [5, None, b"abc", {"text": "abc"}], ids=str)
 def test_what_is_no_prompt_is_rejected(prompts, busy):
-    words = ["prompt", str(prompts)]
+    words = ["prompt", "text" if isinstance(prompts, dict) else str(prompts)]
     assert_rejected(lambda: busy.generate(prompts, greedy(), use_tqdm=False), words)
     assert_rejected(lambda: busy.stream(prompts, greedy()), words)
 

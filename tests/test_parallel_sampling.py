@@ -658,7 +658,7 @@ def test_logprobs_are_those_of_each_sequence(llama, engine, reference):
         ]
         chosen = [float(row[token]) for row, token in zip(rows, tokens, strict=False)]
         given = [
-            logprobs[token]
+            logprobs[token].logprob
             for logprobs, token in zip(completion.logprobs, tokens, strict=True)
         ]
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from helpers import chi_square, new_group
+from helpers import chi_square, floats, new_group
 from nanopaged import SamplingParams
 from nanopaged.sampler import Sampler, restrict, uniform
 
@@ -376,7 +376,8 @@ def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token():
             token = int(out.token_ids[row])
             named = {*expected[row].topk(count).indices.tolist(), token}
             assert out.logprobs[row].keys() == named
-            for other, logprob in out.logprobs[row].items():
+            assert next(iter(out.logprobs[row])) == token
+            for other, logprob in floats(out.logprobs[row]).items():
                 assert logprob == pytest.approx(expected[row, other].item(), abs=1e-6)
 
 
@@ -385,5 +386,5 @@ def test_logits_in_half_precision_give_logprobs_in_full():
     sampler = make_sampler((0, SamplingParams(logprobs=2)))
     out = sampler.sample(logits.clone(), np.arange(1), np.array([3]))
     expected = logits.float().log_softmax(-1)[0]
-    for token, logprob in out.logprobs[0].items():
+    for token, logprob in floats(out.logprobs[0]).items():
         assert logprob == pytest.approx(expected[token].item(), abs=1e-6)

@@ -14,8 +14,8 @@ from collections import Counter
 import pytest
 import torch
 
-from helpers import block_state, is_swapped
-from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+from helpers import block_state, floats, is_swapped
+from nanopaged import BeamSearchParams, EngineConfig, Logprob, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Batch, Scheduler
@@ -24,6 +24,12 @@ from nanopaged.sequence import SequenceGroup
 
 def count_up(position, index):
     return 1000 * (index + 1) + position
+
+
+def as_logprobs(values):
+    """What the sampler reports; `values` are log-probabilities, the highest first."""
+    items = enumerate(values.items(), start=1)
+    return {token: Logprob(value, rank) for rank, (token, value) in items}
 
 
 def likely(tokens, count):
@@ -95,7 +101,7 @@ class World:
         self.groups.append(group)
         self.emits[group] = emit
         self.members[group] = group.sequences
-        self.scheduler.waiting.append(group)
+        self.scheduler.waiting[group] = None
         return group
 
     def schedule(self):
@@ -349,7 +355,9 @@ class World:
         for i, seq in enumerate(batch.sampled):
             emit = self.emits[seq.group]
             if seq.group.beams:
-                logprobs[i] = emit(seq.token_ids, seq.group.params.logprobs)
+                logprobs[i] = as_logprobs(
+                    emit(seq.token_ids, seq.group.params.logprobs)
+                )
             tokens.append(0 if seq.group.beams else emit(len(seq.token_ids), seq.index))
         output = SamplerOutput(torch.tensor(tokens, dtype=torch.int64), logprobs)
         self.scheduler.update(batch, output.read(), output.logprobs)
@@ -988,11 +996,13 @@ def test_logprobs_go_to_the_sequence_that_asked_for_them():
 
     for tokens, logprob in (([5, 6], -0.5), ([7, 8], -0.25)):
         batch = world.scheduler.schedule()
-        output = SamplerOutput(torch.tensor(tokens), {1: {tokens[1]: logprob, 9: -2.0}})
+        reported = as_logprobs({tokens[1]: logprob, 9: -2.0})
+        output = SamplerOutput(torch.tensor(tokens), {1: reported})
         world.scheduler.update(batch, output.read(), output.logprobs)
 
     assert only(first).logprobs == []
-    assert only(second).logprobs == [{6: -0.5, 9: -2.0}, {8: -0.25, 9: -2.0}]
+    given = [floats(logprobs) for logprobs in only(second).logprobs]
+    assert given == [{6: -0.5, 9: -2.0}, {8: -0.25, 9: -2.0}]
     assert only(second).cumulative_logprob == -0.75
 
 

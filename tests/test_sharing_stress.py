@@ -13,7 +13,7 @@ from collections import Counter, deque
 import numpy as np
 import pytest
 
-from helpers import all_tokens_of, check_invariants, is_swapped, swap_space
+from helpers import all_tokens_of, check_invariants, floats, is_swapped, swap_space
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.sampler import uniform
 
@@ -78,7 +78,8 @@ def decided(completion, prompt, params):
     nearly tied, or if the random number is close to a boundary between two tokens.
     """
     seed = (params.seed + completion.index * 0xD1B54A32D192ED03) % 2**64
-    for count, logprobs in enumerate(completion.logprobs or []):
+    for count, entries in enumerate(completion.logprobs or []):
+        logprobs = floats(entries)
         *kept, next_best = sorted(logprobs, key=logprobs.__getitem__, reverse=True)[:5]
         weights = np.exp([logprobs[token] for token in sorted(kept)])
         (number,) = uniform(

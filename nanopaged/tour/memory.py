@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, TypeAlias
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
+from nanopaged.outputs import Logprobs
 from nanopaged.scheduler import Batch, ControlMessage, Scheduler
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.contiguous import RESERVE, serve_contiguous
 from nanopaged.tour.workloads import DATA_SETS, LONGEST, SLOTS, Lengths, draw_lengths
 
 Figures: TypeAlias = dict[str, Any]
-TokenProbabilities: TypeAlias = dict[int, float]  # token -> log-probability
 
 # What the paper reports. Figure 2: percent of KV memory that holds tokens. Figure 13:
 # mean requests in a batch. Figure 15: percent of blocks saved, by samples or beams a
@@ -111,7 +111,7 @@ def serve_paged(
     lengths: Lengths,
     block_size: int = 16,
     width: int = 1,
-    likely: list[TokenProbabilities] | None = None,
+    likely: list[Logprobs] | None = None,
 ) -> dict[str, float]:
     """Serve at full load; the figures of `serve_contiguous`, and percent of blocks
     saved.
@@ -137,9 +137,8 @@ def serve_paged(
     while not states or finished < warm + len(lengths):
         while len(scheduler.waiting) < 64:
             prompt, output = next(queue)
-            scheduler.waiting.append(
-                make_group(prompt, output, width, beams=bool(likely))
-            )
+            group = make_group(prompt, output, width, beams=bool(likely))
+            scheduler.waiting[group] = None
 
         batch = scheduler.schedule()
         if not warm and finished > 2 * len(scheduler.running):
@@ -218,7 +217,7 @@ def sharing(requests: int, seed: int = 0, widths: tuple[int, ...] = WIDTHS) -> F
 
 def real_beams(
     name: str, count: int, seed: int, widths: tuple[int, ...]
-) -> tuple[Figures, list[TokenProbabilities]]:
+) -> tuple[Figures, list[Logprobs]]:
     """Percent saved by the bundled model's own beam search; and its likely tokens.
 
     The model writes the prompts itself, so that it can go on.
