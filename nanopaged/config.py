@@ -54,8 +54,9 @@ def check_float(name: str, value: Any, low: float, high: float) -> float:
     is_bool = "bool" in type(value).__name__  # Python's or NumPy's
     if is_bool or isinstance(value, str) or not hasattr(value, "__float__"):
         raise TypeError(f"{name} must be a number, got {value!r:.80}")
-    check_range(name, value, low, high)
-    return float(value)
+    number = float(value)
+    check_range(name, number, low, high)
+    return number
 
 
 def check_range(name: str, value: Any, low: float, high: float) -> None:

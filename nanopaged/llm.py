@@ -11,8 +11,8 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
 from copy import copy
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
@@ -97,6 +97,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
         self._lock = threading.Lock()
         self._owner = 0  # the thread that holds it
+        self._are_books_right = True
         self._closed = False
         self.observers: list[Observer] = []
         # On a GPU the next step is launched before the tokens of this one are read.
@@ -162,23 +163,25 @@ class LLM(AbstractContextManager["LLM"]):
         """
         with self._lock:
             self._check_open()
+            if not self._are_books_right:
+                self._end_all_requests()  # the last attempt was interrupted as well
+            self._are_books_right = False  # until everything below has been done
             self._owner = threading.get_ident()
             try:
                 while self._forgotten:
                     group = self._forgotten.pop()
+                    self._requests.pop(group.request_id, None)
                     self.scheduler.abort([group])
                     self.scheduler.changed.pop(group.request_id, None)
                 yield
             except BaseException:
-                self._closed = True  # it stays closed if this is interrupted as well
                 self._end_all_requests()
                 if self.ranks.size > 1:
                     self._close()
-                else:
-                    self._closed = False
                 raise
             finally:
                 self._owner = 0
+            self._are_books_right = True
 
     def _check_open(self) -> None:
         if self._closed:
@@ -195,6 +198,7 @@ class LLM(AbstractContextManager["LLM"]):
             for seq in group.live:
                 seq.finish_reason = "abort"
             group.live = []
+        self._are_books_right = True
 
     # -- Requests one by one -----------------------------------------------------------
 
@@ -264,8 +268,14 @@ class LLM(AbstractContextManager["LLM"]):
 
         Closing the iterator aborts what has not finished.
         """
-        groups = self._make_groups(prompts, sampling_params)
-        return (self._locked_output(group) for group in self._run(groups))
+        return self._outputs(self._make_groups(prompts, sampling_params))
+
+    def _outputs(self, groups: list[SequenceGroup]) -> Iterator[RequestOutput]:
+        with closing(self._run(groups)) as changed_groups:
+            for group in changed_groups:
+                with self._lock:
+                    output = self._output(group)
+                yield output
 
     def chat(self, messages: list[Any], sampling_params: Any = None,
              use_tqdm: bool = True, *, chat_template: str | None = None,
@@ -293,7 +303,7 @@ class LLM(AbstractContextManager["LLM"]):
         check_type("params", params, BeamSearchParams)
         return self.generate(prompts, params, use_tqdm)
 
-    def _run(self, groups: list[SequenceGroup]) -> Iterator[SequenceGroup]:
+    def _run(self, groups: list[SequenceGroup]) -> Generator[SequenceGroup, None, None]:
         """Step until these groups have finished; yields a group whenever it changed."""
         mine: dict[str, SequenceGroup] = {}
         try:
@@ -319,9 +329,7 @@ class LLM(AbstractContextManager["LLM"]):
         The garbage collector may close a stream at any moment, even inside a step of
         this very thread. Then the groups are aborted when the next step begins.
         """
-        for group in groups:
-            self._requests.pop(group.request_id, None)
-            self._forgotten.append(group)
+        self._forgotten += groups
         in_a_step = self._owner == threading.get_ident()
         if self._forgotten and not self._closed and not in_a_step:
             with self._exclusive():
@@ -437,10 +445,6 @@ class LLM(AbstractContextManager["LLM"]):
                 self._requests.pop(group.request_id, None)
                 self._for_step.discard(group.request_id)
         return groups
-
-    def _locked_output(self, group: SequenceGroup) -> RequestOutput:
-        with self._lock:
-            return self._output(group)
 
     def _output(self, group: SequenceGroup) -> RequestOutput:
         wants_logprobs = group.params.logprobs is not None

@@ -146,7 +146,7 @@ def load_tokenizer(path: Path, config: EngineConfig) -> Any:
             trust_remote_code=config.trust_remote_code)
     except Exception as error:  # of any kind: KeyError, TypeError, AttributeError, ..
         raise ValueError(
-            f"the tokenizer in {path} cannot be loaded: {error!r:.300}") from error
+            f"the tokenizer in {path} cannot be loaded: {error!r:.600}") from error
 
 
 def load_generation_config(
@@ -213,14 +213,15 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
             elif name not in tied and not name.endswith("rotary_emb.inv_freq"):
                 misfits[name] = list(tensor.shape)
 
+    if HEAD in missing and HEAD not in misfits:
+        raise ValueError(
+            f"the weights in {path} must have {HEAD}, which gives the logits: those of "
+            "a base model are not enough")
     if missing or misfits:
         shapes = {name: list(target.shape) for name, target in missing.items()}
-        is_base = HEAD in missing and EMBEDDING.removeprefix("model.") in misfits
-        hint = "; this is a base model, without the head that gives logits"
         raise ValueError(
             f"the weights in {path} must be those of config.json: tensors "
-            f"{str(shapes):.600} are missing, and {str(misfits):.600} have no place"
-            f"{hint if is_base else ''}")
+            f"{str(shapes):.600} are missing, and {str(misfits):.600} have no place")
     if HEAD in tied and not torch.equal(tied[HEAD], tied[EMBEDDING]):
         raise ValueError(
             f"{HEAD} in {path} must equal {EMBEDDING}, as tie_word_embeddings is set "

@@ -14,6 +14,7 @@ hashed blocks, never in seconds. What has to end has a deadline.
 import ast
 import gc
 import json
+import linecache
 import math
 import os
 import pickle
@@ -31,7 +32,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers import drain
+from helpers import check_invariants, drain
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = str(ROOT / "nanopaged")
@@ -124,7 +125,12 @@ class AtLine:
     def trace(self, frame, event, _):
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        if event == "line":
+        # Python handles no signal right after a lock was taken, right before it is
+        # released, or at a bare `try:`. But it calls trace functions there.
+        file = frame.f_code.co_filename
+        before, line = (linecache.getline(file, frame.f_lineno - i) for i in (1, 0))
+        spared = "with self._lock:" in before + line or line.strip() == "try:"
+        if event == "line" and not spared:
             self.left -= 1
             if self.left == 0:
                 self.reached = True
@@ -314,7 +320,7 @@ def no_collection():
 
 @pytest.mark.parametrize("place", ["match_prefix", "grow", "publish"])
 def test_a_stream_that_is_collected_inside_a_step_harms_nobody(
-    place, llama, work, engine, monkeypatch, check_invariants
+    place, llama, work, engine, monkeypatch, 
 ):
     """Its generator is closed in the middle of `schedule`, by the same thread."""
     from nanopaged.block_manager import BlockManager
@@ -1064,7 +1070,7 @@ def test_more_beams_than_tokens_are_refused(llama, engine):
     from nanopaged import BeamSearchParams
 
     llm = engine(llama, max_num_seqs=200, num_blocks=400)
-    with pytest.raises(ValueError, match=r"beam_width.*16\d.*got 170"):
+    with pytest.raises(ValueError, match=r"beam_width.*1[56]\d.*got 170"):
         llm.beam_search([5, 6, 7], BeamSearchParams(beam_width=170, max_tokens=2))
 
 
@@ -1206,7 +1212,7 @@ def test_a_long_stop_string_costs_no_more_than_the_text_is_long(tokenizer):
     for length in (16_000, 32_000):
         CountingStr.work = 0
         stop = CountingStr("sequence" * (length // 8))
-        detokenizer = Detokenizer(tokenizer, 0, [stop])
+        detokenizer = Detokenizer(tokenizer, [], [stop])
         detokenizer.update(ids)
         assert detokenizer.visible() == "the block table of a "
         work.append(CountingStr.work)

@@ -175,7 +175,11 @@ def etag(content):
 
 CLIENT = """
 import json, sys
+import huggingface_hub.constants
 from nanopaged import LLM, SamplingParams
+
+# A file is written in pieces of this size, and what is written need not be fetched again.
+huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 4096
 
 def load(options):
     options = {"dtype": "float32", "device": "cpu", "num_blocks": 32, **options}

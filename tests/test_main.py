@@ -85,9 +85,8 @@ def test_a_wrong_call_ends_with_a_sentence(run, tmp_path):
     assert result.stdout == ""
 
 
-def test_chat_without_a_template_is_refused_in_a_sentence(run):
-    """The bundled model has none."""
-    result = run("hello", "--chat")
+def test_chat_without_a_template_is_refused_in_a_sentence(run, llama):
+    result = run("hello", "--chat", "--model", llama)
     assert result.returncode != 0
     assert "chat template" in result.stderr
     assert "Traceback" not in result.stderr
