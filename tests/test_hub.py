@@ -178,7 +178,7 @@ import json, sys
 import huggingface_hub.constants
 from nanopaged import LLM, SamplingParams
 
-# A file is written in pieces of this size, and what is written need not be fetched again.
+# A file is written in pieces of this size. What is written need not be fetched again.
 huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE = 4096
 
 def load(options):

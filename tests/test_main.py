@@ -10,10 +10,14 @@ import re
 import runpy
 import subprocess
 import sys
+import tarfile
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import nanopaged
 
 ROOT = Path(__file__).parents[1]
 
@@ -124,28 +128,61 @@ def test_the_bundled_model_answers_without_any_option():
     assert "Traceback" not in result.stderr
 
 
-def test_the_version_is_the_packages():
-    import nanopaged
-
-    project = (ROOT / "pyproject.toml").read_text()
-    stated = re.search(r'^version = "(.+)"$', project, re.MULTILINE)
-    assert re.fullmatch(r"\d+\.\d+\.\d+([abc.]\w+)?", nanopaged.__version__)
-    if stated:
-        assert nanopaged.__version__ == stated[1]
-    else:
-        assert 'dynamic = ["version"]' in project
-
-
-def test_the_package_index_is_told_where_things_are():
-    project = (ROOT / "pyproject.toml").read_text()
-    assert re.search(r"^\[project\.urls\]\n\w+ = \"https://", project, re.MULTILINE)
-    assert '"Programming Language :: Python :: 3"' in project
-    readme = (ROOT / "README.md").read_text()
-    targets = re.findall(r"!\[[^]]*\]\(([^)\s]+)", readme) + re.findall(
-        r'src="([^"]+)"', readme
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The unpacked source distribution, the names in the wheel, and its metadata."""
+    directory = tmp_path_factory.mktemp("built")
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-d", directory],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
     )
-    relative = [target for target in targets if not target.startswith("https://")]
-    assert not relative, f"pictures that the package index does not show: {relative}"
+    with tarfile.open(next(directory.glob("*.tar.gz"))) as archive:
+        archive.extractall(directory)
+    with zipfile.ZipFile(next(directory.glob("*.whl"))) as wheel:
+        names = wheel.namelist()
+        metadata = wheel.read(next(n for n in names if n.endswith("/METADATA")))
+    source = next(path for path in directory.iterdir() if path.is_dir())
+    return source, names, metadata.decode()
+
+
+def test_the_version_is_the_packages(built):
+    assert re.fullmatch(r"\d+\.\d+\.\d+([abc.]\w+)?", nanopaged.__version__)
+    assert f"\nVersion: {nanopaged.__version__}\n" in built[2]
+
+
+def test_the_package_index_shows_links_and_pictures(built):
+    metadata = built[2]
+    assert "\nProject-URL: Homepage, https://" in metadata
+    assert "\nClassifier: Programming Language :: Python :: 3\n" in metadata
+    targets = re.findall(r"\]\(([^)\s]+)", metadata)
+    targets += re.findall(r'src(?:set)?="([^"]+)"', metadata)
+    assert len(targets) > 3
+    broken = [target for target in targets if not target.startswith(("https://", "#"))]
+    assert not broken, "the index has no such file"
+
+
+def test_the_wheel_has_all_that_the_package_reads(built):
+    kept = [path for path in (ROOT / "nanopaged").rglob("*") if path.is_file()]
+    names = {str(path.relative_to(ROOT)) for path in kept if path.suffix != ".pyc"}
+    names = {name for name in names if "__pycache__" not in name}
+    assert names <= set(built[1])
+    assert not any(name.startswith("tests/") for name in built[1])
+
+
+def test_the_source_distribution_passes_tests_of_its_own(built):
+    source = built[0]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "tests/test_detokenizer.py"],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(source)},
+    )
+    assert result.returncode == 0, result.stdout
+    kept = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    assert kept <= {path.name for path in (source / "tests").rglob("*.py")}
 
 
 def test_an_engine_says_what_it_is(llama, engine):
