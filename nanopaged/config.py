@@ -18,17 +18,6 @@ MAX_SEED = 2**63 - 1
 DTYPES = {"half": "float16", "float": "float32"}  # other names of the same
 PathLike: TypeAlias = str | os.PathLike[str]
 
-# What vLLM's scripts may ask for, and why it is refused.
-NOT_SUPPORTED = {
-    "enable_lora": "there are no adapters; merge them into the weights",
-    "speculative_config": "every token is computed by the model itself",
-    "pipeline_parallel_size": "models are split by tensor_parallel_size",
-    "data_parallel_size": "start one engine for each replica",
-    "kv_cache_dtype": "K and V have the dtype of the model",
-    "cpu_offload_gb": "weights stay on the device; swap_space is for K and V",
-    "limit_mm_per_prompt": "models read text only",
-    "guided_decoding_backend": "there is no constrained decoding",
-}
 EXERCISE = "penalties are an exercise of the tour (python -m nanopaged.tour)"
 CONSTRAINED = "there is no constrained decoding"
 
@@ -117,8 +106,6 @@ def check_token_ids(name: str, token_ids: Iterable[Any],
 def check_name(owner: str, name: str, known: Iterable[str],
                kind: type[Exception] = TypeError) -> None:
     """Raise an error of this kind, if `owner` has nothing of this name."""
-    if name in NOT_SUPPORTED:
-        raise ValueError(f"{name} is not supported: {NOT_SUPPORTED[name]}")
     if name not in known:
         similar = get_close_matches(name, known, 1)
         hint = f": did you mean {similar[0]!r}?" if similar else ""
@@ -336,12 +323,19 @@ class EngineConfig(Checked):
     seed: int | None = option(0, check_int, low=0, high=MAX_SEED, optional=True)
 
     tokenizer_mode: str = only("auto", reason="every tokenizer is transformers' own")
-    quantization: str | None = only(
-        None, reason="weights must be float32, float16 or bfloat16")
+    quantization: str | None = only(None, reason="weights must be floats")
+    kv_cache_dtype: str = only("auto", reason="K and V have the dtype of the model")
     enable_chunked_prefill: bool | None = only(
-        None, True, reason="prompts are always computed in chunks if a step is full")
+        None, True, reason="a prompt that does not fit into a step is always divided")
+    enable_lora: bool = only(False, reason="merge adapters into the weights")
+    limit_mm_per_prompt: Any = only(None, {}, reason="models read text only")
+    speculative_config: Any = only(None, reason="the model computes every token itself")
+    cpu_offload_gb: float = only(0, reason="weights stay on the device")
+    pipeline_parallel_size: int = only(1, reason="use tensor_parallel_size")
+    data_parallel_size: int = only(1, reason="start an engine for each replica")
     distributed_executor_backend: str | None = only(
         None, "mp", reason="ranks are processes, or started by torchrun")
+    guided_decoding_backend: str | None = only(None, "auto", reason=CONSTRAINED)
     disable_custom_all_reduce: bool = option(False, check_type, kind=bool)
     disable_log_stats: bool = option(False, check_type, kind=bool)
 

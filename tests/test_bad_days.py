@@ -282,9 +282,10 @@ def test_what_lies_in_the_store_is_not_executed(llama, tmp_path):
     with small_engine(llama, tensor_parallel_size=2) as llm:
         store = llm.ranks.store
         trap = tmp_path / "executed"
-        for step in range(30):
-            store.set(f"step {llm.ranks.step + 1 + step}", pickle.dumps(Evil(trap)))
-        time.sleep(3)  # an idle rank waits for the next message
+        next_step = llm.ranks.num_steps + 1
+        for step in range(next_step, next_step + 30):
+            store.set(f"step {step}", pickle.dumps(Evil(trap)))
+        llm.ranks.workers.processes[0].join(20)  # it reads the next message, and fails
         assert not trap.exists(), "a rank ran what a stranger had put into the store"
 
 
@@ -834,9 +835,8 @@ def test_an_engine_that_is_deleted_ends_its_ranks(llama):
     assert all(process.is_alive() for process in processes)
     del llm
     gc.collect()
-    until = time.monotonic() + 10
-    while time.monotonic() < until and any(process.is_alive() for process in processes):
-        time.sleep(0.05)
+    for process in processes:
+        process.join(10)
     assert not any(process.is_alive() for process in processes)
 
 
