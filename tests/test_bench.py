@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from nanopaged import Logprob
 from nanopaged.tour import contiguous, limits, memory, workloads
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,7 @@ def run_bench(arguments, tmp_path):
 # --- bench.py ---
 
 
+@pytest.mark.slow
 def test_workload_measures_and_writes_json(tmp_path):
     report, text = run_bench([*WORKLOAD, *SMALL], tmp_path)
     figures = report["workload"]
@@ -83,6 +85,7 @@ def test_workload_measures_and_writes_json(tmp_path):
     assert "output_tokens_per_s" in text and "share_of_limit" in text
 
 
+@pytest.mark.slow
 def test_decode_measures_every_batch_size_and_prefill(tmp_path):
     report, _ = run_bench([*DECODE, *SMALL], tmp_path)
     rates = report["decode"]["nanopaged"]
@@ -231,9 +234,12 @@ def test_paging_fills_the_memory_that_orca_leaves_empty():
 
 def test_samples_and_beams_share_blocks():
     lengths = workloads.draw_lengths("Alpaca", 8, seed=0)
-    likely = [
+    rows = [
         {1: -0.5, 2: -1.0, 3: -2.0, 4: -3.0},
         {5: -0.1, 6: -2.5, 7: -4.0, 8: -5.0},
+    ]
+    likely = [
+        {token: Logprob(value, rank=1) for token, value in row.items()} for row in rows
     ]
     samples = memory.serve_paged(lengths, width=2)["saved"]
     beams = memory.serve_paged(lengths, width=2, likely=likely)["saved"]
@@ -270,6 +276,7 @@ def test_memory_has_every_figure_and_its_plots(bench, monkeypatch, capsys, tmp_p
     assert len([ElementTree.parse(file) for file in drawn]) == expected
 
 
+@pytest.mark.slow
 def test_without_matplotlib_the_error_says_how_to_get_it():
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
@@ -300,6 +307,7 @@ def test_without_a_gpu_what_needs_one_says_so(
         runner.main(["--json", str(tmp_path / "out.json")])
 
 
+@pytest.mark.slow
 def test_every_kernel_has_its_row(time_kernels, monkeypatch, tmp_path):
     rates = {"copy_bytes_per_s": 1e12, "flops_per_s": 1e15}
     monkeypatch.setattr(time_kernels, "machine_limits", lambda *_: rates)
@@ -404,6 +412,7 @@ def test_a_report_of_another_machine_is_not_continued(runner, tmp_path):
         runner.main(["--quick", "--json", str(file)])
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_part_that_runs_and_keeps_the_report(tmp_path):
     file = tmp_path / "out.json"
     command = [

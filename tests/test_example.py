@@ -68,6 +68,7 @@ def test_it_streams_its_prompts_and_shows_the_effect_of_the_cache(run, example):
     assert warm <= hits < queries
 
 
+@pytest.mark.slow
 def test_it_chats_with_a_model_from_a_directory(run, example):
     stdout = run("--model", str(BUNDLED), "--chat", "--max-tokens", "24")
     start, *answers = stdout.split("\n> ")

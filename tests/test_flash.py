@@ -170,11 +170,8 @@ def test_small_blocks_are_refused(calls, block_size):
         FlashCase([(0, 4)], block_size=block_size).backend()
 
 
-@pytest.mark.parametrize(
-    "calls",
-    ["flash-attn", pytest.param("torch", marks=pytest.mark.slow)],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("calls", ["flash-attn", "torch"], indirect=True)
 def test_the_engine_says_the_same_as_with_triton(calls):
     prompts = ["ROMEO:\nBut soft, what light through yonder", "To be"]
     params = nanopaged.SamplingParams(temperature=0, max_tokens=4)

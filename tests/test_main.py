@@ -171,6 +171,7 @@ def test_the_wheel_has_all_that_the_package_reads(built):
     assert not any(name.startswith("tests/") for name in built[1])
 
 
+@pytest.mark.slow
 def test_the_source_distribution_passes_tests_of_its_own(built):
     source = built[0]
     result = subprocess.run(
