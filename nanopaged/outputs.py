@@ -14,7 +14,7 @@ class RequestMetrics:
     finished_time: float = 0.0
 
 
-@dataclass
+@dataclass(slots=True)
 class Logprob:
     """The log-probability of a token, before temperature and limits change it."""
 
