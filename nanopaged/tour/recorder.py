@@ -1,0 +1,193 @@
+"""Record a run of the engine: what it held at every step, and what happened there.
+
+    with trace(llm, "run.html"):
+        llm.generate(prompts)
+
+writes one page that shows every step. The recorder is an observer: the engine calls it
+at the phases of a step, and it only looks. It changes no token, and when the block
+ends, it is gone.
+"""
+
+import html
+import json
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from nanopaged.llm import LLM
+from nanopaged.scheduler import Batch
+from nanopaged.sequence import SequenceGroup
+from nanopaged.tour.events import KINDS, Event, find_events
+from nanopaged.tour.page import page
+from nanopaged.tour.source import excerpt
+from nanopaged.tour.state import Delta, State, diff, fold, take_state
+
+# A long run is thinned out: from MANY_FRAMES on, frames are kept only if something
+# rare happens, and beyond the most frames, or characters, only the last one.
+MANY_FRAMES = 2_000
+MOST_FRAMES = 4_000
+MOST_CHARACTERS = 6_000_000
+NUM_FINISHED = 6  # requests that are shown after their end
+
+
+def trace(
+    llm: LLM, path: str | Path | None = None, title: str = "A run of nanopaged"
+) -> "Trace":
+    """Record what `llm` does inside a `with` block, and write it to `path`, if given.
+
+    Requests that are under way when the block begins are recorded from there on.
+    """
+    return Trace(llm, path, title)
+
+
+class Trace(AbstractContextManager["Trace"]):
+    """The frames of a run. A frame is the engine's state after a phase of a step.
+
+    Frames are kept as JSON text, so a trace in memory is as large as its page.
+    """
+
+    def __init__(self, llm: LLM, path: str | Path | None, title: str) -> None:
+        self.llm = llm
+        self.path = path
+        self.title = title
+        self.frames: list[str] = []
+        self.num_characters = 0
+        self.left_out = 0  # frames
+        self.pieces: dict[int, str] = {}  # token id -> its text
+        self._known: dict[str, SequenceGroup] = {}
+        self._batch: Batch | None = None  # the last one that was scheduled
+        self._last: State = {}  # at the last phase
+        self._kept: State = {}  # in the last frame that was kept
+        self._first_step = 0
+
+    def __enter__(self) -> "Trace":
+        with self.llm._lock:
+            self._first_step = self.llm.scheduler.stats.steps
+            self._last = take_state(self.llm.scheduler, self._known, None)
+            self._keep("start", self._last, [])
+            self.llm.observers.append(self._observe)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with self.llm._lock:
+            self.llm.observers.remove(self._observe)
+            self._look("end", None, is_last=True)
+        if self.path is not None:
+            self.save(self.path)
+
+    # -- Recording ---------------------------------------------------------------------
+
+    def _observe(self, phase: str, batch: Batch | None) -> None:
+        """Called by the engine, which holds its lock."""
+        if phase == "scheduled":
+            self._batch = batch
+            self._look(phase, batch)
+        elif phase != "executed":  # that changes no state
+            self._look(phase, None)
+
+    def _look(self, phase: str, batch: Batch | None, is_last: bool = False) -> None:
+        """Compare the state with that of the phase before, and keep it as a frame."""
+        state = take_state(self.llm.scheduler, self._known, self._batch)
+        events = find_events(self._last, state, batch)
+        has_changed = state != self._last
+        self._last = state
+        for request_id in state["finished"][:-NUM_FINISHED]:
+            del self._known[request_id]
+
+        if is_last and self.left_out:
+            self._keep(phase, state, events)
+        elif has_changed and self._has_room(events):
+            self._keep(phase, state, events)
+        elif has_changed:
+            self.left_out += 1
+
+    def _has_room(self, events: list[Event]) -> bool:
+        num_frames = len(self.frames)
+        if num_frames >= MOST_FRAMES or self.num_characters >= MOST_CHARACTERS:
+            return False
+        is_rare = any(not KINDS[event.kind].is_minor for event in events)
+        return num_frames < MANY_FRAMES or is_rare
+
+    def _keep(self, phase: str, state: State, events: list[Event]) -> None:
+        for group in state["groups"].values():
+            self._add_pieces(group["prompt_tokens"])
+        for seq in state["seqs"].values():
+            self._add_pieces(seq["tokens"])
+
+        frame = {
+            "step": self.llm.scheduler.stats.steps - self._first_step,
+            "phase": phase,
+            "delta": diff(self._kept, state),
+            "events": events,
+        }
+        text = json.dumps(frame, separators=(",", ":"))
+        self.frames.append(text)
+        self.num_characters += len(text)
+        self._kept = state
+
+    def _add_pieces(self, token_ids: list[int]) -> None:
+        for token in token_ids:
+            if token not in self.pieces:
+                self.pieces[token] = token_text(self.llm.tokenizer, token)
+
+    # -- What it gives -----------------------------------------------------------------
+
+    def data(self) -> dict[str, Any]:
+        """The whole trace, as data that JSON can express."""
+        frames = [json.loads(frame) for frame in self.frames]
+        return {**self.header(), "frames": frames}
+
+    def header(self) -> dict[str, Any]:
+        """All but the frames. Only what happened is explained."""
+        kinds = {}
+        for name, kind in KINDS.items():
+            if any(f'["{name}",' in frame for frame in self.frames):
+                kinds[name] = {
+                    "label": kind.label,
+                    "paper": kind.paper,
+                    **excerpt(kind.symbol, kind.line),
+                }
+        return {
+            "title": self.title,
+            "pieces": self.pieces,
+            "left_out": self.left_out,
+            "kinds": kinds,
+        }
+
+    def html(self) -> str:
+        """A page that plays it, and that needs nothing else."""
+        return page(self)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.html(), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the page, in a frame of its own."""
+        source = html.escape(self.html())
+        style = "width: 100%; height: 760px; border: 0"
+        return f'<iframe srcdoc="{source}" style="{style}"></iframe>'
+
+    def states(self) -> list[State]:
+        """The state at every frame, in full."""
+        return unfold([json.loads(frame)["delta"] for frame in self.frames])
+
+
+def unfold(deltas: list[Delta]) -> list[State]:
+    """All states on the way: each is a copy of its own."""
+    states = []
+    state: State = {}
+    for delta in deltas:
+        fold(state, delta)
+        states.append(json.loads(json.dumps(state)))
+    return states
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """The text of one token in the middle of a text; without a tokenizer, its id."""
+    if tokenizer is None:
+        return f" {token}"
+    # Alone, or after a special token, some tokenizers drop a leading space.
+    (anchor, *_) = tokenizer("a", add_special_tokens=False).input_ids
+    before = tokenizer.decode([anchor])
+    text = str(tokenizer.decode([anchor, token]))
+    return text[len(before) :] if text.startswith(before) else text
