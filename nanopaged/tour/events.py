@@ -373,7 +373,8 @@ def find_publications(before: State, after: State) -> Iterator[Event]:
     if named:
         yield Event(
             "publish",
-            f"{listed(named, '#')} {be(named)} full, and in the prefix cache from now on.",
+            f"{listed(named, '#')} {be(named)} full. Others can find what "
+            f"{'it holds' if len(named) == 1 else 'they hold'} from now on.",
         )
 
 
@@ -385,7 +386,7 @@ def group_of(key: str) -> str:
 
 
 def sequences_of(state: State, request_id: str) -> list[str]:
-    keys = []
+    keys: list[str] = []
     while (key := f"{request_id}.{len(keys)}") in state["seqs"]:
         keys.append(key)
     return keys

@@ -1,1 +1,847 @@
-// to come
+// Plays a trace of the engine: see page.py. Each <section class="np-player"> holds one.
+//
+// The page knows no rule of the engine. It folds the recorded deltas into a state, and
+// draws that. What happened, and which line of the source did it, comes with the trace.
+// All text is put in as text nodes, so nothing in a prompt can become markup.
+
+"use strict";
+
+(() => {
+
+const PAPER = "https://arxiv.org/abs/2309.06180";
+const MOST_GROUPS = 12;      // requests that are drawn, until somebody asks for more
+const MOST_TOKENS = 90;      // tokens of one sequence that are drawn
+const NUM_HUES = 6;
+const FRAME_MS = 900;
+const PHASES = {
+  start: ["before the run", "What the engine held when the recording began."],
+  begin: ["between steps", "Requests come and go before the next step is scheduled."],
+  scheduled: ["scheduled", "Tokens and blocks are assigned; the forward pass comes next."],
+  updated: ["updated", "The forward pass is done; the sampled tokens are appended."],
+  end: ["after the run", "What the engine held when the recording ended."],
+};
+// Kinds of events that get a tick on the timeline; each kind has a line of its own.
+const TICKS = [
+  ["prefix", ["prefix"]], ["fork", ["fork"]], ["copy", ["copy"]], ["beam", ["beam"]],
+  ["preempt", ["recompute", "swap_out"]], ["swap in", ["swap_in"]], ["end", ["finish", "abort"]],
+];
+
+
+// -- The state at every frame ----------------------------------------------------------
+
+// Steps through the frames in both directions. Every change can be undone.
+class Tape {
+  constructor(frames) {
+    this.frames = frames;
+    this.state = {};
+    this.undo = [];          // for every folded frame, how to undo it
+  }
+
+  get position() { return this.undo.length - 1; }
+
+  seek(target) {
+    while (this.position < target) {
+      const undo = [];
+      fold(this.state, this.frames[this.position + 1].delta, undo);
+      this.undo.push(undo);
+    }
+    while (this.position > target) {
+      for (const change of this.undo.pop().reverse()) change();
+    }
+  }
+}
+
+// The same rules as `fold` in state.py: null deletes, an object goes one level down, an
+// array has splices, and anything else is a new value.
+function fold(target, delta, undo) {
+  for (const [key, change] of Object.entries(delta)) {
+    const old = target[key];
+    if (change !== null && typeof change === "object") {
+      if (old === undefined) {
+        target[key] = Array.isArray(change) ? [] : {};
+        undo.push(() => { delete target[key]; });
+      }
+      if (Array.isArray(change)) splice(target[key], change, undo);
+      else fold(target[key], change, undo);
+    } else {
+      if (change === null) delete target[key];
+      else target[key] = change;
+      undo.push(() => { if (old === undefined) delete target[key]; else target[key] = old; });
+    }
+  }
+}
+
+function splice(list, splices, undo) {
+  for (const [start, count, packed] of splices) {
+    const inserted = unpack(packed);
+    const removed = list.splice(start, count, ...inserted);
+    undo.push(() => { list.splice(start, inserted.length, ...removed); });
+  }
+}
+
+// [4, 7] stands for 4, 5, 6, 7.
+function unpack(items) {
+  return items.flatMap(item => Array.isArray(item)
+    ? Array.from({length: item[1] - item[0] + 1}, (_, index) => item[0] + index) : [item]);
+}
+
+
+// -- What a state means for the page ---------------------------------------------------
+
+// Everything that is looked up while one frame is drawn.
+class View {
+  constructor(state) {
+    this.state = state;
+    this.size = state.block_size;
+    this.owners = new Map();   // block -> [{key, index}], from the block tables
+    this.rank = new Map();     // free block -> its place in the order of being taken
+    for (const [key, seq] of Object.entries(state.seqs)) {
+      seq.table.forEach((block, index) => {
+        if (!this.owners.has(block)) this.owners.set(block, []);
+        this.owners.get(block).push({key, index});
+      });
+    }
+    state.free.forEach((block, index) => this.rank.set(block, index + 1));
+    state.free_swap.forEach((block, index) => this.rank.set(block, index + 1));
+  }
+
+  sequencesOf(group) {
+    const keys = [];
+    while (`${group}.${keys.length}` in this.state.seqs) keys.push(`${group}.${keys.length}`);
+    return keys;
+  }
+
+  prompt(key) { return this.state.groups[groupOf(key)].prompt_tokens; }
+
+  tokens(key) { return [...this.prompt(key), ...this.state.seqs[key].tokens]; }
+
+  // How many slots of logical block `index` hold a token, and how many of those are new.
+  slots(key, index) {
+    const {computed, now} = this.state.seqs[key];
+    const inBlock = count => Math.max(0, Math.min(this.size, count - index * this.size));
+    const filled = inBlock(computed);
+    return {filled, fresh: filled - inBlock(computed - now)};
+  }
+
+  // The same for a physical block. Its owners agree on it, but for one that is behind.
+  filled(block) {
+    const owners = this.owners.get(block) ?? [];
+    return Math.max(0, ...owners.map(({key, index}) => this.slots(key, index).filled));
+  }
+
+  // The token ids in a block; null stands for one that only the device knows yet.
+  content(block) {
+    const owner = this.owners.get(block)?.[0];
+    if (!owner) return this.state.blocks[block]?.tokens ?? [];
+    const {filled} = this.slots(owner.key, owner.index);
+    const first = owner.index * this.size;
+    const tokens = this.tokens(owner.key).slice(first, first + filled);
+    return [...tokens, ...Array(filled - tokens.length).fill(null)];
+  }
+
+  refs(block) { return this.state.blocks[block]?.refs ?? 0; }
+
+  isCached(block) { return this.state.blocks[block]?.cached ?? false; }
+
+  isOnDevice(block) { return block < this.state.num_blocks; }
+}
+
+const groupOf = key => key.split(".")[0];
+const hue = group => `np-hue${Number(group) % NUM_HUES}`;
+const plural = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
+
+function ordinal(number) {
+  const tens = number % 100;
+  const ending = tens > 10 && tens < 14 ? "th" : {1: "st", 2: "nd", 3: "rd"}[number % 10] ?? "th";
+  return number + ending;
+}
+
+// Characters that cannot be seen, or that turn the direction of what follows, by code.
+const HIDDEN = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
+
+function visible(text) {
+  const code = character => `\u2039U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}\u203a`;
+  return text.replace(HIDDEN, code).replaceAll("\n", "\u21b5");
+}
+
+
+// -- Making elements -------------------------------------------------------------------
+
+function h(tag, attributes, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes ?? {})) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children.flat().filter(child => child !== null));
+  return element;
+}
+
+function icon(path) {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  svg.setAttribute("viewBox", "0 0 16 16");
+  svg.setAttribute("aria-hidden", "true");
+  const shape = document.createElementNS(svg.namespaceURI, "path");
+  shape.setAttribute("d", path);
+  svg.append(shape);
+  return svg;
+}
+
+const ICONS = {
+  first: "M3 3h2v10H3zM13 3v10L6 8z",
+  back: "M11 3v10L4 8z",
+  play: "M4 2v12l9-6z",
+  pause: "M4 3h3v10H4zM9 3h3v10H9z",
+  next: "M5 3v10l7-5z",
+};
+
+// Make the children of `parent` those of `items`, {key, data, build}. A child is built
+// again only if its data, a string, has changed: most of a frame is as it was.
+function sync(parent, items) {
+  const old = new Map([...parent.children].map(child => [child.npKey, child]));
+  let place = parent.firstElementChild;
+  for (const {key, data, build} of items) {
+    let child = old.get(key);
+    if (!child || child.npData !== data) {
+      const made = build();
+      made.npKey = key;
+      made.npData = data;
+      if (child) {
+        if (place === child) place = made;
+        child.replaceWith(made);
+      }
+      child = made;
+    }
+    old.delete(key);
+    if (child === place) place = place.nextElementSibling;
+    else parent.insertBefore(child, place);
+  }
+  for (const child of old.values()) if (child.parentNode === parent) child.remove();
+}
+
+
+// -- The player ------------------------------------------------------------------------
+
+class Player {
+  constructor(root, isAlone) {
+    this.root = root;
+    this.trace = JSON.parse(root.querySelector("script").textContent);
+    this.tape = new Tape(this.trace.frames);
+    this.isAlone = isAlone;
+    this.limit = MOST_GROUPS;
+    this.timer = null;
+    this.lit = null;
+    this.cells = this.findCells();
+    this.build();
+    this.show(this.frameOfLink() ?? 0);
+    addEventListener("hashchange", () => {
+      const frame = this.frameOfLink();
+      if (frame !== null) this.show(frame);
+    });
+  }
+
+  get last() { return this.trace.frames.length - 1; }
+  get frame() { return this.trace.frames[this.tape.position]; }
+
+  // The blocks that get a cell: all of a small pool; of a large one, those in use.
+  findCells() {
+    const touched = new Set();
+    for (const frame of this.trace.frames) {
+      for (const block of Object.keys(frame.delta.blocks ?? {})) touched.add(Number(block));
+    }
+    const {num_blocks: device, num_swap_blocks: swap} = this.trace.frames[0].delta;
+    const choose = (first, count) => count <= 64
+      ? Array.from({length: count}, (_, index) => first + index)
+      : [...touched].filter(block => block >= first && block < first + count).sort((a, b) => a - b);
+    return {device: choose(0, device), swap: choose(device, swap)};
+  }
+
+  // -- What stays the same in all frames
+
+  build() {
+    const level = this.isAlone ? "1" : "3";
+    this.where = h("p", {class: "np-where"});
+    this.live = h("p", {class: "np-hidden", "aria-live": "polite"});
+    this.main = h("div", {class: "np-main"},
+      this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
+      this.panel("pools", "Physical blocks"));
+    this.detail = h("p", {class: "np-detail"});
+    this.requests.append(
+      this.budget = h("div", {class: "np-budget"}), this.queue = h("div", {class: "np-list"}));
+    this.tables.append(
+      this.tableList = h("div", {class: "np-list"}));
+    this.pools.append(
+      this.usage = h("p", {class: "np-note"}),
+      this.device = this.pool("Device pool", this.cells.device),
+      this.deviceNote = h("p", {class: "np-note"}),
+      h("h4", {}, "CPU pool"),
+      this.swap = this.pool("CPU pool", this.cells.swap),
+      this.swapNote = h("p", {class: "np-note"}), this.detail);
+    this.root.append(
+      h("header", {class: "np-head"},
+        h("div", {class: "np-top"},
+          h("p", {class: "np-title", role: "heading", "aria-level": level}, this.trace.title),
+          this.where),
+        this.leftOut(), this.controls(), this.timeline()),
+      this.main, this.story(), this.live);
+    this.root.addEventListener("keydown", event => this.onKey(event));
+    if (this.isAlone) {
+      document.addEventListener("keydown", event => {
+        if (!this.root.contains(event.target)) this.onKey(event);
+      });
+    }
+    for (const name of ["pointerover", "focusin"]) {
+      this.root.addEventListener(name, event => this.light(event.target.closest("[data-block]")));
+    }
+    this.root.addEventListener("pointerleave", () => this.light(null));
+  }
+
+  panel(name, title) {
+    const id = `${this.root.id}-${name}`;
+    this[name] = h("section", {class: `np-panel np-${name}`, "aria-labelledby": id},
+      h("h3", {id}, title));
+    return this[name];
+  }
+
+  pool(name, cells) {
+    const size = cells.length <= 64 ? "large" : cells.length <= 400 ? "middle" : "small";
+    return h("div", {class: `np-pool np-${size}`, role: "group", "aria-label": name});
+  }
+
+  leftOut() {
+    const count = this.trace.left_out;
+    return count === 0 ? null : h("p", {class: "np-note"},
+      `This run was long. ${plural(count, "frame")} in which nothing but the usual happened ` +
+      "are left out; each frame shows all that changed since the one before.");
+  }
+
+  controls() {
+    const button = (name, label, action) =>
+      h("button", {type: "button", class: "np-button", "aria-label": label, title: label, onclick: action},
+        icon(ICONS[name]));
+    this.playButton = button("play", "Play (space)", () => this.toggle());
+    this.speed = h("select", {"aria-label": "Speed"},
+      ["0.5", "1", "2", "4"].map(rate => h("option", {value: rate}, `${rate}\u00d7`)));
+    this.speed.value = "1";
+    this.legend = h("div", {class: "np-legend", role: "group", "aria-label": "Go to the next"},
+      this.ticks().map(({name, frames}, line) => h("button",
+        {type: "button", class: `np-key np-tick${line}`, title: `Go to the next: ${name}`,
+         disabled: frames.length === 0 ? "" : false, onclick: () => this.goToNext(frames)},
+        h("i", {}), `${name} ${frames.length}`)));
+    return h("div", {class: "np-controls"},
+      button("first", "First frame (Home)", () => this.go(0)),
+      button("back", "Back (left arrow)", () => this.go(this.tape.position - 1)),
+      this.playButton,
+      button("next", "Next (right arrow)", () => this.go(this.tape.position + 1)),
+      this.speed, this.legend);
+  }
+
+  // The frames with a tick, for every line of the timeline.
+  ticks() {
+    return TICKS.map(([name, kinds]) => ({name, frames: this.trace.frames.flatMap(
+      (frame, index) => frame.events.some(([kind]) => kinds.includes(kind)) ? [index] : [])}));
+  }
+
+  timeline() {
+    this.slider = h("input", {type: "range", min: 0, max: this.last, value: 0, "aria-label": "Frame",
+      oninput: () => this.go(Number(this.slider.value))});
+    const ticks = this.ticks();
+    const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+    svg.setAttribute("class", "np-ticks");
+    svg.setAttribute("viewBox", `0 0 ${Math.max(1, this.last)} ${ticks.length * 4}`);
+    svg.setAttribute("preserveAspectRatio", "none");
+    svg.setAttribute("aria-hidden", "true");
+    ticks.forEach(({frames}, line) => {
+      const path = document.createElementNS(svg.namespaceURI, "path");
+      path.setAttribute("class", `np-tick${line}`);
+      path.setAttribute("d", frames.map(index => `M${index} ${line * 4}v4`).join(""));
+      svg.append(path);
+    });
+    return h("div", {class: "np-timeline"}, this.slider, svg);
+  }
+
+  story() {
+    this.sentences = h("ol", {class: "np-sentences"});
+    this.source = h("aside", {class: "np-source", "aria-label": "Source of what happened"});
+    return h("section", {class: "np-story", "aria-label": "What happened"}, this.sentences, this.source);
+  }
+
+  // -- Going from frame to frame
+
+  go(frame) {
+    this.pause();
+    this.show(Math.max(0, Math.min(this.last, frame)));
+    this.narrate();
+    this.link();
+  }
+
+  goToNext(frames) {
+    this.go(frames.find(frame => frame > this.tape.position) ?? frames[0]);
+  }
+
+  toggle() {
+    if (this.timer !== null) {
+      this.pause();
+      this.link();
+      return;
+    }
+    if (this.tape.position === this.last) this.show(0);
+    this.setPlayButton("pause", "Pause (space)");
+    this.tick();
+  }
+
+  tick() {
+    this.timer = setTimeout(() => {
+      this.show(this.tape.position + 1);
+      this.narrate();
+      if (this.tape.position < this.last) this.tick();
+      else this.pause();
+    }, FRAME_MS / Number(this.speed.value));
+  }
+
+  pause() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.setPlayButton("play", "Play (space)");
+  }
+
+  setPlayButton(name, label) {
+    this.playButton.replaceChildren(icon(ICONS[name]));
+    this.playButton.title = label;
+    this.playButton.setAttribute("aria-label", label);
+  }
+
+  onKey(event) {
+    const inField = ["SELECT", "INPUT"].includes(event.target.tagName);
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === "SELECT") return;
+    const isButton = event.target.tagName === "BUTTON";
+    const action = {
+      ArrowLeft: () => this.go(this.tape.position - 1),
+      ArrowRight: () => this.go(this.tape.position + 1),
+      Home: () => this.go(0),
+      End: () => this.go(this.last),
+      " ": isButton ? null : () => this.toggle(),
+    }[event.key];
+    if (!action || (inField && event.key !== " ")) return;
+    event.preventDefault();
+    if (event.target.closest("[data-block]") && event.key.startsWith("Arrow")) {
+      this.moveFocus(event.target, event.key === "ArrowRight" ? 1 : -1);
+    } else {
+      action();
+    }
+  }
+
+  // In a pool and in a block table the arrows go from block to block.
+  moveFocus(element, by) {
+    const blocks = [...element.parentNode.querySelectorAll("[data-block]")];
+    const next = blocks[blocks.indexOf(element) + by];
+    if (next) next.focus();
+  }
+
+  // "#step=7" is the first frame of step 7, "#step=7-updated" the one after its update.
+  frameOfLink() {
+    const [id, place] = location.hash.slice(1).split("=");
+    if (id !== this.root.id || !place) return null;
+    const [step, phase] = place.split("-");
+    const found = this.trace.frames.findIndex(frame =>
+      frame.step === Number(step) && (phase ? frame.phase === phase : frame.phase === "scheduled"));
+    return found >= 0 ? found : null;
+  }
+
+  link() {
+    const {step, phase} = this.frame;
+    try {
+      history.replaceState(null, "", `#${this.root.id}=${step}-${phase}`);
+    } catch {
+      // A frame in a notebook has no address of its own.
+    }
+  }
+
+  narrate() {
+    const [label] = PHASES[this.frame.phase];
+    const sentences = this.frame.events.map(([, sentence]) => sentence.replace(/[#@]/g, match =>
+      match === "#" ? "block " : "sequence "));
+    this.live.textContent = [`Step ${this.frame.step}, ${label}.`, ...sentences].join(" ");
+  }
+
+  // -- Drawing a frame
+
+  show(frame) {
+    this.tape.seek(frame);
+    this.view = new View(this.tape.state);
+    const [label, meaning] = PHASES[this.frame.phase];
+    this.slider.value = frame;
+    this.slider.setAttribute("aria-valuetext", `step ${this.frame.step}, ${label}`);
+    this.where.replaceChildren(
+      h("strong", {}, `Step ${this.frame.step}`), ` of ${this.trace.frames[this.last].step} \u00b7 `,
+      h("em", {}, label), h("span", {}, meaning));
+    this.drawBudget();
+    this.drawRequests();
+    this.drawTables();
+    this.drawPools();
+    this.drawStory();
+    if (this.lit !== null) this.mark(this.lit);
+  }
+
+  drawBudget() {
+    const {seqs, budget} = this.tape.state;
+    const parts = Object.entries(seqs).filter(([, seq]) => seq.now > 0);
+    const total = parts.reduce((sum, [, seq]) => sum + seq.now, 0);
+    this.budget.replaceChildren(
+      h("p", {class: "np-note"}, h("strong", {}, `${total} of ${budget.toLocaleString("en")}`),
+        " tokens of the step\u2019s budget"),
+      h("div", {class: "np-bar", "aria-hidden": "true"}, parts.slice(0, 64).map(([key, seq]) =>
+        h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${100 * seq.now / budget}%`, title: `${key}: ${seq.now}`},
+          100 * seq.now / budget > 9 ? key : ""))));
+  }
+
+  drawRequests() {
+    const {running, waiting, finished} = this.tape.state;
+    const items = [];
+    for (const [name, groups] of [["Running", running], ["Waiting", waiting], ["Finished", finished]]) {
+      if (groups.length === 0 && name === "Finished") continue;
+      items.push({key: name, data: String(groups.length), build: () =>
+        h("h4", {}, name, h("span", {class: "np-count"}, groups.length.toLocaleString("en")))});
+      for (const group of groups.slice(0, this.limit)) {
+        const data = JSON.stringify([name, this.textData(group)]);
+        items.push({key: group, data, build: () => this.request(group, name)});
+      }
+      items.push(...this.more(name, groups.length));
+    }
+    sync(this.queue, items);
+  }
+
+  // A button that draws more of a long queue.
+  more(name, count) {
+    const hidden = count - this.limit;
+    return hidden <= 0 ? [] : [{key: `${name} more`, data: String(hidden), build: () =>
+      h("button", {type: "button", class: "np-more", onclick: () => { this.limit += MOST_GROUPS; this.show(this.tape.position); }},
+        `Show more: ${plural(hidden, "request")} not drawn`)}];
+  }
+
+  // Everything that the text of a request depends on.
+  textData(group) {
+    return this.view.sequencesOf(group).map(key => {
+      const {tokens, computed, now, end, table} = this.tape.state.seqs[key];
+      return [tokens, computed, now, end, table.length > 0 && !this.view.isOnDevice(table[0])];
+    });
+  }
+
+  request(group, queue) {
+    const {seqs, groups} = this.tape.state;
+    const keys = this.view.sequencesOf(group);
+    const isSwapped = keys.some(key => seqs[key].table.some(block => !this.view.isOnDevice(block)));
+    const leader = keys.reduce((best, key) => seqs[key].computed > seqs[best].computed ? key : best, keys[0]);
+    const numPrompt = groups[group].prompt_tokens.length;
+    const isOver = queue === "Finished";
+    return h("article", {class: `np-request ${hue(group)} ${isOver ? "np-over" : ""}`},
+      h("p", {class: "np-name"}, h("strong", {}, `Request ${group}`), ` ${groups[group].kind}`,
+        isSwapped ? h("span", {class: "np-badge"}, "swapped out") : null),
+      h("p", {class: "np-text", title: visible(groups[group].prompt)}, this.text(leader, 0, numPrompt, isOver)),
+      keys.map(key => this.line(key, numPrompt, isOver)));
+  }
+
+  line(key, numPrompt, isOver) {
+    const {tokens, computed, end} = this.tape.state.seqs[key];
+    if (tokens.length === 0 && computed <= numPrompt && !end) return null;
+    return h("p", {class: "np-text np-own"}, h("b", {"data-seq": key}, key), " ",
+      this.text(key, numPrompt, Math.max(numPrompt + tokens.length, computed), isOver || end),
+      end ? h("span", {class: "np-badge"}, end) : null);
+  }
+
+  // Tokens `first` to `last` of a sequence. Neighbours that look the same are one piece.
+  text(key, first, last, isOver) {
+    const {computed, now} = this.tape.state.seqs[key];
+    const tokens = this.view.tokens(key);
+    const kind = index => isOver || index < computed - now ? "done" : index < computed ? "now" : "todo";
+    const end = Math.min(last, Math.max(computed + 24, first + MOST_TOKENS));
+    const start = Math.max(first, end - MOST_TOKENS);
+    const pieces = [];
+    if (start > first) pieces.push(h("span", {class: "np-elided"}, `${start - first} tokens \u2026 `));
+    for (let index = start; index < end;) {
+      let next = index + 1;
+      while (next < end && kind(next) === kind(index)) next += 1;
+      const text = tokens.slice(index, next).map(token => this.piece(token)).join("") + "?".repeat(Math.max(0, next - Math.max(index, tokens.length)));
+      pieces.push(h("bdi", {class: `np-${kind(index)}`}, text));
+      index = next;
+    }
+    if (end < last) pieces.push(h("span", {class: "np-elided"}, ` \u2026 ${last - end} tokens`));
+    return pieces;
+  }
+
+  piece(token) {
+    return token === null ? "?" : visible(this.trace.pieces[token] ?? "");
+  }
+
+  drawTables() {
+    const {running, waiting, seqs} = this.tape.state;
+    const groups = [...running, ...waiting].filter(group =>
+      this.view.sequencesOf(group).some(key => seqs[key].table.length > 0));
+    const items = groups.slice(0, this.limit).map(group => {
+      const data = JSON.stringify(this.view.sequencesOf(group).map(key => {
+        const {tokens, computed, now, table} = seqs[key];
+        return [tokens, computed, now, table, table.map(block => this.view.refs(block))];
+      }));
+      return {key: group, data, build: () => this.tablesOf(group)};
+    });
+    if (groups.length === 0) {
+      items.push({key: "none", data: "", build: () => h("p", {class: "np-note"}, "No sequence holds a block.")});
+    }
+    sync(this.tableList, [...items, ...this.more("tables", groups.length)]);
+  }
+
+  tablesOf(group) {
+    const keys = this.view.sequencesOf(group).filter(key => this.tape.state.seqs[key].table.length > 0);
+    return h("article", {class: `np-tablegroup ${hue(group)}`},
+      h("p", {class: "np-name"}, h("strong", {}, `Request ${group}`)),
+      this.waste(group, keys), keys.map((key, index) => this.table(key, keys[0], index > 0)));
+  }
+
+  // What one contiguous piece of memory for each sequence would have reserved.
+  waste(group, keys) {
+    const {seqs, groups} = this.tape.state;
+    const held = new Map();
+    for (const key of keys) {
+      seqs[key].table.forEach((block, index) => held.set(block, this.view.slots(key, index).filled));
+    }
+    const tokens = [...held.values()].reduce((sum, filled) => sum + filled, 0);
+    const slots = held.size * this.view.size;
+    const {reserved} = groups[group];
+    const share = count => `flex: 0 0 ${100 * count / Math.max(reserved, slots)}%`;
+    const text = `${plural(tokens, "token")} in ${plural(slots, "slot")}; contiguous memory would reserve ${reserved}`;
+    return h("div", {class: "np-waste", title: text},
+      h("div", {class: "np-strip", "aria-hidden": "true"},
+        h("i", {class: "np-held", style: share(tokens)}), h("i", {class: "np-rest", style: share(slots - tokens)})),
+      h("p", {class: "np-note"}, text));
+  }
+
+  // One line: the logical blocks of a sequence. What it shares with the first one of its
+  // request, block by block, is drawn there.
+  table(key, leader, isFollower) {
+    const {table} = this.tape.state.seqs[key];
+    const above = this.tape.state.seqs[leader].table;
+    return h("div", {class: "np-table", role: "group", "aria-label": `Block table of sequence ${key}`},
+      h("b", {"data-seq": key}, key),
+      table.map((block, index) => this.entry(key, block, index, isFollower && above[index] === block)));
+  }
+
+  entry(key, block, index, isShared) {
+    const refs = this.view.refs(block);
+    const {filled, fresh} = this.view.slots(key, index);
+    const first = index * this.view.size;
+    const tokens = this.view.tokens(key).slice(first, first + this.view.size);
+    const label = `logical block ${index}, physical block ${block}, ${filled} of ${this.view.size} slots filled, ${plural(refs, "reference")}`;
+    return h("button", {type: "button", class: `np-entry ${isShared ? "np-same" : ""}`, "data-block": block, tabindex: index === 0 ? 0 : -1, "aria-label": label},
+      h("span", {class: "np-id"}, `#${block}`, refs > 1 ? h("small", {}, `\u00d7${refs}`) : null),
+      isShared ? null : this.slotBar(tokens, filled, fresh));
+  }
+
+  // The slots of a block: with their tokens, if there are few.
+  slotBar(tokens, filled, fresh) {
+    const {size} = this.view;
+    const kind = slot => slot >= filled ? "np-empty" : slot >= filled - fresh ? "np-now" : "np-done";
+    const slotText = token => token === undefined ? "" : this.piece(token).replace(/^ /, "\u00b7");
+    const slots = Array.from({length: size}, (_, slot) => h("i", {class: kind(slot)},
+      size <= 4 && slot < filled ? slotText(tokens[slot]) : ""));
+    const text = size <= 4 ? null
+      : h("bdi", {class: "np-slottext"}, tokens.slice(0, filled).map(token => this.piece(token)).join(""));
+    return h("span", {class: `np-slots ${size <= 4 ? "np-wide" : ""}`, "aria-hidden": "true"}, text,
+      h("span", {class: "np-slotrow"}, size <= 32 ? slots : this.meter(filled)));
+  }
+
+  meter(filled) {
+    return [h("i", {class: "np-done", style: `flex-grow: ${filled}`}),
+            h("i", {class: "np-empty", style: `flex-grow: ${this.view.size - filled}`})];
+  }
+
+  drawPools() {
+    const {state} = this.tape;
+    const {stats, num_blocks: total, block_size: size} = state;
+    const slots = stats.blocks_used * size;
+    const share = slots === 0 ? "" : `, ${Math.round(100 * stats.tokens_held / slots)}% of their slots filled`;
+    this.usage.textContent = `Device: ${stats.blocks_used} of ${plural(total, "block")} in use${share}.`;
+    for (const [place, cells] of [[this.device, this.cells.device], [this.swap, this.cells.swap]]) {
+      sync(place, cells.map((block, index) => {
+        const owners = this.view.owners.get(block) ?? [];
+        const content = place.classList.contains("np-large") ? this.view.content(block) : [];
+        const data = JSON.stringify([this.view.refs(block), this.view.isCached(block), owners,
+          this.view.filled(block), content, this.rankOf(block)]);
+        return {key: block, data, build: () => this.cell(block, owners, content, index === 0)};
+      }));
+    }
+    this.note(this.deviceNote, total, this.cells.device.length);
+    this.note(this.swapNote, state.num_swap_blocks, this.cells.swap.length);
+  }
+
+  note(place, total, drawn) {
+    place.textContent = total === 0 ? "There is none."
+      : drawn === total ? "" : `${plural(total - drawn, "block")} that this run never uses ${total - drawn === 1 ? "is" : "are"} not drawn.`;
+  }
+
+  // The place in the order in which free blocks are taken, if something is lost by that.
+  rankOf(block) {
+    return this.view.refs(block) === 0 && this.view.isCached(block) ? this.view.rank.get(block) : 0;
+  }
+
+  cell(block, owners, content, isFirst) {
+    const refs = this.view.refs(block);
+    const rank = this.rankOf(block);
+    const groups = [...new Set(owners.map(({key}) => groupOf(key)))];
+    const kind = refs > 0 ? `np-used ${hue(groups[0] ?? 0)}` : rank ? "np-cached" : "np-free";
+    const isLarge = (this.view.isOnDevice(block) ? this.device : this.swap).classList.contains("np-large");
+    const names = owners.map(({key}) => key);
+    const badge = refs > 0 ? `\u00d7${refs}` : rank ? ordinal(rank) : "";
+    return h("button", {type: "button", class: `np-cell ${kind} ${groups.length > 1 ? "np-mixed" : ""}`,
+      "data-block": block, "data-refs": refs, tabindex: isFirst ? 0 : -1, "aria-label": this.describe(block)},
+      h("span", {class: "np-id"}, `${block}`, badge ? h("small", {}, badge) : null),
+      isLarge ? h("bdi", {class: "np-celltext"}, content.map(token => this.piece(token)).join("")) : null,
+      isLarge ? h("span", {class: "np-owners"}, names.length > 3 ? `${names.slice(0, 2).join(" ")} +${names.length - 2}` : names.join(" ")) : null,
+      isLarge && refs > 0 ? h("span", {class: "np-slotrow", "aria-hidden": "true"}, this.meter(this.view.filled(block))) : null);
+  }
+
+  // One block, in words.
+  describe(block) {
+    const refs = this.view.refs(block);
+    const owners = this.view.owners.get(block) ?? [];
+    const pool = this.view.isOnDevice(block) ? "" : "CPU ";
+    const text = this.view.content(block).map(token => this.piece(token)).join("");
+    const quoted = text ? ` It holds \u201c${text}\u201d.` : "";
+    const found = this.view.isCached(block) ? " Others can find it." : "";
+    if (refs > 0) {
+      return `${pool}Block ${block}: ${plural(refs, "reference")}, of ${owners.map(({key}) => key).join(", ")}; ` +
+        `${this.view.filled(block)} of ${this.view.size} slots filled.${found}${quoted}`;
+    }
+    const rank = this.rankOf(block);
+    return rank ? `${pool}Block ${block}: free and still cached, ${ordinal(rank)} to be taken.${quoted}`
+      : `${pool}Block ${block}: free.`;
+  }
+
+  drawStory() {
+    const {events} = this.frame;
+    const minor = ["sample", "grow", "publish", "chunk", "admit"];
+    this.sentences.replaceChildren(...events.map(([kind, sentence], index) =>
+      h("li", {class: `np-event np-event-${kind}`},
+        h("button", {type: "button", class: "np-kind", onclick: () => this.choose(index)}, this.trace.kinds[kind].label),
+        h("span", {}, this.sentence(sentence)))));
+    if (events.length === 0) {
+      const quiet = this.frame.phase === "scheduled"
+        ? "Every running sequence computes its next token, in a slot that it already has."
+        : "Nothing else changes.";
+      this.sentences.append(h("li", {}, h("span", {}, quiet)));
+    }
+    const notable = events.findIndex(([kind]) => !minor.includes(kind));
+    this.choose(notable >= 0 ? notable : 0);
+  }
+
+  // "#5" and "@0.1" in a sentence are a block and a sequence.
+  sentence(text) {
+    return text.split(/(#\d+|@\d+\.\d+)/).map(part => {
+      if (part.startsWith("#")) return h("span", {class: "np-mark", "data-block": part.slice(1)}, part);
+      if (part.startsWith("@")) return h("b", {class: hue(groupOf(part.slice(1))), "data-seq": part.slice(1)}, part.slice(1));
+      return part;
+    });
+  }
+
+  // Show the source of one of the events.
+  choose(index) {
+    const kind = this.frame.events[index]?.[0];
+    [...this.sentences.children].forEach((item, at) => {
+      item.classList.toggle("np-chosen", at === index);
+      item.querySelector("button")?.setAttribute("aria-pressed", String(at === index));
+    });
+    if (kind === this.shownKind) return;
+    this.shownKind = kind;
+    if (!kind) {
+      this.source.replaceChildren();
+      return;
+    }
+    const {file, name, lines, at, paper} = this.trace.kinds[kind];
+    const code = lines.map((line, number) => h(number === at ? "mark" : "span", {}, `${line}\n`));
+    this.source.replaceChildren(
+      h("p", {class: "np-file"}, h("code", {}, name), h("span", {}, file)),
+      h("pre", {tabindex: "0"}, h("code", {}, code)),
+      h("p", {class: "np-paper"}, /^\d/.test(paper)
+        ? [h("a", {href: PAPER, rel: "noreferrer"}, "The paper"), `, section ${paper}`] : [paper]));
+  }
+
+  // -- One block, wherever it is drawn
+
+  light(element) {
+    const block = element ? element.dataset.block : null;
+    if (block === this.lit) return;
+    this.lit = block;
+    this.mark(block);
+  }
+
+  mark(block) {
+    for (const element of this.root.querySelectorAll(".np-lit")) element.classList.remove("np-lit");
+    this.detail.textContent = "";
+    if (block === null) return;
+    for (const element of this.root.querySelectorAll(`[data-block="${block}"]`)) element.classList.add("np-lit");
+    this.detail.textContent = this.describe(Number(block));
+  }
+
+  // -- The page checks itself: "#check" in its address
+
+  // Steps through all frames, forward and back, and returns what is wrong.
+  check() {
+    const failures = [];
+    const states = [];
+    const times = [];
+    for (let frame = 0; frame <= this.last; frame += 1) {
+      const started = performance.now();
+      this.show(frame);
+      this.root.getBoundingClientRect();   // the layout is a part of a change
+      times.push(performance.now() - started);
+      states.push(sortedText(this.tape.state));
+      failures.push(...this.checkCounts(frame));
+    }
+    for (let frame = this.last; frame >= 0; frame -= 1) {
+      this.tape.seek(frame);
+      if (sortedText(this.tape.state) !== states[frame]) failures.push(`frame ${frame}: folded back, it is not the same`);
+    }
+    this.show(0);
+    times.sort((a, b) => a - b);
+    return {frames: states.length, failures: failures.slice(0, 20), median_ms: times[times.length >> 1], slowest_ms: times.at(-1)};
+  }
+
+  // The references in the block tables are those that the cells show.
+  checkCounts(frame) {
+    const failures = [];
+    const counted = new Map();
+    for (const {table} of Object.values(this.tape.state.seqs)) {
+      for (const block of table) counted.set(block, (counted.get(block) ?? 0) + 1);
+    }
+    const cells = this.root.querySelectorAll(".np-cell");
+    for (const cell of cells) {
+      const block = Number(cell.dataset.block);
+      const expected = counted.get(block) ?? 0;
+      const shown = Number(cell.querySelector("small")?.textContent.match(/^\u00d7(\d+)$/)?.[1] ?? 0);
+      if (shown !== expected) failures.push(`frame ${frame}: block ${block} shows ${shown} references and has ${expected}`);
+      counted.delete(block);
+    }
+    for (const block of counted.keys()) failures.push(`frame ${frame}: block ${block} has no cell`);
+    return failures;
+  }
+}
+
+function sortedText(value) {
+  return JSON.stringify(value, (_, item) => item && typeof item === "object" && !Array.isArray(item)
+    ? Object.fromEntries(Object.entries(item).sort(([a], [b]) => a < b ? -1 : 1)) : item);
+}
+
+const errors = [];
+addEventListener("error", event => errors.push(String(event.message)));
+addEventListener("unhandledrejection", event => errors.push(String(event.reason)));
+
+addEventListener("DOMContentLoaded", () => {
+  const roots = [...document.querySelectorAll(".np-player")];
+  const isAlone = document.body.classList.contains("np-page");
+  const players = roots.map(root => new Player(root, isAlone));
+  if (location.hash !== "#check") return;
+  const checks = players.map(player => ({id: player.root.id, ...player.check()}));
+  const requests = performance.getEntriesByType("resource").map(entry => entry.name);
+  document.body.append(h("pre", {id: "np-check"}, JSON.stringify({players: checks, errors, requests})));
+});
+
+})();

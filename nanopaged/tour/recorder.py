@@ -94,9 +94,8 @@ class Trace(AbstractContextManager["Trace"]):
         for request_id in state["finished"][:-NUM_FINISHED]:
             del self._known[request_id]
 
-        if is_last and self.left_out:
-            self._keep(phase, state, events)
-        elif has_changed and self._has_room(events):
+        # The last frame is the state in the end, whatever was left out before.
+        if (has_changed and self._has_room(events)) or (is_last and self.left_out):
             self._keep(phase, state, events)
         elif has_changed:
             self.left_out += 1
