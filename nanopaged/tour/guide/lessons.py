@@ -1,0 +1,551 @@
+"""What each chapter shows: small runs of the engine, measured while the page is made.
+
+A lesson returns the values of its chapter's text, by name. They are computed here, so
+that no number in the text can be wrong tomorrow.
+"""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.config import EngineConfig
+from nanopaged.outputs import RequestOutput
+from nanopaged.scheduler import Batch, ControlMessage
+from nanopaged.tour import kv, memory
+from nanopaged.tour.contiguous import RESERVE
+from nanopaged.tour.guide import blockwise, figures
+from nanopaged.tour.guide.exercises import exercise_list
+from nanopaged.tour.guide.markdown import Html, table
+from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
+from nanopaged.tour.page import embed
+from nanopaged.tour.recorder import trace
+from nanopaged.tour.workloads import DATA_SETS, LONGEST, SLOTS, draw_lengths
+
+Values: TypeAlias = dict[str, object]
+
+REQUESTS = 300  # in the simulations of memory: as many as the paper's figures need
+CONSTANT_HASH = 7
+PAPER_GAINS = {80: 1.67, 341: 3.58}  # its Figure 16: shared tokens -> throughput
+SPEECH = "First Citizen:\nWe are accounted poor citizens"
+
+
+def engine(**options: Any) -> LLM:
+    """The bundled model, the same on every machine: blocks of 4 fit on a screen."""
+    defaults: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "attention_backend": "torch",
+        "block_size": 4, "num_blocks": 24, "max_num_seqs": 8,
+        "max_num_batched_tokens": 256, "swap_space": 0,
+    }
+    return LLM(**(defaults | options))
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+@dataclass
+class Watched:
+    """A run that was recorded for the player, and what the text says about it."""
+
+    player: Html
+    outputs: list[RequestOutput]
+    messages: list[ControlMessage]  # one for each step
+    chunks: list[dict[int, int]]  # of each step: request -> tokens computed
+
+    def texts(self) -> list[str]:
+        return [answer.text for output in self.outputs for answer in output.outputs]
+
+
+def watch(llm: LLM, ident: str, title: str, prompts: Any, params: Any) -> Watched:
+    """Serve the prompts, and record every step."""
+    messages: list[ControlMessage] = []
+    chunks: list[dict[int, int]] = []
+
+    def note(phase: str, batch: Batch | None) -> None:
+        if phase != "scheduled" or batch is None:
+            return
+        requests = {seq.row: int(group.request_id)
+                    for group in llm.scheduler.running for seq in group.live}
+        counts: Counter[int] = Counter()
+        for row, count in zip(batch.message.rows, batch.message.counts, strict=True):
+            counts[requests[row]] += count
+        messages.append(batch.message)
+        chunks.append(dict(counts))
+
+    llm.observers.append(note)
+    with trace(llm, title=title) as run:
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.observers.remove(note)
+    return Watched(Html(embed(run, ident)), outputs, messages, chunks)
+
+
+# -- The chapters ----------------------------------------------------------------------
+
+
+def loop() -> Values:
+    with engine(num_blocks=8) as llm:
+        run = watch(llm, "loop-run", "One request, from its prompt to its last token",
+                    "ROMEO:\n", greedy(8))
+        output = run.outputs[0]
+        tokens = [repr(llm.tokenizer.decode([token]))
+                  for token in output.prompt_token_ids]
+    return {
+        "player": run.player,
+        "prompt_tokens": len(tokens),
+        "pieces": " ".join(tokens),
+        "output_tokens": len(output.outputs[0].token_ids),
+        "steps": len(run.messages),
+        "first_count": run.messages[0].counts[0],
+        "later_counts": ", ".join(str(m.counts[0]) for m in run.messages[1:]),
+        "text": repr(run.texts()[0]),
+    }
+
+
+def cache() -> Values:
+    """Generate with the cache, and without: then each token computes the whole text."""
+    count = 128
+    with engine(enable_prefix_caching=False, num_blocks=128) as llm:
+        prompt = llm.tokenizer("ROMEO:\n").input_ids
+        llm.generate(prompt, greedy(4), use_tqdm=False)  # warm-up
+
+        began = time.perf_counter()
+        with_cache = llm.generate(prompt, greedy(count), use_tqdm=False)
+        seconds_with = time.perf_counter() - began
+
+        began = time.perf_counter()
+        text = list(prompt)
+        for _ in range(count):
+            one = llm.generate(text, greedy(1), use_tqdm=False)[0].outputs[0]
+            text += one.token_ids
+        seconds_without = time.perf_counter() - began
+        token_bytes = llm.runner.token_bytes
+
+    assert text[len(prompt):] == with_cache[0].outputs[0].token_ids
+    length = len(prompt)
+    computed_with = length + count - 1
+    computed_without = sum(length + i for i in range(count))
+    marks = [1, *range(16, count + 1, 16)]
+    curves = {
+        "without the cache": {
+            str(n): float(sum(length + i for i in range(n))) for n in marks},
+        "with the cache": {str(n): float(length + n - 1) for n in marks},
+    }
+    rows = []
+    tokens, seqs = 4096, 8
+    for name, shape in kv.MODELS.items():
+        total = kv.gib(shape.total(tokens, seqs))
+        rows.append([name, str(shape.layers), str(shape.kv_heads), str(shape.head_dim),
+                     str(shape.item_bytes), f"{shape.bytes_per_token:,}", total])
+    head = ["", "layers", "KV heads", "head size", "bytes a number", "bytes a token",
+            f"{seqs} sequences of {tokens:,} tokens"]
+    old, new = kv.MODELS["Llama-2-7B"], kv.MODELS["Llama-3-8B"]
+    return {
+        "count": count,
+        "prompt_tokens": length,
+        "computed_with": f"{computed_with:,}",
+        "computed_without": f"{computed_without:,}",
+        "work_ratio": f"{computed_without / computed_with:.0f}",
+        "seconds_with": f"{seconds_with:.2f}",
+        "seconds_without": f"{seconds_without:.2f}",
+        "time_ratio": f"{seconds_without / seconds_with:.1f}",
+        "figure": figures.lines(
+            "Tokens computed so far", curves,
+            "Counted, not timed. Without the cache the work grows with the square of "
+            "the length.", "tokens generated", "tokens"),
+        "models": Html(table(head, rows)),
+        "token_bytes": f"{token_bytes:,}",
+        "llama_ratio": old.bytes_per_token // new.bytes_per_token,
+        "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], tokens, seqs, memory=24),
+    }
+
+
+def blocks() -> Values:
+    measured = memory.allocation(REQUESTS)
+    parts = {"tokens": "tokens", "reserved": "reserved for later",
+             "internal": "internal waste", "rounding": "external: rounding",
+             "free": "external: free"}
+    slots = {name: {label: run.get(part, 0.0) for part, label in parts.items()}
+             for name, run in measured.items()}
+    running = {name: {"requests": run["running"]} for name, run in measured.items()}
+
+    with engine(num_blocks=16) as llm:
+        size = llm.config.block_size
+        utilisation: list[float] = []
+
+        def note(phase: str, batch: Any) -> None:
+            if phase == "scheduled":
+                utilisation.append(llm.stats().kv_utilisation)
+
+        llm.observers.append(note)
+        run = watch(llm, "blocks-run", "Two requests of different lengths",
+                    ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)])
+        llm.observers.remove(note)
+    oracle = measured["Orca (oracle)"]
+    max_run = measured["Orca (max)"]
+    return {
+        "player": run.player,
+        "block_size": size,
+        "default_size": EngineConfig().block_size,
+        "most_waste": size - 1,
+        "utilisation": f"{100 * sum(utilisation) / len(utilisation):.0f}",
+        "figure_waste": figures.stacked(
+            "Where the slots go (the paper's Figure 2).", slots,
+            "Orca's three policies are simulated with a buddy allocator. The last bar "
+            "is the engine's own scheduler and block manager, with a stand-in for the "
+            "model.", memory.PAPER_TOKENS),
+        "figure_running": figures.bars(
+            "Requests that run at a time (the paper's Figure 13).", running,
+            "From the same simulation.",
+            {name: {"requests": number}
+             for name, number in memory.PAPER_RUNNING.items()}),
+        "slots": f"{SLOTS:,}",
+        "longest": f"{LONGEST:,}",
+        "mean_in": f"{DATA_SETS['ShareGPT'].prompt.mean:.0f}",
+        "mean_out": f"{DATA_SETS['ShareGPT'].output.mean:.0f}",
+        "requests": REQUESTS,
+        "policies": len(RESERVE),
+        "max_tokens_share": f"{max_run['tokens']:.0f}",
+        "oracle_share": f"{oracle['tokens']:.0f}",
+        "oracle_reserved": f"{oracle['reserved']:.0f}",
+        "oracle_external": f"{oracle['rounding'] + oracle['free']:.0f}",
+        "max_internal": f"{max_run['internal']:.0f}",
+        "paged_share": f"{measured['nanopaged']['tokens']:.0f}",
+        "more": f"{measured['nanopaged']['running'] / max_run['running']:.1f}",
+    }
+
+
+def step() -> Values:
+    """Two requests that arrive together: one asks for two answers."""
+    with engine(num_blocks=12) as llm:
+        ids = llm.tokenizer(SPEECH).input_ids
+        prompts = [ids[:10], [*ids[:8], ids[12]]]
+        params = [SamplingParams(n=2, max_tokens=4, seed=1),
+                  SamplingParams(max_tokens=4, seed=2)]
+        run = watch(llm, "step-run", "Two prompts that begin alike; the first is asked "
+                    "for two answers", prompts, params)
+        size = llm.config.block_size
+    first, second = run.messages[:2]
+    assert first.counts == [10, 1] and second.copies, "the text describes these steps"
+    shared = [block for block in first.table_updates[1][2]
+              if block in first.table_updates[0][2]]
+    position = first.ends[1] - 1
+    block = first.table_updates[1][2][position // size]
+    return {
+        "player": run.player,
+        "first": pretty(first),
+        "second": pretty(second),
+        "prompt_a": len(prompts[0]),
+        "prompt_b": len(prompts[1]),
+        "common": size * len(shared),
+        "counts": str(first.counts),
+        "ends": str(first.ends),
+        "samples": str(first.samples),
+        "sampled_rows": str(first.sampled_rows),
+        "tables": str(first.table_updates),
+        "table_a": str(first.table_updates[0][2]),
+        "table_b": str(first.table_updates[1][2]),
+        "shared": " and ".join(map(str, shared)),
+        "later_counts": str(second.counts),
+        "copies": str([tuple(move) for move in second.copies]),
+        "copy_from": second.copies[0][0],
+        "copy_to": second.copies[0][1],
+        "size": size,
+        "position": position,
+        "logical": position // size,
+        "offset": position % size,
+        "physical": block,
+        "slot": block * size + position % size,
+        "tokens_b_cached": run.outputs[1].num_cached_tokens,
+    }
+
+
+def pretty(message: ControlMessage) -> str:
+    """A message with a line for each field that is not empty."""
+    fields = {name: value for name, value in vars(message).items() if value}
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}"
+             for name, value in fields.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def attention() -> Values:
+    with engine(block_size=16, num_blocks=32) as llm:
+        params = SamplingParams(n=2, max_tokens=24, seed=1, ignore_eos=True)
+        recorded = blockwise.record(llm, ["ROMEO:\n", SPEECH], params)
+        config = llm.model_config
+        moved = blockwise.difference_when_moved(recorded[-1])
+    difference = blockwise.max_difference(recorded)
+    assert difference < 1e-4, "the engine's attention is not the paper's formula"
+    assert moved == 0, "the place of a block changed the result"
+    largest = max(float(abs(step.out).max()) for step in recorded)
+    table_example = recorded[-1].tables[-1]
+    return {
+        "difference": f"{difference:.1e}",
+        "largest": f"{largest:.1f}",
+        "answers": f"{sum(step.q.shape[0] * step.q.shape[1] for step in recorded):,}",
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "example_table": str(table_example),
+        "moved": f"{moved:g}",
+    }
+
+
+def schedule() -> Values:
+    budget = 8
+    with engine(num_blocks=24, max_num_batched_tokens=budget) as llm:
+        long_prompt = "\n".join([SPEECH] * 2)
+        run = watch(llm, "schedule-run",
+                    f"Two short requests and a long one; {budget} tokens a step",
+                    ["ROMEO:\n", "JULIET:\n", long_prompt],
+                    [greedy(12), greedy(12), greedy(4)])
+        long_tokens = len(run.outputs[2].prompt_token_ids)
+    chunks = [step[2] for step in run.chunks if step.get(2, 0) > 1]
+    mixed = [m for m in run.messages if len(m.counts) > 1 and max(m.counts) > 1]
+    assert mixed, "no chunk ran beside a decode"
+    speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
+    speed_rows = {"tokens/s": {str(n): speed for n, speed in speeds.items()}}
+    return {
+        "player": run.player,
+        "budget": budget,
+        "long_tokens": long_tokens,
+        "chunks": ", ".join(map(str, chunks)),
+        "num_chunks": len(chunks),
+        "example_counts": str(mixed[-1].counts),
+        "figure": figures.lines(
+            "Tokens per second, by the number of sequences in a batch.", speed_rows,
+            "The bundled model, on the machine that made this page.",
+            "sequences that decode together", "tokens/s"),
+        "batch": max(speeds),
+        "speed_one": f"{speeds[1]:,.0f}",
+        "speed_many": f"{speeds[max(speeds)]:,.0f}",
+        "gain": f"{speeds[max(speeds)] / speeds[1]:.1f}",
+        "default_budget": f"{EngineConfig().max_num_batched_tokens:,}",
+    }
+
+
+def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
+    """The speed of decoding, by the number of sequences that decode together."""
+    speeds = {}
+    count = 16
+    with engine(block_size=16, num_blocks=256, max_num_seqs=64) as llm:
+        for size in batch_sizes:
+            prompts = [[token + 1] for token in range(size)]
+            seconds = []
+            for _ in range(3):
+                began = time.perf_counter()
+                llm.generate(prompts, greedy(count), use_tqdm=False)
+                seconds.append(time.perf_counter() - began)
+            speeds[size] = size * count / min(seconds)
+    return speeds
+
+
+def prefix() -> Values:
+    system = "You are a citizen of Verona, and you speak in verse.\n\n"
+    questions = ["ROMEO:\n", "JULIET:\n", "NURSE:\n"]
+    prompts = [system + question for question in questions]
+    with engine(num_blocks=32) as llm:
+        run = watch(llm, "prefix-run", "Three prompts that begin alike",
+                    prompts, greedy(5))
+        stats = llm.stats()
+        hits = [output.num_cached_tokens for output in run.outputs]
+        lengths = [len(output.prompt_token_ids) for output in run.outputs]
+
+    tokens, collided_hits = serve_with_hash(prompts, lambda data: CONSTANT_HASH)
+    assert tokens == [output.outputs[0].token_ids for output in run.outputs]
+    with engine(num_blocks=64) as llm:
+        salted = [SamplingParams(temperature=0, max_tokens=5, cache_salt=name)
+                  for name in ("Capulet", "Montague", "Escalus")]
+        outputs = llm.generate(prompts, salted, use_tqdm=False)
+        salted_hits = sum(output.num_cached_tokens for output in outputs)
+    assert salted_hits == 0, "a salt did not separate"
+    return {
+        "player": run.player,
+        "lengths": ", ".join(map(str, lengths)),
+        "hits": ", ".join(map(str, hits)),
+        "hit_tokens": stats.prefix_hit_tokens,
+        "query_tokens": stats.prefix_query_tokens,
+        "hit_share": f"{100 * stats.prefix_hit_tokens / stats.prefix_query_tokens:.0f}",
+        "collided_hits": collided_hits,
+        "salted_hits": salted_hits,
+        "hash_value": CONSTANT_HASH,
+        **paper_gains(),
+    }
+
+
+def paper_gains() -> Values:
+    """What the paper gained by sharing a prefix (its Figure 16)."""
+    (short, short_gain), (long, long_gain) = PAPER_GAINS.items()
+    return {
+        "paper_short_tokens": short, "paper_short_gain": short_gain,
+        "paper_long_tokens": long, "paper_long_gain": long_gain,
+    }
+
+
+def serve_with_hash(prompts: list[str], hash_function: Callable[[bytes], int]
+                    ) -> tuple[list[list[int]], int]:
+    """Serve with another hash function; the tokens, and how many were found cached."""
+    with engine(num_blocks=32) as llm:
+        manager: BlockManager = llm.block_manager
+        manager.hash_function = hash_function
+        outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
+        return ([output.outputs[0].token_ids for output in outputs],
+                llm.stats().prefix_hit_tokens)
+
+
+def fork() -> Values:
+    with engine(num_blocks=16) as llm:
+        params = SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4)
+        samples = watch(llm, "fork-run", "One prompt, three answers", SPEECH[:22],
+                        params)
+        copies = samples.messages[1].copies
+        prompt_tokens = len(samples.outputs[0].prompt_token_ids)
+    with engine(num_blocks=20) as llm:
+        beams = watch(llm, "beam-run", "A beam search, three beams wide", SPEECH[:22],
+                      BeamSearchParams(beam_width=3, max_tokens=8))
+        best = beams.outputs[0].outputs[0]
+
+    saved, paper = sharing()
+    return {
+        "player": samples.player,
+        "beam_player": beams.player,
+        "prompt_tokens": prompt_tokens,
+        "in_last_block": prompt_tokens % 4,
+        "copies": str([tuple(move) for move in copies]),
+        "num_copies": len(copies),
+        "best": repr(best.text),
+        "best_logprob": f"{best.cumulative_logprob:.2f}",
+        "figure": figures.bars(
+            "Blocks saved by sharing (the paper's Figure 15).", saved,
+            "By the number of sequences a request has. The engine's scheduler and "
+            "block manager at full load. Modelled: the beams branch by probabilities "
+            "that the bundled model gave.", paper, "%", digits=0),
+    }
+
+
+def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
+    """Percent of the blocks that sharing saves, and what the paper found."""
+    _, likely = memory.real_beams("Alpaca", count=4, seed=0, widths=(6,))
+    rows: dict[str, dict[str, float]] = {}
+    for name in DATA_SETS:
+        for kind, choices in (("samples", None), ("beams", likely)):
+            lengths = draw_lengths(name, 18 if choices else 48, seed=0)
+            rows[f"{name}, {kind}"] = {
+                str(width): memory.serve_paged(lengths, width=width, likely=choices)[
+                    "saved"] for width in memory.WIDTHS}
+    paper = {name: memory.PAPER_SAVED[name] for name in rows}
+    named = {f"{width} sequences": str(width) for width in memory.WIDTHS}
+    return (
+        {name: {label: row[width] for label, width in named.items()}
+         for name, row in rows.items()},
+        {name: {label: row[width] for label, width in named.items() if width in row}
+         for name, row in paper.items()},
+    )
+
+
+def full() -> Values:
+    values: Values = {}
+    outputs = {}
+    for mode in ("recompute", "swap"):
+        with engine(num_blocks=8, preemption_mode=mode, swap_space=2e-4) as llm:
+            run = watch(llm, f"{mode}-run", f"Two requests in a pool for one: {mode}",
+                        ["ROMEO:\n", "JULIET:\n"], greedy(16))
+            stats = llm.stats()
+            outputs[mode] = [output.outputs[0].token_ids for output in run.outputs]
+        values[f"{mode}_player"] = run.player
+        values[f"{mode}_count"] = (
+            stats.preemptions_recompute + stats.preemptions_swap)
+        values[f"{mode}_tokens"] = sum(sum(m.counts) for m in run.messages)
+        values[f"{mode}_moves"] = stats.blocks_swapped
+        assert values[f"{mode}_count"], "nobody was preempted"
+    with engine(num_blocks=32) as llm:
+        alone = llm.generate(["ROMEO:\n", "JULIET:\n"], greedy(16), use_tqdm=False)
+    assert outputs["recompute"] == outputs["swap"] == [
+        output.outputs[0].token_ids for output in alone]
+
+    waste = memory.waste_by_block_size(120)
+    sizes = list(waste["ShareGPT"])
+    wasted = {name: {size: 100 - runs[size]["tokens"] for size in sizes}
+              for name, runs in waste.items()}
+    running = {name: {size: runs[size]["running"] for size in sizes}
+               for name, runs in waste.items()}
+    shares = [(size, wasted["Alpaca"][size]) for size in ("16", "256")]
+    back = milliseconds_back((1, 4, 16, 64, 256))
+    return values | {
+        "pool": 8,
+        "small_waste": f"{shares[0][1]:.0f}",
+        "large_waste": f"{shares[1][1]:.0f}",
+        "figure_waste": figures.lines(
+            "Slots without a token, by block size (the memory side of the paper's "
+            "Figure 18).", wasted,
+            "The engine's scheduler and block manager at full load.",
+            "tokens in a block", "%"),
+        "figure_running": figures.lines(
+            "Requests that run at a time, by block size.", running,
+            "From the same simulation.", "tokens in a block", "requests"),
+        "preempted": memory.PREEMPTED,
+        "figure_back": figures.lines(
+            "Milliseconds to bring a preempted sequence back, by block size (after the "
+            "paper's Figure 19).", back,
+            "Measured on the machine that made this page, with the bundled model.",
+            "tokens in a block", "ms"),
+        "figure_pieces": figures.lines(
+            "What has to be done to bring it back, by block size.",
+            work_to_bring_back((1, 4, 16, 64, 256)),
+            "Modelled by counts: tokens to compute again, or pieces of memory to move "
+            "in and out.", "tokens in a block"),
+    }
+
+
+def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
+    """How long it takes to bring back a sequence, by mode and block size."""
+    rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
+    for mode, row in rows.items():
+        for size in block_sizes:
+            with engine(block_size=size, num_blocks=2 * memory.PREEMPTED // size,
+                        max_num_batched_tokens=2 * memory.PREEMPTED, swap_space=0.02,
+                        preemption_mode=mode, enable_prefix_caching=False) as llm:
+                llm.runner.swap_space.zero_()  # faults its pages in
+                row[str(size)] = 1e3 * memory.seconds_back(llm)
+    return rows
+
+
+def work_to_bring_back(block_sizes: tuple[int, ...]) -> figures.Rows:
+    tokens = memory.PREEMPTED
+    return {
+        "recompute: tokens": {str(size): float(tokens) for size in block_sizes},
+        "swap: pieces": {str(size): 2.0 * -(-tokens // size) for size in block_sizes},
+    }
+
+
+def ranks() -> Values:
+    with engine(num_blocks=24) as llm:
+        run = watch(llm, "ranks-run", "", ["ROMEO:\n", SPEECH, "JULIET:\n"],
+                    SamplingParams(temperature=0, max_tokens=6))
+        config = llm.model_config
+        token_bytes = llm.runner.token_bytes
+    first, second = run.messages[:2]
+    sent = [len(json.dumps(vars(message))) for message in run.messages]
+    computed = sum(first.counts)
+    return {
+        "message": pretty(second),
+        "first_bytes": f"{sent[0]:,}",
+        "later_bytes": f"{sent[1]:,}",
+        "kv_written": f"{computed * token_bytes:,}",
+        "layers": config.num_hidden_layers,
+        "reductions": 2 * config.num_hidden_layers + 1,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+    }
+
+
+def build() -> Values:
+    return {
+        "mutants": mutant_list(),
+        "num_mutants": len(MUTANTS),
+        "exercises": exercise_list(),
+    }
