@@ -12,6 +12,20 @@ from nanopaged import LLM, SamplingParams
 
 Floats = NDArray[np.float64]
 
+# Equation 4 of the paper, in MathML.
+SCORE = """<mi>exp</mi><mo>(</mo>
+<msubsup><mi>q</mi><mi>i</mi><mo>&#x22A4;</mo></msubsup><msub><mi>K</mi><mi>{block}</mi></msub><mo>/</mo><msqrt><mi>d</mi></msqrt><mo>)</mo>"""
+EQUATION = f"""<div class="equation"><math display="block" aria-label="
+A i j is the exponential of q i times K j over the square root of d, divided by the sum
+of these over all blocks t. o i is the sum over all blocks j of V j times A i j."><mrow>
+<msub><mi>A</mi><mrow><mi>i</mi><mi>j</mi></mrow></msub><mo>=</mo>
+<mfrac><mrow>{SCORE.format(block="j")}</mrow>
+<mrow><munder><mo>&#x2211;</mo><mi>t</mi></munder>{SCORE.format(block="t")}</mrow></mfrac>
+<mspace width="2em"/><msub><mi>o</mi><mi>i</mi></msub><mo>=</mo>
+<munder><mo>&#x2211;</mo><mi>j</mi></munder><msub><mi>V</mi><mi>j</mi></msub>
+<msubsup><mi>A</mi><mrow><mi>i</mi><mi>j</mi></mrow><mo>&#x22A4;</mo></msubsup></mrow>
+</math></div>"""
+
 
 def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
            ) -> Floats:

@@ -16,6 +16,7 @@ Rows: TypeAlias = Mapping[str, Mapping[str, float]]  # name -> {column: number}
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 40, 46  # margins around the plot
+LEAST_BAR = 30  # a shorter bar has no room for its number
 MARKERS = (
     '<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>',
     '<rect x="{x0:.1f}" y="{y0:.1f}" width="8" height="8"/>',
@@ -47,18 +48,26 @@ def stacked(title: str, rows: Rows, caption: str,
 def bars(title: str, rows: Rows, caption: str,
          paper: Mapping[str, Mapping[str, float]] | None = None,
          unit: str = "", digits: int = 1) -> Html:
-    """A group of bars for every row, one for each column; `paper`: diamonds."""
+    """A group of bars for every row, one for each column; `paper`: diamonds.
+
+    The first row has all columns, others may lack some.
+    """
     plot = Plot(max(max(row.values()) for row in rows.values()) * 1.1)
     columns = list(next(iter(rows.values())))
     for center, name in plot.places(list(rows)):
         width = min(56, plot.step * 0.8 / len(columns))
-        for index, (column, value) in enumerate(rows[name].items()):
+        for column, value in rows[name].items():
+            index = columns.index(column)
             x = center + (index - (len(columns) - 1) / 2) * width
             plot.bar(x, width - 4, 0, value, index)
-            plot.text(x, plot.y(value) - 6, f"{value:,.{digits}f}", "number")
             number = (paper or {}).get(name, {}).get(column)
             if number is not None:
                 plot.diamond(x, number)
+            text = f"{value:,.{digits}f}"
+            if plot.y(0) - plot.y(value) > LEAST_BAR:
+                plot.text(x, plot.y(0) - 4, text, "on-bar")
+            else:
+                plot.text(x, plot.y(max(value, number or 0)) - 9, text, "label")
     plot.legend(columns if len(columns) > 1 else [], with_paper=bool(paper))
     return plot.figure(title, rows, caption, paper, unit)
 

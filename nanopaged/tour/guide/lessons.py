@@ -17,7 +17,6 @@ from nanopaged.config import EngineConfig
 from nanopaged.outputs import RequestOutput
 from nanopaged.scheduler import Batch, ControlMessage
 from nanopaged.tour import kv, memory
-from nanopaged.tour.contiguous import RESERVE
 from nanopaged.tour.guide import blockwise, figures
 from nanopaged.tour.guide.exercises import exercise_list
 from nanopaged.tour.guide.markdown import Html, table
@@ -30,6 +29,12 @@ Values: TypeAlias = dict[str, object]
 
 REQUESTS = 300  # in the simulations of memory: as many as the paper's figures need
 CONSTANT_HASH = 7
+# For the model of preemption: an A100, by its data sheet, and what it takes to start a
+# copy, about (an assumption).
+RATE = 312e12  # operations/s
+BUS = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
+COPY_S = 5e-6
+OPT_PARAMETERS = 13e9
 PAPER_GAINS = {80: 1.67, 341: 3.58}  # its Figure 16: shared tokens -> throughput
 SPEECH = "First Citizen:\nWe are accounted poor citizens"
 
@@ -208,7 +213,6 @@ def blocks() -> Values:
         "mean_in": f"{DATA_SETS['ShareGPT'].prompt.mean:.0f}",
         "mean_out": f"{DATA_SETS['ShareGPT'].output.mean:.0f}",
         "requests": REQUESTS,
-        "policies": len(RESERVE),
         "max_tokens_share": f"{max_run['tokens']:.0f}",
         "oracle_share": f"{oracle['tokens']:.0f}",
         "oracle_reserved": f"{oracle['reserved']:.0f}",
@@ -246,12 +250,12 @@ def step() -> Values:
         "ends": str(first.ends),
         "samples": str(first.samples),
         "sampled_rows": str(first.sampled_rows),
-        "tables": str(first.table_updates),
+        "tables": json.dumps(first.table_updates),
         "table_a": str(first.table_updates[0][2]),
         "table_b": str(first.table_updates[1][2]),
         "shared": " and ".join(map(str, shared)),
         "later_counts": str(second.counts),
-        "copies": str([tuple(move) for move in second.copies]),
+        "copies": json.dumps(second.copies),
         "copy_from": second.copies[0][0],
         "copy_to": second.copies[0][1],
         "size": size,
@@ -292,19 +296,24 @@ def attention() -> Values:
         "kv_heads": config.num_key_value_heads,
         "example_table": str(table_example),
         "moved": f"{moved:g}",
+        "equation": Html(blockwise.EQUATION),
     }
 
 
 def schedule() -> Values:
     budget = 8
-    with engine(num_blocks=24, max_num_batched_tokens=budget) as llm:
+    with engine(num_blocks=32, max_num_batched_tokens=budget) as llm:
         long_prompt = "\n".join([SPEECH] * 2)
         run = watch(llm, "schedule-run",
                     f"Two short requests and a long one; {budget} tokens a step",
                     ["ROMEO:\n", "JULIET:\n", long_prompt],
                     [greedy(12), greedy(12), greedy(4)])
+        long_answer = run.outputs[2].outputs[0].token_ids
         long_tokens = len(run.outputs[2].prompt_token_ids)
-    chunks = [step[2] for step in run.chunks if step.get(2, 0) > 1]
+        assert not llm.stats().preemptions_recompute, "the pool is too small"
+    chunks = [step[2] for step in run.chunks if 2 in step][: -(len(long_answer) - 1)]
+    assert sum(chunks) == long_tokens
+    assert all(0 in step for step in run.chunks[:12]), "a decode was stalled"
     mixed = [m for m in run.messages if len(m.counts) > 1 and max(m.counts) > 1]
     assert mixed, "no chunk ran beside a decode"
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
@@ -415,7 +424,7 @@ def fork() -> Values:
         "beam_player": beams.player,
         "prompt_tokens": prompt_tokens,
         "in_last_block": prompt_tokens % 4,
-        "copies": str([tuple(move) for move in copies]),
+        "copies": json.dumps(copies),
         "num_copies": len(copies),
         "best": repr(best.text),
         "best_logprob": f"{best.cumulative_logprob:.2f}",
@@ -428,23 +437,27 @@ def fork() -> Values:
 
 
 def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
-    """Percent of the blocks that sharing saves, and what the paper found."""
-    _, likely = memory.real_beams("Alpaca", count=4, seed=0, widths=(6,))
-    rows: dict[str, dict[str, float]] = {}
-    for name in DATA_SETS:
-        for kind, choices in (("samples", None), ("beams", likely)):
-            lengths = draw_lengths(name, 18 if choices else 48, seed=0)
-            rows[f"{name}, {kind}"] = {
-                str(width): memory.serve_paged(lengths, width=width, likely=choices)[
-                    "saved"] for width in memory.WIDTHS}
-    paper = {name: memory.PAPER_SAVED[name] for name in rows}
-    named = {f"{width} sequences": str(width) for width in memory.WIDTHS}
-    return (
-        {name: {label: row[width] for label, width in named.items()}
-         for name, row in rows.items()},
-        {name: {label: row[width] for label, width in named.items() if width in row}
-         for name, row in paper.items()},
-    )
+    """Percent of the blocks that sharing saves, and what the paper found.
+
+    As in the paper, where both have the same widths: 2, 4 and 6, or the two ends.
+    """
+    with engine(block_size=16, num_blocks=64) as llm:
+        params = SamplingParams(max_tokens=64, seed=0, logprobs=2 * max(memory.WIDTHS))
+        outputs = llm.generate(["ROMEO:\n", SPEECH], params, use_tqdm=False)
+    likely = [row for output in outputs for row in output.outputs[0].logprobs or ()]
+
+    saved: dict[str, dict[str, float]] = {}
+    paper: dict[str, dict[str, float]] = {}
+    for name, by_width in memory.PAPER_SAVED.items():
+        data_set, _, kind = name.partition(", ")
+        choices = likely if kind == "beams" else None
+        lengths = draw_lengths(data_set, 18 if choices else 48, seed=0)
+        saved[name], paper[name] = {}, {}
+        for width, percent in by_width.items():
+            served = memory.serve_paged(lengths, width=int(width), likely=choices)
+            saved[name][f"{width} sequences"] = served["saved"]
+            paper[name][f"{width} sequences"] = percent
+    return saved, paper
 
 
 def full() -> Values:
@@ -461,6 +474,8 @@ def full() -> Values:
             stats.preemptions_recompute + stats.preemptions_swap)
         values[f"{mode}_tokens"] = sum(sum(m.counts) for m in run.messages)
         values[f"{mode}_moves"] = stats.blocks_swapped
+        values[f"{mode}_leaves"] = min(absent_steps(run, request=1))
+        values[f"{mode}_returns"] = max(absent_steps(run, request=1)) + 1
         assert values[f"{mode}_count"], "nobody was preempted"
     with engine(num_blocks=32) as llm:
         alone = llm.generate(["ROMEO:\n", "JULIET:\n"], greedy(16), use_tqdm=False)
@@ -473,12 +488,14 @@ def full() -> Values:
               for name, runs in waste.items()}
     running = {name: {size: runs[size]["running"] for size in sizes}
                for name, runs in waste.items()}
-    shares = [(size, wasted["Alpaca"][size]) for size in ("16", "256")]
+    small, large = "16", "256"
     back = milliseconds_back((1, 4, 16, 64, 256))
     return values | {
         "pool": 8,
-        "small_waste": f"{shares[0][1]:.0f}",
-        "large_waste": f"{shares[1][1]:.0f}",
+        "small_block": small,
+        "large_block": large,
+        "small_waste": f"{wasted['Alpaca'][small]:.0f}",
+        "large_waste": f"{wasted['Alpaca'][large]:.0f}",
         "figure_waste": figures.lines(
             "Slots without a token, by block size (the memory side of the paper's "
             "Figure 18).", wasted,
@@ -493,12 +510,22 @@ def full() -> Values:
             "paper's Figure 19).", back,
             "Measured on the machine that made this page, with the bundled model.",
             "tokens in a block", "ms"),
-        "figure_pieces": figures.lines(
-            "What has to be done to bring it back, by block size.",
-            work_to_bring_back((1, 4, 16, 64, 256)),
-            "Modelled by counts: tokens to compute again, or pieces of memory to move "
-            "in and out.", "tokens in a block"),
+        "figure_model": figures.lines(
+            "Modelled: milliseconds to bring a preempted sequence back, by block size "
+            "(the paper's Figure 19).", modelled_milliseconds((1, 4, 16, 64, 256)),
+            f"At least, for OPT-13B on an A100. Recompute: {RATE / 1e12:g} TFLOP/s. "
+            f"Swap, out and in: {BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds "
+            "to start the copy of a block's K or V in a layer.",
+            "tokens in a block", "ms"),
+        "copy_us": f"{COPY_S * 1e6:g}",
     }
+
+
+def absent_steps(run: Watched, request: int) -> list[int]:
+    """The steps, counted from 1, in which a request did not run, before its end."""
+    present = [number for number, step in enumerate(run.chunks, start=1)
+               if request in step]
+    return sorted(set(range(1, max(present))) - set(present))
 
 
 def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
@@ -514,12 +541,18 @@ def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
     return rows
 
 
-def work_to_bring_back(block_sizes: tuple[int, ...]) -> figures.Rows:
+def modelled_milliseconds(block_sizes: tuple[int, ...]) -> figures.Rows:
+    """The same for a large model on a GPU, from counts and data sheets."""
+    shape = kv.MODELS["OPT-13B"]
     tokens = memory.PREEMPTED
-    return {
-        "recompute: tokens": {str(size): float(tokens) for size in block_sizes},
-        "swap: pieces": {str(size): 2.0 * -(-tokens // size) for size in block_sizes},
-    }
+    recompute_s = 2 * OPT_PARAMETERS * tokens / RATE
+    rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
+    for size in block_sizes:
+        num_copies = 2 * shape.layers * -(-tokens // size)
+        swap_s = num_copies * COPY_S + shape.total(tokens, seqs=1) / BUS
+        rows["recompute"][str(size)] = 1e3 * recompute_s
+        rows["swap"][str(size)] = 1e3 * 2 * swap_s
+    return rows
 
 
 def ranks() -> Values:
@@ -537,7 +570,7 @@ def ranks() -> Values:
         "later_bytes": f"{sent[1]:,}",
         "kv_written": f"{computed * token_bytes:,}",
         "layers": config.num_hidden_layers,
-        "reductions": 2 * config.num_hidden_layers + 1,
+        "reductions": 2 * config.num_hidden_layers + 3,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
     }

@@ -127,7 +127,7 @@ class Renderer:
             return f"<strong>{self.inline(match['strong'])}</strong>"
         if match["em"]:
             return f"<em>{self.inline(match['em'])}</em>"
-        target = html.escape(match["target"])
+        target = self.plain(match["target"])
         return f'<a href="{target}">{self.inline(match["text"])}</a>'
 
     def plain(self, text: str) -> str:

@@ -163,7 +163,7 @@ def mutant_list() -> Html:
     items = []
     for mutant in MUTANTS:
         edit = mutant.edit
-        change = (f"<del>{highlight(edit.old.strip())}</del>\n"
+        change = (f"<del>{highlight(edit.old.strip())}\n</del>"
                   f"<ins>{highlight(edit.new.strip())}</ins>")
         effect = (f"<p>{html.escape(mutant.effect)}</p>"
                   + code_block(f"python -m pytest {html.escape(mutant.test)}"))
