@@ -24,8 +24,8 @@ class Kind(NamedTuple):
     is_minor: bool = False  # a long trace leaves these out
 
 
-CHUNKS = "not in the paper; chunked prefill is from Sarathi-Serve, arXiv 2403.02310"
-CACHE = "beyond section 4.4 (Shared prefix): found by hash, as in vLLM"
+CHUNKS = "Not in the paper: chunked prefill is from Sarathi-Serve (arXiv 2403.02310)"
+CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its hash"
 
 KINDS = {
     "arrive": Kind(
@@ -45,7 +45,11 @@ KINDS = {
         "4.5 (Swapping)",
     ),
     "evict": Kind(
-        "eviction", "block_manager:BlockManager._take", "del self.published", CACHE
+        "eviction",
+        "block_manager:BlockManager._take",
+        "del self.published",
+        CACHE,
+        is_minor=True,
     ),
     "copy": Kind(
         "copy-on-write",
@@ -80,6 +84,13 @@ KINDS = {
         "scheduler:Scheduler._schedule_group",
         "count = min(count, left)",
         CHUNKS,
+        is_minor=True,
+    ),
+    "compute": Kind(
+        "forward pass",
+        "llm:LLM._step",
+        "self.runner.execute(batch)",
+        "4.3",
         is_minor=True,
     ),
     "fork": Kind(
@@ -135,6 +146,7 @@ def find_events(before: State, after: State, batch: Batch | None) -> list[Event]
     events += find_growth(before, after)
     events += find_admissions(before, after, batch)
     events += find_chunks(after)
+    events += find_computed(after)
     events += find_forks(before, after)
     events += find_publications(before, after)
     return events
@@ -220,7 +232,7 @@ def find_ends(before: State, after: State) -> Iterator[Event]:
 
 
 def find_preemptions(before: State, after: State, batch: Batch) -> Iterator[Event]:
-    for request_id in before["running"]:
+    for request_id in reversed(before["running"]):
         if request_id not in after["waiting"]:
             continue
         keys = sequences_of(after, request_id)
@@ -259,12 +271,24 @@ def find_evictions(before: State, after: State) -> Iterator[Event]:
 
 
 def find_copies(after: State, batch: Batch) -> Iterator[Event]:
+    """Copies of one block share a sentence: after a fork, all but one writer take one."""
+    copies_of: dict[int, list[int]] = {}
     for shared, copy in batch.message.copies:
-        writers = [key for key, seq in after["seqs"].items() if copy in seq["table"]]
+        copies_of.setdefault(shared, []).append(copy)
+
+    for shared, copies in copies_of.items():
+        writers = [
+            key
+            for key, seq in after["seqs"].items()
+            if not set(copies).isdisjoint(seq["table"])
+        ]
+        it, gets, writes = ("It", "gets a copy", "writes")
+        if len(copies) > 1:
+            it, gets, writes = ("They", "get copies", "write")
         yield Event(
             "copy",
-            f"{listed(writers, '@')} is about to write into #{shared}, which others "
-            f"hold too. It gets a copy, #{copy}, and writes there.",
+            f"{listed(writers, '@')} {be(writers)} about to write into #{shared}, which "
+            f"others hold too. {it} {gets}, {listed(copies, '#')}, and {writes} there.",
         )
 
 
@@ -310,14 +334,23 @@ def find_admissions(before: State, after: State, batch: Batch) -> Iterator[Event
             f"{count(first_size, 'block')}, {listed(seq['table'], '#')}.",
         )
         if num_found > 0:
-            yield prefix_hit(before, leader, seq, num_found)
+            yield prefix_hit(after, leader, num_found)
 
 
-def prefix_hit(before: State, leader: str, seq: State, num_found: int) -> Event:
-    """The first blocks of a table were found in the cache: by others, or free."""
-    block_size = before["block_size"]
-    found = seq["table"][: num_found // block_size]
-    revived = [id for id in found if refs(before, id) == 0]
+def prefix_hit(after: State, leader: str, num_found: int) -> Event:
+    """The first blocks of a table were found in the cache. Who holds them, too?
+
+    Only requests that were there before: those that run, and are older.
+    """
+    running = after["running"]
+    older = running[: running.index(group_of(leader))]
+    held: set[int] = set()
+    for request_id in older:
+        for key in sequences_of(after, request_id):
+            held.update(after["seqs"][key]["table"])
+
+    found = after["seqs"][leader]["table"][: num_found // after["block_size"]]
+    revived = [id for id in found if id not in held]
     where = "which others hold"
     if len(revived) == len(found):
         where = "which nobody held, but whose K and V were still there"
@@ -341,6 +374,19 @@ def find_chunks(after: State) -> Iterator[Event]:
                     f"The budget is used up: of its {num_prompt} prompt tokens, @{key} "
                     f"computes {seq['now']} now, and has {seq['computed']} then.",
                 )
+
+
+def find_computed(after: State) -> Iterator[Event]:
+    counts = {key: seq["now"] for key, seq in after["seqs"].items() if seq["now"]}
+    prompts = [f"{now} of @{key}" for key, now in counts.items() if now > 1]
+    decodes = [key for key, now in counts.items() if now == 1]
+    parts = prompts
+    if decodes:
+        each = "" if len(decodes) == 1 else " each"
+        parts = [*prompts, f"1{each} of {listed(decodes, '@')}"]
+    if parts:
+        total = count(sum(counts.values()), "token")
+        yield Event("compute", f"The step will compute {total}: {join(parts)}.")
 
 
 def find_forks(before: State, after: State) -> Iterator[Event]:

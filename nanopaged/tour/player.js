@@ -10,6 +10,7 @@
 
 const PAPER = "https://arxiv.org/abs/2309.06180";
 const MOST_GROUPS = 12;      // requests that are drawn, until somebody asks for more
+const MOST_LARGE_CELLS = 64; // of a pool: beyond that, cells are small and have no text
 const MOST_TOKENS = 90;      // tokens of one sequence that are drawn
 const NUM_HUES = 6;
 const FRAME_MS = 900;
@@ -52,7 +53,7 @@ class Tape {
 }
 
 // The same rules as `fold` in state.py: null deletes, an object goes one level down, an
-// array has splices, and anything else is a new value.
+// array has splices and appended items, and anything else is a new value.
 function fold(target, delta, undo) {
   for (const [key, change] of Object.entries(delta)) {
     const old = target[key];
@@ -71,8 +72,9 @@ function fold(target, delta, undo) {
   }
 }
 
-function splice(list, splices, undo) {
-  for (const [start, count, packed] of splices) {
+function splice(list, parts, undo) {
+  for (const part of parts) {
+    const [start, count, packed] = Array.isArray(part) ? part : [list.length, 0, [part]];
     const inserted = unpack(packed);
     const removed = list.splice(start, count, ...inserted);
     undo.push(() => { list.splice(start, inserted.length, ...removed); });
@@ -93,6 +95,7 @@ class View {
   constructor(state) {
     this.state = state;
     this.size = state.block_size;
+    this.cache = new Map();    // sequence -> its tokens
     this.owners = new Map();   // block -> [{key, index}], from the block tables
     this.rank = new Map();     // free block -> its place in the order of being taken
     for (const [key, seq] of Object.entries(state.seqs)) {
@@ -111,9 +114,13 @@ class View {
     return keys;
   }
 
-  prompt(key) { return this.state.groups[groupOf(key)].prompt_tokens; }
-
-  tokens(key) { return [...this.prompt(key), ...this.state.seqs[key].tokens]; }
+  // All tokens of a sequence, the prompt's first.
+  tokens(key) {
+    if (!this.cache.has(key)) {
+      this.cache.set(key, this.state.groups[groupOf(key)].prompt_tokens.concat(this.state.seqs[key].tokens));
+    }
+    return this.cache.get(key);
+  }
 
   // How many slots of logical block `index` hold a token, and how many of those are new.
   slots(key, index) {
@@ -195,28 +202,29 @@ const ICONS = {
   next: "M5 3v10l7-5z",
 };
 
-// Make the children of `parent` those of `items`, {key, data, build}. A child is built
-// again only if its data, a string, has changed: most of a frame is as it was.
+// Make the children of `parent` those of `items`, {key, data, build, fill}. A child is
+// built again only if its data, a string, has changed; `fill` then brings what is inside
+// it up to date. Most of a frame is as it was.
 function sync(parent, items) {
-  const old = new Map([...parent.children].map(child => [child.npKey, child]));
+  const old = new Map();
+  for (const child of parent.children) old.set(child.npKey, child);
   let place = parent.firstElementChild;
-  for (const {key, data, build} of items) {
+  for (const {key, data = "", build, fill} of items) {
     let child = old.get(key);
     if (!child || child.npData !== data) {
       const made = build();
       made.npKey = key;
       made.npData = data;
-      if (child) {
-        if (place === child) place = made;
-        child.replaceWith(made);
-      }
+      if (child && child === place) place = made;
+      child?.replaceWith(made);
       child = made;
     }
     old.delete(key);
-    if (child === place) place = place.nextElementSibling;
+    if (child === place) place = place?.nextElementSibling ?? null;
     else parent.insertBefore(child, place);
+    fill?.(child);
   }
-  for (const child of old.values()) if (child.parentNode === parent) child.remove();
+  for (const child of old.values()) child.remove();
 }
 
 
@@ -250,10 +258,10 @@ class Player {
       for (const block of Object.keys(frame.delta.blocks ?? {})) touched.add(Number(block));
     }
     const {num_blocks: device, num_swap_blocks: swap} = this.trace.frames[0].delta;
-    const choose = (first, count) => count <= 64
-      ? Array.from({length: count}, (_, index) => first + index)
-      : [...touched].filter(block => block >= first && block < first + count).sort((a, b) => a - b);
-    return {device: choose(0, device), swap: choose(device, swap)};
+    const used = (first, count) =>
+      [...touched].filter(block => block >= first && block < first + count).sort((a, b) => a - b);
+    const all = Array.from({length: device}, (_, block) => block);
+    return {device: device <= MOST_LARGE_CELLS ? all : used(0, device), swap: used(device, swap)};
   }
 
   // -- What stays the same in all frames
@@ -267,11 +275,14 @@ class Player {
       this.panel("pools", "Physical blocks"));
     this.detail = h("p", {class: "np-detail"});
     this.requests.append(
-      this.budget = h("div", {class: "np-budget"}), this.queue = h("div", {class: "np-list"}));
+      this.budget = h("div", {class: "np-bar", "aria-hidden": "true"}), this.queue = h("div", {class: "np-list"}),
+      h("p", {class: "np-text np-howto"}, h("span", {class: "np-done"}, "computed"), " ",
+        h("span", {class: "np-now"}, "by this step"), " ", h("span", {class: "np-todo"}, "not yet")));
+    this.tablesNote.append(h("i", {class: "np-now"}, "this step"), " ", h("i", {class: "np-empty"}, "empty"),
+      " ", h("i", {class: "np-above"}, "drawn above"));
     this.tables.append(
       this.tableList = h("div", {class: "np-list"}));
     this.pools.append(
-      this.usage = h("p", {class: "np-note"}),
       this.device = this.pool("Device pool", this.cells.device),
       this.deviceNote = h("p", {class: "np-note"}),
       h("h4", {}, "CPU pool"),
@@ -298,13 +309,14 @@ class Player {
 
   panel(name, title) {
     const id = `${this.root.id}-${name}`;
+    const note = this[`${name}Note`] = h("p", {class: "np-note"});
     this[name] = h("section", {class: `np-panel np-${name}`, "aria-labelledby": id},
-      h("h3", {id}, title));
+      h("div", {class: "np-heading"}, h("h3", {id}, title), note));
     return this[name];
   }
 
   pool(name, cells) {
-    const size = cells.length <= 64 ? "large" : cells.length <= 400 ? "middle" : "small";
+    const size = cells.length <= MOST_LARGE_CELLS ? "large" : "small";
     return h("div", {class: `np-pool np-${size}`, role: "group", "aria-label": name});
   }
 
@@ -333,7 +345,7 @@ class Player {
       button("back", "Back (left arrow)", () => this.go(this.tape.position - 1)),
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.tape.position + 1)),
-      this.speed, this.legend);
+      this.speed, this.loop = h("p", {class: "np-loop", "aria-hidden": "true"}), this.legend);
   }
 
   // The frames with a tick, for every line of the timeline.
@@ -347,14 +359,14 @@ class Player {
       oninput: () => this.go(Number(this.slider.value))});
     const ticks = this.ticks();
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    svg.setAttribute("class", "np-ticks");
+    svg.setAttribute("class", `np-ticks ${this.last < 250 ? "np-broad" : ""}`);
     svg.setAttribute("viewBox", `0 0 ${Math.max(1, this.last)} ${ticks.length * 4}`);
     svg.setAttribute("preserveAspectRatio", "none");
     svg.setAttribute("aria-hidden", "true");
     ticks.forEach(({frames}, line) => {
       const path = document.createElementNS(svg.namespaceURI, "path");
       path.setAttribute("class", `np-tick${line}`);
-      path.setAttribute("d", frames.map(index => `M${index} ${line * 4}v4`).join(""));
+      path.setAttribute("d", frames.map(index => `M${index} ${line * 4}v3`).join(""));
       svg.append(path);
     });
     return h("div", {class: "np-timeline"}, this.slider, svg);
@@ -475,11 +487,15 @@ class Player {
     this.where.replaceChildren(
       h("strong", {}, `Step ${this.frame.step}`), ` of ${this.trace.frames[this.last].step} \u00b7 `,
       h("em", {}, label), h("span", {}, meaning));
+    this.loop.replaceChildren(...["schedule", "execute", "update"].map(part =>
+      h("code", {class: this.frame.phase === `${part}d` ? "np-current" : ""}, part)));
     this.drawBudget();
     this.drawRequests();
     this.drawTables();
     this.drawPools();
     this.drawStory();
+    this.root.classList.toggle("np-moving", this.hasDrawn);   // the first frame is still
+    this.hasDrawn = true;
     if (this.lit !== null) this.mark(this.lit);
   }
 
@@ -487,12 +503,11 @@ class Player {
     const {seqs, budget} = this.tape.state;
     const parts = Object.entries(seqs).filter(([, seq]) => seq.now > 0);
     const total = parts.reduce((sum, [, seq]) => sum + seq.now, 0);
-    this.budget.replaceChildren(
-      h("p", {class: "np-note"}, h("strong", {}, `${total} of ${budget.toLocaleString("en")}`),
-        " tokens of the step\u2019s budget"),
-      h("div", {class: "np-bar", "aria-hidden": "true"}, parts.slice(0, 64).map(([key, seq]) =>
-        h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${100 * seq.now / budget}%`, title: `${key}: ${seq.now}`},
-          100 * seq.now / budget > 9 ? key : ""))));
+    const share = seq => 100 * seq.now / budget;
+    this.requestsNote.textContent = `${total} of ${plural(budget, "token")} of the step\u2019s budget`;
+    this.budget.replaceChildren(...parts.slice(0, 64).map(([key, seq]) =>
+      h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${share(seq)}%`, title: `${key}: ${seq.now}`},
+        share(seq) > 7 ? key : "")));
   }
 
   drawRequests() {
@@ -503,8 +518,8 @@ class Player {
       items.push({key: name, data: String(groups.length), build: () =>
         h("h4", {}, name, h("span", {class: "np-count"}, groups.length.toLocaleString("en")))});
       for (const group of groups.slice(0, this.limit)) {
-        const data = JSON.stringify([name, this.textData(group)]);
-        items.push({key: group, data, build: () => this.request(group, name)});
+        items.push({key: group, data: name, build: () => h("article", {class: `np-request ${hue(group)}`}),
+          fill: article => this.fillRequest(article, group, name === "Finished")});
       }
       items.push(...this.more(name, groups.length));
     }
@@ -519,54 +534,51 @@ class Player {
         `Show more: ${plural(hidden, "request")} not drawn`)}];
   }
 
-  // Everything that the text of a request depends on.
-  textData(group) {
-    return this.view.sequencesOf(group).map(key => {
-      const {tokens, computed, now, end, table} = this.tape.state.seqs[key];
-      return [tokens, computed, now, end, table.length > 0 && !this.view.isOnDevice(table[0])];
-    });
-  }
-
-  request(group, queue) {
+  fillRequest(article, group, isOver) {
     const {seqs, groups} = this.tape.state;
+    const {kind, prompt, prompt_tokens: {length: numPrompt}} = groups[group];
     const keys = this.view.sequencesOf(group);
     const isSwapped = keys.some(key => seqs[key].table.some(block => !this.view.isOnDevice(block)));
     const leader = keys.reduce((best, key) => seqs[key].computed > seqs[best].computed ? key : best, keys[0]);
-    const numPrompt = groups[group].prompt_tokens.length;
-    const isOver = queue === "Finished";
-    return h("article", {class: `np-request ${hue(group)} ${isOver ? "np-over" : ""}`},
-      h("p", {class: "np-name"}, h("strong", {}, `Request ${group}`), ` ${groups[group].kind}`,
-        isSwapped ? h("span", {class: "np-badge"}, "swapped out") : null),
-      h("p", {class: "np-text", title: visible(groups[group].prompt)}, this.text(leader, 0, numPrompt, isOver)),
-      keys.map(key => this.line(key, numPrompt, isOver)));
+    const promptText = this.text(leader, 0, numPrompt, isOver);
+    const items = [
+      {key: "name", data: String(isSwapped), build: () => h("p", {class: "np-name"},
+        h("strong", {}, `Request ${group}`), ` ${kind}`, isSwapped ? h("span", {class: "np-badge"}, "swapped out") : null)},
+      {key: "prompt", data: JSON.stringify(promptText), build: () =>
+        h("p", {class: "np-text", title: visible(prompt)}, this.textElements(promptText))}];
+    for (const key of keys) {
+      const {tokens, computed, end} = seqs[key];
+      const last = Math.max(numPrompt + tokens.length, computed);
+      if (last === numPrompt && !end) continue;
+      const text = this.text(key, numPrompt, last, isOver || end);
+      items.push({key, data: JSON.stringify([text, end]), build: () => h("p", {class: "np-text np-own"},
+        h("b", {"data-seq": key}, key), " ", this.textElements(text),
+        end ? h("span", {class: "np-badge"}, end) : null)});
+    }
+    sync(article, items);
   }
 
-  line(key, numPrompt, isOver) {
-    const {tokens, computed, end} = this.tape.state.seqs[key];
-    if (tokens.length === 0 && computed <= numPrompt && !end) return null;
-    return h("p", {class: "np-text np-own"}, h("b", {"data-seq": key}, key), " ",
-      this.text(key, numPrompt, Math.max(numPrompt + tokens.length, computed), isOver || end),
-      end ? h("span", {class: "np-badge"}, end) : null);
-  }
-
-  // Tokens `first` to `last` of a sequence. Neighbours that look the same are one piece.
+  // Tokens `first` to `last` of a sequence, in pieces [kind, text]: neighbours that look
+  // the same are one piece. Of a long text only the part around the newest tokens is drawn.
   text(key, first, last, isOver) {
     const {computed, now} = this.tape.state.seqs[key];
     const tokens = this.view.tokens(key);
-    const kind = index => isOver || index < computed - now ? "done" : index < computed ? "now" : "todo";
     const end = Math.min(last, Math.max(computed + 24, first + MOST_TOKENS));
     const start = Math.max(first, end - MOST_TOKENS);
     const pieces = [];
-    if (start > first) pieces.push(h("span", {class: "np-elided"}, `${start - first} tokens \u2026 `));
-    for (let index = start; index < end;) {
-      let next = index + 1;
-      while (next < end && kind(next) === kind(index)) next += 1;
-      const text = tokens.slice(index, next).map(token => this.piece(token)).join("") + "?".repeat(Math.max(0, next - Math.max(index, tokens.length)));
-      pieces.push(h("bdi", {class: `np-${kind(index)}`}, text));
-      index = next;
+    if (start > first) pieces.push(["elided", `${start - first} tokens \u2026 `]);
+    for (let index = start; index < end; index += 1) {
+      const kind = isOver || index < computed - now ? "done" : index < computed ? "now" : "todo";
+      const text = this.piece(tokens[index] ?? null);
+      if (pieces.at(-1)?.[0] === kind) pieces.at(-1)[1] += text;
+      else pieces.push([kind, text]);
     }
-    if (end < last) pieces.push(h("span", {class: "np-elided"}, ` \u2026 ${last - end} tokens`));
+    if (end < last) pieces.push(["elided", ` \u2026 ${last - end} tokens`]);
     return pieces;
+  }
+
+  textElements(pieces) {
+    return pieces.map(([kind, text]) => h("bdi", {class: `np-${kind}`}, text));
   }
 
   piece(token) {
@@ -577,97 +589,101 @@ class Player {
     const {running, waiting, seqs} = this.tape.state;
     const groups = [...running, ...waiting].filter(group =>
       this.view.sequencesOf(group).some(key => seqs[key].table.length > 0));
-    const items = groups.slice(0, this.limit).map(group => {
-      const data = JSON.stringify(this.view.sequencesOf(group).map(key => {
-        const {tokens, computed, now, table} = seqs[key];
-        return [tokens, computed, now, table, table.map(block => this.view.refs(block))];
-      }));
-      return {key: group, data, build: () => this.tablesOf(group)};
-    });
+    this.drawn = new Set();   // a block is drawn with its tokens once, and small after that
+    const items = groups.slice(0, this.limit).map(group => ({key: group,
+      build: () => h("article", {class: `np-tablegroup ${hue(group)}`}),
+      fill: article => this.fillTables(article, group)}));
     if (groups.length === 0) {
       items.push({key: "none", data: "", build: () => h("p", {class: "np-note"}, "No sequence holds a block.")});
     }
     sync(this.tableList, [...items, ...this.more("tables", groups.length)]);
   }
 
-  tablesOf(group) {
-    const keys = this.view.sequencesOf(group).filter(key => this.tape.state.seqs[key].table.length > 0);
-    return h("article", {class: `np-tablegroup ${hue(group)}`},
-      h("p", {class: "np-name"}, h("strong", {}, `Request ${group}`)),
-      this.waste(group, keys), keys.map((key, index) => this.table(key, keys[0], index > 0)));
+  fillTables(article, group) {
+    const {seqs} = this.tape.state;
+    const keys = this.view.sequencesOf(group).filter(key => seqs[key].table.length > 0);
+    const waste = this.waste(group, keys);
+    sync(article, [
+      {key: "waste", data: JSON.stringify(waste), build: () => this.wasteStrip(group, waste)},
+      ...keys.map(key => ({key, build: () =>
+        h("div", {class: "np-table", role: "group", "aria-label": `Block table of sequence ${key}`}),
+        fill: row => this.fillTable(row, key)}))]);
   }
 
-  // What one contiguous piece of memory for each sequence would have reserved.
+  // What it holds, and what contiguous memory for each sequence would have reserved.
   waste(group, keys) {
-    const {seqs, groups} = this.tape.state;
     const held = new Map();
     for (const key of keys) {
-      seqs[key].table.forEach((block, index) => held.set(block, this.view.slots(key, index).filled));
+      this.tape.state.seqs[key].table.forEach((block, index) =>
+        held.set(block, this.view.slots(key, index).filled));
     }
     const tokens = [...held.values()].reduce((sum, filled) => sum + filled, 0);
-    const slots = held.size * this.view.size;
-    const {reserved} = groups[group];
+    return {tokens, slots: held.size * this.view.size, reserved: this.tape.state.groups[group].reserved};
+  }
+
+  wasteStrip(group, {tokens, slots, reserved}) {
     const share = count => `flex: 0 0 ${100 * count / Math.max(reserved, slots)}%`;
-    const text = `${plural(tokens, "token")} in ${plural(slots, "slot")}; contiguous memory would reserve ${reserved}`;
-    return h("div", {class: "np-waste", title: text},
+    return h("div", {class: "np-waste"},
+      h("div", {class: "np-heading np-name"}, h("strong", {}, `Request ${group}`), h("p", {class: "np-note"},
+        `${plural(tokens, "token")} in ${plural(slots, "slot")}; contiguous memory would reserve ${reserved}`)),
       h("div", {class: "np-strip", "aria-hidden": "true"},
-        h("i", {class: "np-held", style: share(tokens)}), h("i", {class: "np-rest", style: share(slots - tokens)})),
-      h("p", {class: "np-note"}, text));
+        h("i", {class: "np-held", style: share(tokens)}), h("i", {class: "np-rest", style: share(slots - tokens)})));
   }
 
-  // One line: the logical blocks of a sequence. What it shares with the first one of its
-  // request, block by block, is drawn there.
-  table(key, leader, isFollower) {
+  // One line: the logical blocks of a sequence.
+  fillTable(row, key) {
     const {table} = this.tape.state.seqs[key];
-    const above = this.tape.state.seqs[leader].table;
-    return h("div", {class: "np-table", role: "group", "aria-label": `Block table of sequence ${key}`},
-      h("b", {"data-seq": key}, key),
-      table.map((block, index) => this.entry(key, block, index, isFollower && above[index] === block)));
+    const tokens = this.view.tokens(key);
+    const items = table.map((block, index) => {
+      const isSmall = this.drawn.has(block);
+      this.drawn.add(block);
+      const {filled, fresh} = this.view.slots(key, index);
+      const held = isSmall ? [] : tokens.slice(index * this.view.size, index * this.view.size + filled);
+      const data = [block, this.view.refs(block), filled, fresh, isSmall, held];
+      return {key: index, data: JSON.stringify(data), build: () => this.entry(index, ...data)};
+    });
+    sync(row, [{key: "label", build: () => h("b", {"data-seq": key}, key)}, ...items]);
   }
 
-  entry(key, block, index, isShared) {
-    const refs = this.view.refs(block);
-    const {filled, fresh} = this.view.slots(key, index);
-    const first = index * this.view.size;
-    const tokens = this.view.tokens(key).slice(first, first + this.view.size);
+  entry(index, block, refs, filled, fresh, isSmall, tokens) {
     const label = `logical block ${index}, physical block ${block}, ${filled} of ${this.view.size} slots filled, ${plural(refs, "reference")}`;
-    return h("button", {type: "button", class: `np-entry ${isShared ? "np-same" : ""}`, "data-block": block, tabindex: index === 0 ? 0 : -1, "aria-label": label},
+    return h("button", {type: "button", class: `np-entry ${isSmall ? "np-small-entry" : ""}`, "data-block": block,
+      tabindex: index === 0 ? 0 : -1, "aria-label": label},
       h("span", {class: "np-id"}, `#${block}`, refs > 1 ? h("small", {}, `\u00d7${refs}`) : null),
-      isShared ? null : this.slotBar(tokens, filled, fresh));
+      isSmall ? null : this.slotBar(tokens, filled, fresh));
   }
 
-  // The slots of a block: with their tokens, if there are few.
+  // The slots of a block: with a token in each, if they are few.
   slotBar(tokens, filled, fresh) {
     const {size} = this.view;
+    if (size > 4) {
+      return h("span", {class: "np-slots", "aria-hidden": "true"},
+        h("bdi", {class: "np-slottext"}, tokens.map(token => this.piece(token)).join("")),
+        this.meter(filled, fresh));
+    }
     const kind = slot => slot >= filled ? "np-empty" : slot >= filled - fresh ? "np-now" : "np-done";
-    const slotText = token => token === undefined ? "" : this.piece(token).replace(/^ /, "\u00b7");
-    const slots = Array.from({length: size}, (_, slot) => h("i", {class: kind(slot)},
-      size <= 4 && slot < filled ? slotText(tokens[slot]) : ""));
-    const text = size <= 4 ? null
-      : h("bdi", {class: "np-slottext"}, tokens.slice(0, filled).map(token => this.piece(token)).join(""));
-    return h("span", {class: `np-slots ${size <= 4 ? "np-wide" : ""}`, "aria-hidden": "true"}, text,
-      h("span", {class: "np-slotrow"}, size <= 32 ? slots : this.meter(filled)));
+    return h("span", {class: "np-slots np-wide", "aria-hidden": "true"}, Array.from({length: size}, (_, slot) =>
+      h("i", {class: kind(slot)}, slot < filled ? this.piece(tokens[slot] ?? null).replace(/^ /, "\u00b7") : "")));
   }
 
-  meter(filled) {
-    return [h("i", {class: "np-done", style: `flex-grow: ${filled}`}),
-            h("i", {class: "np-empty", style: `flex-grow: ${this.view.size - filled}`})];
+  meter(filled, fresh) {
+    const {size} = this.view;
+    const part = (kind, count) => count > 0 ? h("i", {class: kind, style: `flex-grow: ${count}`}) : null;
+    return h("span", {class: "np-meter", style: `--size: ${size}`, "aria-hidden": "true"},
+      part("np-done", filled - fresh), part("np-now", fresh), part("np-empty", size - filled));
   }
 
   drawPools() {
     const {state} = this.tape;
     const {stats, num_blocks: total, block_size: size} = state;
     const slots = stats.blocks_used * size;
-    const share = slots === 0 ? "" : `, ${Math.round(100 * stats.tokens_held / slots)}% of their slots filled`;
-    this.usage.textContent = `Device: ${stats.blocks_used} of ${plural(total, "block")} in use${share}.`;
+    const share = slots === 0 ? "" : `, ${Math.round(100 * stats.tokens_held / slots)}% filled`;
+    this.poolsNote.textContent = `${stats.blocks_used} of ${plural(total, "block")} in use${share}`;
     for (const [place, cells] of [[this.device, this.cells.device], [this.swap, this.cells.swap]]) {
-      sync(place, cells.map((block, index) => {
-        const owners = this.view.owners.get(block) ?? [];
-        const content = place.classList.contains("np-large") ? this.view.content(block) : [];
-        const data = JSON.stringify([this.view.refs(block), this.view.isCached(block), owners,
-          this.view.filled(block), content, this.rankOf(block)]);
-        return {key: block, data, build: () => this.cell(block, owners, content, index === 0)};
-      }));
+      const isLarge = cells.length <= MOST_LARGE_CELLS;
+      sync(place, cells.map((block, index) => ({key: block,
+        build: () => h("button", {type: "button", "data-block": block, tabindex: index === 0 ? 0 : -1}),
+        fill: cell => this.fillCell(cell, block, isLarge)})));
     }
     this.note(this.deviceNote, total, this.cells.device.length);
     this.note(this.swapNote, state.num_swap_blocks, this.cells.swap.length);
@@ -683,20 +699,33 @@ class Player {
     return this.view.refs(block) === 0 && this.view.isCached(block) ? this.view.rank.get(block) : 0;
   }
 
-  cell(block, owners, content, isFirst) {
+  // A small cell shows whose a block is; a large one shows what is in it, too.
+  fillCell(cell, block, isLarge) {
     const refs = this.view.refs(block);
+    const owners = this.view.owners.get(block) ?? [];
     const rank = this.rankOf(block);
-    const groups = [...new Set(owners.map(({key}) => groupOf(key)))];
-    const kind = refs > 0 ? `np-used ${hue(groups[0] ?? 0)}` : rank ? "np-cached" : "np-free";
-    const isLarge = (this.view.isOnDevice(block) ? this.device : this.swap).classList.contains("np-large");
-    const names = owners.map(({key}) => key);
+    const groups = new Set(owners.map(({key}) => groupOf(key)));
+    const kind = refs > 0 ? `np-used ${hue(groupOf(owners[0]?.key ?? "0"))}` : rank ? "np-cached" : "np-free";
+    const name = `np-cell ${kind} ${groups.size > 1 ? "np-mixed" : ""}`;
+    if (cell.npName !== name || cell.npRefs !== refs) {
+      cell.npName = cell.className = name;
+      cell.npRefs = cell.dataset.refs = refs;
+      cell.setAttribute("aria-label", `block ${block}, ${refs > 0 ? plural(refs, "reference") : rank ? "free and cached" : "free"}`);
+    }
+    if (isLarge) {
+      const names = owners.map(({key}) => key);
+      const data = [refs, rank, names, this.view.filled(block), this.view.content(block)];
+      sync(cell, [{key: "in", data: JSON.stringify(data), build: () => this.cellContent(block, ...data)}]);
+    }
+  }
+
+  cellContent(block, refs, rank, names, filled, content) {
     const badge = refs > 0 ? `\u00d7${refs}` : rank ? ordinal(rank) : "";
-    return h("button", {type: "button", class: `np-cell ${kind} ${groups.length > 1 ? "np-mixed" : ""}`,
-      "data-block": block, "data-refs": refs, tabindex: isFirst ? 0 : -1, "aria-label": this.describe(block)},
+    return h("span", {class: "np-in"},
       h("span", {class: "np-id"}, `${block}`, badge ? h("small", {}, badge) : null),
-      isLarge ? h("bdi", {class: "np-celltext"}, content.map(token => this.piece(token)).join("")) : null,
-      isLarge ? h("span", {class: "np-owners"}, names.length > 3 ? `${names.slice(0, 2).join(" ")} +${names.length - 2}` : names.join(" ")) : null,
-      isLarge && refs > 0 ? h("span", {class: "np-slotrow", "aria-hidden": "true"}, this.meter(this.view.filled(block))) : null);
+      h("bdi", {class: "np-celltext"}, content.map(token => this.piece(token)).join("")),
+      h("span", {class: "np-owners"}, names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(" ")),
+      refs > 0 ? this.meter(filled, 0) : null);
   }
 
   // One block, in words.
@@ -718,18 +747,14 @@ class Player {
 
   drawStory() {
     const {events} = this.frame;
-    const minor = ["sample", "grow", "publish", "chunk", "admit"];
     this.sentences.replaceChildren(...events.map(([kind, sentence], index) =>
       h("li", {class: `np-event np-event-${kind}`},
         h("button", {type: "button", class: "np-kind", onclick: () => this.choose(index)}, this.trace.kinds[kind].label),
         h("span", {}, this.sentence(sentence)))));
     if (events.length === 0) {
-      const quiet = this.frame.phase === "scheduled"
-        ? "Every running sequence computes its next token, in a slot that it already has."
-        : "Nothing else changes.";
-      this.sentences.append(h("li", {}, h("span", {}, quiet)));
+      this.sentences.append(h("li", {}, h("span", {}, "Nothing else happens here.")));
     }
-    const notable = events.findIndex(([kind]) => !minor.includes(kind));
+    const notable = events.findIndex(([kind]) => !this.trace.kinds[kind].minor);
     this.choose(notable >= 0 ? notable : 0);
   }
 
@@ -744,17 +769,13 @@ class Player {
 
   // Show the source of one of the events.
   choose(index) {
-    const kind = this.frame.events[index]?.[0];
+    const kind = this.frame.events[index]?.[0] ?? "compute";
     [...this.sentences.children].forEach((item, at) => {
       item.classList.toggle("np-chosen", at === index);
       item.querySelector("button")?.setAttribute("aria-pressed", String(at === index));
     });
     if (kind === this.shownKind) return;
     this.shownKind = kind;
-    if (!kind) {
-      this.source.replaceChildren();
-      return;
-    }
     const {file, name, lines, at, paper} = this.trace.kinds[kind];
     const code = lines.map((line, number) => h(number === at ? "mark" : "span", {}, `${line}\n`));
     this.source.replaceChildren(
@@ -812,11 +833,11 @@ class Player {
     for (const {table} of Object.values(this.tape.state.seqs)) {
       for (const block of table) counted.set(block, (counted.get(block) ?? 0) + 1);
     }
-    const cells = this.root.querySelectorAll(".np-cell");
-    for (const cell of cells) {
+    for (const cell of this.root.querySelectorAll(".np-cell")) {
       const block = Number(cell.dataset.block);
       const expected = counted.get(block) ?? 0;
-      const shown = Number(cell.querySelector("small")?.textContent.match(/^\u00d7(\d+)$/)?.[1] ?? 0);
+      const badge = cell.querySelector("small")?.textContent.match(/^\u00d7(\d+)$/);
+      const shown = cell.firstChild ? Number(badge?.[1] ?? 0) : Number(cell.dataset.refs);
       if (shown !== expected) failures.push(`frame ${frame}: block ${block} shows ${shown} references and has ${expected}`);
       counted.delete(block);
     }

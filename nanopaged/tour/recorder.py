@@ -22,11 +22,10 @@ from nanopaged.tour.page import page
 from nanopaged.tour.source import excerpt
 from nanopaged.tour.state import Delta, State, diff, fold, take_state
 
-# A long run is thinned out: from MANY_FRAMES on, frames are kept only if something
-# rare happens, and beyond the most frames, or characters, only the last one.
-MANY_FRAMES = 2_000
-MOST_FRAMES = 4_000
-MOST_CHARACTERS = 6_000_000
+# A long run is thinned out: from MANY frames or characters on, frames are kept only if
+# something rare happens, and beyond the MOST, only the last one.
+MANY_FRAMES, MOST_FRAMES = 2_000, 4_000
+MANY_CHARACTERS, MOST_CHARACTERS = 2_000_000, 4_000_000
 NUM_FINISHED = 6  # requests that are shown after their end
 
 
@@ -87,7 +86,8 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _look(self, phase: str, batch: Batch | None, is_last: bool = False) -> None:
         """Compare the state with that of the phase before, and keep it as a frame."""
-        state = take_state(self.llm.scheduler, self._known, self._batch)
+        scheduler = self.llm.scheduler
+        state = take_state(scheduler, self._known, self._batch, self._last)
         events = find_events(self._last, state, batch)
         has_changed = state != self._last
         self._last = state
@@ -101,11 +101,12 @@ class Trace(AbstractContextManager["Trace"]):
             self.left_out += 1
 
     def _has_room(self, events: list[Event]) -> bool:
-        num_frames = len(self.frames)
-        if num_frames >= MOST_FRAMES or self.num_characters >= MOST_CHARACTERS:
+        num_frames, num_characters = len(self.frames), self.num_characters
+        if num_frames >= MOST_FRAMES or num_characters >= MOST_CHARACTERS:
             return False
+        is_long = num_frames >= MANY_FRAMES or num_characters >= MANY_CHARACTERS
         is_rare = any(not KINDS[event.kind].is_minor for event in events)
-        return num_frames < MANY_FRAMES or is_rare
+        return is_rare or not is_long
 
     def _keep(self, phase: str, state: State, events: list[Event]) -> None:
         for group in state["groups"].values():
@@ -140,10 +141,11 @@ class Trace(AbstractContextManager["Trace"]):
         """All but the frames. Only what happened is explained."""
         kinds = {}
         for name, kind in KINDS.items():
-            if any(f'["{name}",' in frame for frame in self.frames):
+            if name == "compute" or any(f'["{name}",' in f for f in self.frames):
                 kinds[name] = {
                     "label": kind.label,
                     "paper": kind.paper,
+                    "minor": kind.is_minor,
                     **excerpt(kind.symbol, kind.line),
                 }
         return {

@@ -23,7 +23,7 @@ FEATURES = (
     "publish",
     "finish",
 )
-SOFT = "ROMEO:\nBut, soft! what light"
+SOFT = "ROMEO:\nBut, soft! what light through yonder"
 JULIET = "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?"
 
 
@@ -42,15 +42,15 @@ def showcase(path: str | Path | None = None) -> Trace:
     )
     title = "Four requests in a pool that is too small for them"
     with llm, trace(llm, path, title) as run:
-        greedy = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-        samples = SamplingParams(n=3, temperature=0.8, max_tokens=14, seed=5)
+        greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        samples = SamplingParams(n=3, temperature=0.8, max_tokens=9, seed=5)
         llm.add_request(JULIET, greedy)
         llm.add_request(SOFT, samples)
         for _ in range(4):
             llm.step()
 
-        llm.add_request(SOFT, BeamSearchParams(beam_width=3, max_tokens=9))
-        llm.add_request(SOFT + " through", greedy)
+        llm.add_request(SOFT, BeamSearchParams(beam_width=3, max_tokens=7))
+        llm.add_request(SOFT + " window", greedy)
         while llm.has_unfinished_requests():
             llm.step()
     return run

@@ -7,20 +7,18 @@ be written as JSON, and no None, which stands for "deleted" in a delta:
     state  {"running": ["0", "1"],     "seqs": {"0.0": {"computed": 6, ..}, "1.0": ..}}
     delta  {"running": [[1, 1, ["2"]]], "seqs": {"0.0": {"computed": 7}, "1.0": None}}
 
-A dict in a delta goes one level down, a list has splices [start, how many are deleted,
-what is inserted there], and everything else is a new value.
+A dict in a delta goes one level down. A list has splices, [start, how many are deleted,
+what is inserted there], and items that are appended. Everything else is a new value.
 """
 
 from typing import Any, TypeAlias
 
-from nanopaged.block_manager import BlockManager
+from nanopaged.block_manager import Block
 from nanopaged.scheduler import Batch, ControlMessage, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
 State: TypeAlias = dict[str, Any]
 Delta: TypeAlias = dict[str, Any]
-# [start, number of deleted items, inserted items]
-Splice: TypeAlias = list[Any]
 
 STATS = (
     "blocks_used",
@@ -39,12 +37,17 @@ STATS = (
 
 
 def take_state(
-    scheduler: Scheduler, known: dict[str, SequenceGroup], batch: Batch | None
+    scheduler: Scheduler,
+    known: dict[str, SequenceGroup],
+    batch: Batch | None,
+    last: State | None = None,
 ) -> State:
     """Everything that the page shows, as it is now.
 
     known: all requests that are shown, by id; those that are new in a queue are added.
     batch: the step that is under way, or the last one.
+    last: the state before this one. What has not changed is taken from it, so that a
+    large engine leaves little work to the garbage collector.
     """
     for group in (*scheduler.running, *scheduler.waiting):
         known[group.request_id] = group
@@ -53,13 +56,26 @@ def take_state(
     in_queue = {*waiting, *running}
     finished = [request_id for request_id in known if request_id not in in_queue]
 
+    old = last or {"groups": {}, "seqs": {}, "blocks": {}}
     message = batch.message if batch else ControlMessage()
     counts = dict(zip(message.rows, message.counts, strict=True))
-    seqs = {}
+    groups: State = {}
+    seqs: State = {}
     for request_id, group in known.items():
+        groups[request_id] = old["groups"].get(request_id) or group_state(group)
         for index, seq in enumerate(group.sequences):
-            seqs[f"{request_id}.{index}"] = sequence_state(seq, counts)
+            key = f"{request_id}.{index}"
+            seqs[key] = reuse(old["seqs"].get(key), sequence_state(seq, counts))
+
     manager = scheduler.block_manager
+    blocks: State = {}
+    for block_id, block in enumerate(manager.blocks):
+        if block.ref_count > 0 or block.content is not None:
+            key = str(block_id)
+            is_cached = manager.published.get(block.hash) == block_id
+            state = block_state(block, is_cached)
+            blocks[key] = reuse(old["blocks"].get(key), state)
+
     stats = scheduler.measure()
     return {
         "block_size": manager.block_size,
@@ -69,13 +85,17 @@ def take_state(
         "waiting": waiting,
         "running": running,
         "finished": finished,
-        "groups": {id: group_state(group) for id, group in known.items()},
+        "groups": groups,
         "seqs": seqs,
-        "blocks": block_states(manager),
+        "blocks": blocks,
         "free": list(manager.free_blocks),
         "free_swap": list(manager.free_swap_blocks),
         "stats": {name: getattr(stats, name) for name in STATS},
     }
+
+
+def reuse(old: State | None, new: State) -> State:
+    return old if old is not None and old == new else new
 
 
 def group_state(group: SequenceGroup) -> State:
@@ -105,21 +125,17 @@ def sequence_state(seq: Sequence, counts: dict[int, int]) -> State:
     }
 
 
-def block_states(manager: BlockManager) -> State:
-    """The blocks that somebody holds, or that have a name; by id, as a string."""
-    states: State = {}
-    for block_id, block in enumerate(manager.blocks):
-        if block.content is not None:
-            states[str(block_id)] = {
-                "refs": block.ref_count,
-                "name": block.name,
-                # Others can find it. Of two blocks with one name, one is found.
-                "cached": manager.published.get(block.hash) == block_id,
-                "tokens": block.content[1],
-            }
-        elif block.ref_count > 0:
-            states[str(block_id)] = {"refs": block.ref_count}
-    return states
+def block_state(block: Block, is_cached: bool) -> State:
+    """is_cached: others can find it. Of several blocks with one name, one is found."""
+    if block.content is None:
+        return {"refs": block.ref_count}
+    _, token_ids = block.content
+    return {
+        "refs": block.ref_count,
+        "name": block.name,
+        "cached": is_cached,
+        "tokens": token_ids,
+    }
 
 
 # -- Deltas ----------------------------------------------------------------------------
@@ -150,26 +166,31 @@ def fold(state: State, delta: Delta) -> None:
             fold(state.setdefault(key, {}), change)
         elif isinstance(change, list):
             items = state.setdefault(key, [])
-            for start, num_deleted, inserted in change:
-                items[start : start + num_deleted] = unpack(inserted)
+            for part in change:
+                if isinstance(part, list):
+                    start, num_deleted, inserted = part
+                    items[start : start + num_deleted] = unpack(inserted)
+                else:
+                    items.append(part)
         else:
             state[key] = change
 
 
-def splices(old: list[Any], new: list[Any]) -> list[Splice]:
+def splices(old: list[Any], new: list[Any]) -> list[Any]:
     """The splices that turn `old` into `new`, last one first, so that indices hold.
 
     Lists of tokens and tables grow at their end. Queues and free lists also lose items
     anywhere and get some at the front. What they keep, keeps its order.
     """
     if new[: len(old)] == old:
-        return [[len(old), 0, pack(new[len(old) :])]]
+        appended = new[len(old) :]
+        return appended if len(appended) < 3 else [[len(old), 0, pack(appended)]]
     first, last = longest_kept(old, new)
     if first == last:
         return [[0, len(old), pack(new)]]
 
     position = {item: index for index, item in enumerate(old)}
-    found: list[Splice] = []
+    found: list[Any] = []
     end = len(old)
     inserted = new[last:]
     for item in reversed(new[first:last]):
