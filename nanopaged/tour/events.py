@@ -271,7 +271,7 @@ def find_evictions(before: State, after: State) -> Iterator[Event]:
 
 
 def find_copies(after: State, batch: Batch) -> Iterator[Event]:
-    """Copies of one block share a sentence: after a fork, all but one writer take one."""
+    """Copies of one block share a sentence: after a fork, all writers but one copy."""
     copies_of: dict[int, list[int]] = {}
     for shared, copy in batch.message.copies:
         copies_of.setdefault(shared, []).append(copy)
@@ -282,13 +282,11 @@ def find_copies(after: State, batch: Batch) -> Iterator[Event]:
             for key, seq in after["seqs"].items()
             if not set(copies).isdisjoint(seq["table"])
         ]
-        it, gets, writes = ("It", "gets a copy", "writes")
-        if len(copies) > 1:
-            it, gets, writes = ("They", "get copies", "write")
+        gets = "It gets a copy" if len(copies) == 1 else "They get copies"
         yield Event(
             "copy",
-            f"{listed(writers, '@')} {be(writers)} about to write into #{shared}, which "
-            f"others hold too. {it} {gets}, {listed(copies, '#')}, and {writes} there.",
+            f"{listed(writers, '@')} {be(writers)} about to write into #{shared}, "
+            f"which others hold too. {gets} to write into, {listed(copies, '#')}.",
         )
 
 
