@@ -7,6 +7,7 @@ every phase of random workloads; and the same requests give the same tokens with
 import json
 import random
 from collections import Counter
+from xml.etree import ElementTree
 
 import pytest
 
@@ -21,7 +22,7 @@ from helpers import (
     swap_space,
 )
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.tour import trace
+from nanopaged.tour import picture, trace
 from nanopaged.tour.events import KINDS
 from nanopaged.tour.recorder import MANY_FRAMES, token_text
 from nanopaged.tour.showcase import FEATURES, showcase
@@ -417,6 +418,29 @@ def test_a_token_has_its_text_with_the_space_before_it(
         text = "".join(token_text(each, token) for token in ids)
         assert text.strip() == "the table of the block"
     assert token_text(None, 12) == " 12"
+
+
+# --- the README's picture ---
+
+
+def test_the_readmes_picture_is_the_one_that_is_made_from_a_run(tmp_path):
+    path = picture.write(tmp_path)
+    committed = ROOT / ".github" / "assets" / path.name
+    assert path.read_bytes() == committed.read_bytes(), (
+        "run `python -m nanopaged.tour picture`"
+    )
+
+
+def test_the_picture_escapes_text_and_describes_itself():
+    run = picture.record()
+    state = run.states()[-1]
+    pieces = run.pieces | dict.fromkeys(run.pieces, "<&")
+    root = ElementTree.fromstring(picture.draw(state, pieces))
+    texts = [element.text for element in root.iter() if element.text]
+    assert "<&" in texts
+    (description,) = (text for text in texts if text.startswith("Sequence 1.0 has"))
+    for seq in state["seqs"].values():
+        assert ", ".join(map(str, seq["table"])) in description
 
 
 # --- size ---
