@@ -154,6 +154,7 @@ class Plot:
                paper: Mapping[str, object] | None, unit: str) -> Html:
         ident = f"figure-{slug(title)}"
         title, caption = html.escape(title), html.escape(caption)
+        unit = html.escape(unit)
         numbers_title = f"The numbers, in {unit}" if unit else "The numbers"
         return Html(
             f'<figure class="plot"><figcaption id="{ident}"><strong>{title}</strong> '

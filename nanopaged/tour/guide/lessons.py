@@ -251,6 +251,8 @@ def step() -> Values:
         "samples": str(first.samples),
         "sampled_rows": str(first.sampled_rows),
         "tables": json.dumps(first.table_updates),
+        "row_a": first.table_updates[0][0],
+        "row_b": first.table_updates[1][0],
         "table_a": str(first.table_updates[0][2]),
         "table_b": str(first.table_updates[1][2]),
         "shared": " and ".join(map(str, shared)),
