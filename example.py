@@ -1,8 +1,8 @@
 """Stream answers to a few prompts, then see what the KV cache did.
 
-python example.py                                 # the bundled model, offline
-python example.py --model Qwen/Qwen3-0.6B --chat  # a hub id, or a directory
-python example.py --trace run.html                # and a page that shows every step
+    python example.py                                 # the bundled model, offline
+    python example.py --model Qwen/Qwen3-0.6B --chat  # a hub id, or a directory
+    python example.py --trace run.html                # and a page that shows every step
 """
 
 import argparse
@@ -58,7 +58,9 @@ def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:
         print(f"\n> {question}\n{output.outputs[0].text}")
 
 
-def stream(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+def stream(
+    llm: LLM, prompts: list[str], params: SamplingParams
+) -> list[RequestOutput]:
     """Run all prompts in one batch, and print the first while its tokens arrive."""
     print(prompts[0], end="", flush=True)
     latest: dict[int, RequestOutput] = {}

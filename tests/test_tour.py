@@ -24,7 +24,8 @@ from helpers import (
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.tour import picture, trace
 from nanopaged.tour.events import KINDS
-from nanopaged.tour.recorder import MANY_FRAMES, token_text
+from nanopaged.tour.pieces import Pieces
+from nanopaged.tour.recorder import MANY_FRAMES
 from nanopaged.tour.showcase import FEATURES, showcase
 from nanopaged.tour.source import excerpt, find, source_lines
 from nanopaged.tour.state import diff, fold, pack, unpack
@@ -397,7 +398,7 @@ def test_a_page_with_half_of_a_surrogate_pair_can_be_written(llama, engine, tmp_
     llm = engine(llama)
     with trace(llm, tmp_path / "run.html", title="\ud83d half") as run:
         llm.generate([[1, 2, 3]], greedy(1), use_tqdm=False)
-    run.pieces[1] = "\udc00"
+    run.pieces.texts[1] = "\udc00"
     run.save(tmp_path / "run.html")
     assert (
         data_of((tmp_path / "run.html").read_text("utf-8"))["pieces"]["1"] == "\udc00"
@@ -415,9 +416,19 @@ def test_a_token_has_its_text_with_the_space_before_it(
 ):
     for each in (tokenizer, sentencepiece_tokenizer):
         ids = each("the table of the block", add_special_tokens=False).input_ids
-        text = "".join(token_text(each, token) for token in ids)
+        pieces = Pieces(each)
+        pieces.add(ids)
+        text = "".join(pieces.texts[token] for token in ids)
         assert text.strip() == "the table of the block"
-    assert token_text(None, 12) == " 12"
+    assert Pieces(None).text(12) == " 12"
+
+
+def test_tokens_that_make_up_one_character_have_a_text_together(tokenizer):
+    pieces = Pieces(tokenizer)
+    ids = tokenizer("a\U0001f600b", add_special_tokens=False).input_ids
+    pieces.add(ids)
+    assert len(ids) == 6
+    assert pieces.texts[",".join(map(str, ids[1:5]))] == "\U0001f600"
 
 
 # --- the README's picture ---
@@ -434,7 +445,7 @@ def test_the_readmes_picture_is_the_one_that_is_made_from_a_run(tmp_path):
 def test_the_picture_escapes_text_and_describes_itself():
     run = picture.record()
     state = run.states()[-1]
-    pieces = run.pieces | dict.fromkeys(run.pieces, "<&")
+    pieces = dict.fromkeys(run.pieces.texts, "<&")
     root = ElementTree.fromstring(picture.draw(state, pieces))
     texts = [element.text for element in root.iter() if element.text]
     assert "<&" in texts

@@ -9,11 +9,14 @@ changes when the engine does, and a test compares it with the one in the reposit
 import html
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.tour.events import refs
 from nanopaged.tour.recorder import Trace, trace
 from nanopaged.tour.state import State
+
+Texts: TypeAlias = dict[int | str, str]  # of tokens
 
 NAME = "paged.svg"
 NUM_STEPS = 3  # of the run, when the picture is taken
@@ -63,7 +66,7 @@ def write(directory: str | Path) -> Path:
     path = Path(directory) / NAME
     run = record()
     state = run.states()[-1]
-    path.write_text(draw(state, run.pieces), encoding="utf-8")
+    path.write_text(draw(state, run.pieces.texts), encoding="utf-8")
     return path
 
 
@@ -94,7 +97,7 @@ def record() -> Trace:
         return run
 
 
-def draw(state: State, pieces: dict[int, str]) -> str:
+def draw(state: State, pieces: Texts) -> str:
     """The picture of a state, as SVG; `pieces` has the text of every token."""
     seqs = {key: seq for key, seq in state["seqs"].items() if seq["table"]}
     num_rows = sum(len(seq["table"]) + 1 for seq in seqs.values())
@@ -129,7 +132,7 @@ def draw(state: State, pieces: dict[int, str]) -> str:
     return "\n".join(parts)
 
 
-def draw_tables(state: State, seqs: State, pieces: dict[int, str]) -> Iterator[str]:
+def draw_tables(state: State, seqs: State, pieces: Texts) -> Iterator[str]:
     """The sequences, with a line from each logical block to its physical block."""
     size = state["block_size"]
     y = TOP
@@ -159,7 +162,7 @@ def draw_tables(state: State, seqs: State, pieces: dict[int, str]) -> Iterator[s
         yield "</g>"
 
 
-def draw_pool(state: State, seqs: State, pieces: dict[int, str]) -> Iterator[str]:
+def draw_pool(state: State, seqs: State, pieces: Texts) -> Iterator[str]:
     """All blocks of the device: what they hold, and for whom."""
     size = state["block_size"]
     for block_id in range(state["num_blocks"]):
@@ -207,9 +210,7 @@ def describe_owners(state: State, block_id: int, owners: list[tuple[str, int]]) 
     return f"{names} \u00b7 {num_refs} reference{'s' if num_refs > 1 else ''}"
 
 
-def block(
-    x: int, y: int, kind: str, held: list[int], size: int, pieces: dict[int, str]
-) -> str:
+def block(x: int, y: int, kind: str, held: list[int], size: int, pieces: Texts) -> str:
     """A block with the tokens it holds; `kind` is a class of the style."""
     width = size * SLOT
     shape = f'x="{x}" y="{y}" width="{width}" height="{BLOCK_HEIGHT}" rx="5"'
@@ -225,7 +226,7 @@ def block(
     return "".join(parts)
 
 
-def text_of(token_ids: list[int], pieces: dict[int, str]) -> str:
+def text_of(token_ids: list[int], pieces: Texts) -> str:
     """Text with spaces and line breaks to be seen, escaped for SVG."""
     text = "".join(pieces[token] for token in token_ids)
     return html.escape(text.replace(" ", "\u00b7").replace("\n", "\u21b5"))

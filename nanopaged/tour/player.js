@@ -11,7 +11,7 @@
 const PAPER = "https://arxiv.org/abs/2309.06180";
 const MOST_GROUPS = 12;      // requests that are drawn, until somebody asks for more
 const MOST_LARGE_CELLS = 64; // of a pool: beyond that, cells are small and have no text
-const MOST_TOKENS = 90;      // tokens of one sequence that are drawn
+const MOST_TOKENS = 120;      // tokens of one sequence that are drawn
 const NUM_HUES = 6;
 const FRAME_MS = 900;
 const PHASES = {
@@ -567,9 +567,10 @@ class Player {
     const start = Math.max(first, end - MOST_TOKENS);
     const pieces = [];
     if (start > first) pieces.push(["elided", `${start - first} tokens \u2026 `]);
+    const texts = this.texts(tokens.slice(start, end + 3));   // a character may go on past the end
     for (let index = start; index < end; index += 1) {
       const kind = isOver || index < computed - now ? "done" : index < computed ? "now" : "todo";
-      const text = this.piece(tokens[index] ?? null);
+      const text = index < tokens.length ? texts[index - start] : this.piece(null);
       if (pieces.at(-1)?.[0] === kind) pieces.at(-1)[1] += text;
       else pieces.push([kind, text]);
     }
@@ -583,6 +584,22 @@ class Player {
 
   piece(token) {
     return token === null ? "?" : visible(this.trace.pieces[token] ?? "");
+  }
+
+  // The texts of tokens that follow each other. Several may make up one character: the
+  // first one has it, and the others are empty.
+  texts(tokens) {
+    const texts = tokens.map(token => this.piece(token));
+    for (let index = 0; index < texts.length; index += 1) {
+      if (!texts[index].includes("\ufffd")) continue;
+      for (let length = 2; length <= 4; length += 1) {
+        const text = this.trace.pieces[tokens.slice(index, index + length).join()];
+        if (text === undefined) continue;
+        texts.splice(index, length, visible(text), ...Array(length - 1).fill(""));
+        break;
+      }
+    }
+    return texts;
   }
 
   drawTables() {
@@ -658,7 +675,7 @@ class Player {
     const {size} = this.view;
     if (size > 4) {
       return h("span", {class: "np-slots", "aria-hidden": "true"},
-        h("bdi", {class: "np-slottext"}, tokens.map(token => this.piece(token)).join("")),
+        h("bdi", {class: "np-slottext"}, this.texts(tokens).join("")),
         this.meter(filled, fresh));
     }
     const kind = slot => slot >= filled ? "np-empty" : slot >= filled - fresh ? "np-now" : "np-done";
@@ -723,7 +740,7 @@ class Player {
     const badge = refs > 0 ? `\u00d7${refs}` : rank ? ordinal(rank) : "";
     return h("span", {class: "np-in"},
       h("span", {class: "np-id"}, `${block}`, badge ? h("small", {}, badge) : null),
-      h("bdi", {class: "np-celltext"}, content.map(token => this.piece(token)).join("")),
+      h("bdi", {class: "np-celltext"}, this.texts(content).join("")),
       h("span", {class: "np-owners"}, names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(" ")),
       refs > 0 ? this.meter(filled, 0) : null);
   }
@@ -733,7 +750,7 @@ class Player {
     const refs = this.view.refs(block);
     const owners = this.view.owners.get(block) ?? [];
     const pool = this.view.isOnDevice(block) ? "" : "CPU ";
-    const text = this.view.content(block).map(token => this.piece(token)).join("");
+    const text = this.texts(this.view.content(block)).join("");
     const quoted = text ? ` It holds \u201c${text}\u201d.` : "";
     const found = this.view.isCached(block) ? " Others can find it." : "";
     if (refs > 0) {

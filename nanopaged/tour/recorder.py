@@ -19,6 +19,7 @@ from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.events import KINDS, Event, find_events
 from nanopaged.tour.page import page
+from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
 from nanopaged.tour.state import Delta, State, diff, fold, take_state
 
@@ -52,7 +53,7 @@ class Trace(AbstractContextManager["Trace"]):
         self.frames: list[str] = []
         self.num_characters = 0
         self.left_out = 0  # frames
-        self.pieces: dict[int, str] = {}  # token id -> its text
+        self.pieces = Pieces(llm.tokenizer)
         self._known: dict[str, SequenceGroup] = {}
         self._batch: Batch | None = None  # the last one that was scheduled
         self._last: State = {}  # at the last phase
@@ -110,9 +111,9 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _keep(self, phase: str, state: State, events: list[Event]) -> None:
         for group in state["groups"].values():
-            self._add_pieces(group["prompt_tokens"])
+            self.pieces.add(group["prompt_tokens"])
         for seq in state["seqs"].values():
-            self._add_pieces(seq["tokens"])
+            self.pieces.add(seq["tokens"])
 
         frame = {
             "step": self.llm.scheduler.stats.steps - self._first_step,
@@ -124,11 +125,6 @@ class Trace(AbstractContextManager["Trace"]):
         self.frames.append(text)
         self.num_characters += len(text)
         self._kept = state
-
-    def _add_pieces(self, token_ids: list[int]) -> None:
-        for token in token_ids:
-            if token not in self.pieces:
-                self.pieces[token] = token_text(self.llm.tokenizer, token)
 
     # -- What it gives -----------------------------------------------------------------
 
@@ -150,7 +146,7 @@ class Trace(AbstractContextManager["Trace"]):
                 }
         return {
             "title": self.title,
-            "pieces": self.pieces,
+            "pieces": self.pieces.texts,
             "left_out": self.left_out,
             "kinds": kinds,
         }
@@ -181,14 +177,3 @@ def unfold(deltas: list[Delta]) -> list[State]:
         fold(state, delta)
         states.append(json.loads(json.dumps(state)))
     return states
-
-
-def token_text(tokenizer: Any, token: int) -> str:
-    """The text of one token in the middle of a text; without a tokenizer, its id."""
-    if tokenizer is None:
-        return f" {token}"
-    # Alone, or after a special token, some tokenizers drop a leading space.
-    (anchor, *_) = tokenizer("a", add_special_tokens=False).input_ids
-    before = tokenizer.decode([anchor])
-    text = str(tokenizer.decode([anchor, token]))
-    return text[len(before) :] if text.startswith(before) else text
