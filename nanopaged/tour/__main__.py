@@ -113,7 +113,7 @@ def picture_command(arguments: Sequence[str]) -> None:
 
     from nanopaged.tour import picture
 
-    picture.write(directory)
+    print(f"The picture is in {picture.write(directory)}")
 
 
 def positive_int(text: str) -> int:

@@ -6,10 +6,13 @@ function of the same name in `lessons`, while the page is made.
 
 import html
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from nanopaged.tour.guide import claims, lessons
 from nanopaged.tour.guide.markdown import Renderer
@@ -79,9 +82,23 @@ def write(directory: Path,
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = (directory / "index.html").resolve()
-    text = make_page(progress)
+    with one_thread():
+        text = make_page(progress)
     path.write_bytes(text.encode(*ESCAPED))
     return path
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one core: the model is so small that a second one hardly helps, and
+    while the machine does something else, threads that wait for each other are slow.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def make_page(progress: Callable[[int, int, str], None]) -> str:

@@ -15,7 +15,8 @@ from nanopaged.tour.guide.source import fold
 Rows: TypeAlias = Mapping[str, Mapping[str, float]]  # name -> {column: number}
 
 WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 40, 46  # margins around the plot
+LEFT, RIGHT, TOP, BOTTOM = 46, 12, 48, 46  # margins around the plot
+PAPER = "the paper's"
 LEAST_BAR = 30  # a shorter bar has no room for its number
 MARKERS = (
     '<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>',
@@ -135,20 +136,22 @@ class Plot:
             f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>')
 
     def legend(self, names: list[str], with_paper: bool, markers: bool = False) -> None:
-        x = float(LEFT)
-        for index, name in enumerate(names):
-            if markers:
-                self.marker(x + 5, 16, index)
+        x, y = float(LEFT), 12.0
+        for index, name in enumerate([*names, PAPER] if with_paper else names):
+            length = 34 + 7 * len(name)
+            if x + length > WIDTH:
+                x, y = float(LEFT), y + 18
+            if name == PAPER:
+                path = DIAMOND.format(x=x + 5, y=y)
+                self.parts.append(f'<path class="paper" d="{path}"/>')
+            elif markers:
+                self.marker(x + 5, y, index)
             else:
                 self.parts.append(
-                    f'<rect class="series-{index}" x="{x:.1f}" y="11" width="10" '
-                    'height="10"/>')
-            self.text(x + 15, 21, name, "legend")
-            x += 30 + 6.6 * len(name)
-        if with_paper:
-            path = DIAMOND.format(x=x + 5, y=16)
-            self.parts.append(f'<path class="paper" d="{path}"/>')
-            self.text(x + 15, 21, "the paper's", "legend")
+                    f'<rect class="series-{index}" x="{x:.1f}" y="{y - 5:.1f}" '
+                    'width="10" height="10"/>')
+            self.text(x + 15, y + 5, name, "legend")
+            x += length
 
     def figure(self, title: str, rows: Rows, caption: str,
                paper: Mapping[str, object] | None, unit: str) -> Html:
@@ -159,8 +162,8 @@ class Plot:
         return Html(
             f'<figure class="plot"><figcaption id="{ident}"><strong>{title}</strong> '
             f'{caption}</figcaption>\n'
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'aria-labelledby="{ident}">{"".join(self.parts)}</svg>\n'
+            f'<div class="scroll" tabindex="0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
+            f'role="img" aria-labelledby="{ident}">{"".join(self.parts)}</svg></div>\n'
             f"{fold(numbers_title, numbers(rows, paper))}</figure>")
 
 

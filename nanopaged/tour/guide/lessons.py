@@ -17,7 +17,7 @@ from nanopaged.config import EngineConfig
 from nanopaged.outputs import RequestOutput
 from nanopaged.scheduler import Batch, ControlMessage
 from nanopaged.tour import kv, memory
-from nanopaged.tour.guide import blockwise, figures
+from nanopaged.tour.guide import blockwise, claims, figures
 from nanopaged.tour.guide.exercises import exercise_list
 from nanopaged.tour.guide.markdown import Html, table
 from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
@@ -29,9 +29,8 @@ Values: TypeAlias = dict[str, object]
 
 REQUESTS = 300  # in the simulations of memory: as many as the paper's figures need
 CONSTANT_HASH = 7
-# For the model of preemption: an A100, by its data sheet, and what it takes to start a
-# copy, about (an assumption).
-RATE = 312e12  # operations/s
+# For the model of preemption: the bus of an A100, by its data sheet, and what it takes
+# to start a copy, about (an assumption).
 BUS = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
 COPY_S = 5e-6
 OPT_PARAMETERS = 13e9
@@ -329,9 +328,11 @@ def schedule() -> Values:
         "example_counts": str(mixed[-1].counts),
         "figure": figures.lines(
             "Tokens per second, by the number of sequences in a batch.", speed_rows,
-            "The bundled model, on the machine that made this page.",
+            "The bundled model, on one core of the machine that made this page.",
             "sequences that decode together", "tokens/s"),
         "batch": max(speeds),
+        # A weight has two bytes, and takes two operations for each sequence.
+        "balance": f"{claims.RATE / claims.BANDWIDTH:.0f}",
         "speed_one": f"{speeds[1]:,.0f}",
         "speed_many": f"{speeds[max(speeds)]:,.0f}",
         "gain": f"{speeds[max(speeds)] / speeds[1]:.1f}",
@@ -510,12 +511,14 @@ def full() -> Values:
         "figure_back": figures.lines(
             "Milliseconds to bring a preempted sequence back, by block size (after the "
             "paper's Figure 19).", back,
-            "Measured on the machine that made this page, with the bundled model.",
+            "Measured on one core of the machine that made this page, with the "
+            "bundled model.",
             "tokens in a block", "ms"),
         "figure_model": figures.lines(
             "Modelled: milliseconds to bring a preempted sequence back, by block size "
             "(the paper's Figure 19).", modelled_milliseconds((1, 4, 16, 64, 256)),
-            f"At least, for OPT-13B on an A100. Recompute: {RATE / 1e12:g} TFLOP/s. "
+            "At least, for OPT-13B on an A100. Recompute: "
+            f"{claims.RATE / 1e12:g} TFLOP/s. "
             f"Swap, out and in: {BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds "
             "to start the copy of a block's K or V in a layer.",
             "tokens in a block", "ms"),
@@ -547,7 +550,7 @@ def modelled_milliseconds(block_sizes: tuple[int, ...]) -> figures.Rows:
     """The same for a large model on a GPU, from counts and data sheets."""
     shape = kv.MODELS["OPT-13B"]
     tokens = memory.PREEMPTED
-    recompute_s = 2 * OPT_PARAMETERS * tokens / RATE
+    recompute_s = 2 * OPT_PARAMETERS * tokens / claims.RATE
     rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
     for size in block_sizes:
         num_copies = 2 * shape.layers * -(-tokens // size)
