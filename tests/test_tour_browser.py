@@ -127,13 +127,12 @@ def test_a_hostile_prompt_is_shown_as_text(text_model, engine, tmp_path):
         " images: document.images.length,"
         " scripts: document.scripts.length}",
     )
-    assert result["title"] == HOSTILE
-    assert result["images"] == 0 and result["scripts"] == 3  # data, player, this one
-    hidden = {"\u202e": "\u2039U+202E\u203a", "\u2066": "\u2039U+2066\u203a"}
     expected = HOSTILE
-    for character, code in hidden.items():
-        expected = expected.replace(character, code)
+    for code in ("202E", "2066"):
+        expected = expected.replace(chr(int(code, 16)), f"\u2039U+{code}\u203a")
+    assert result["title"] == expected
     assert result["text"].endswith(expected[-60:])
+    assert result["images"] == 0 and result["scripts"] == 3  # data, player, this one
     assert "</script><script>alert(1)</script>" in result["text"]
     assert check(page)["failures"] == []
 

@@ -117,7 +117,8 @@ class View {
   // All tokens of a sequence, the prompt's first.
   tokens(key) {
     if (!this.cache.has(key)) {
-      this.cache.set(key, this.state.groups[groupOf(key)].prompt_tokens.concat(this.state.seqs[key].tokens));
+      const {prompt_tokens: prompt} = this.state.groups[groupOf(key)];
+      this.cache.set(key, prompt.concat(this.state.seqs[key].tokens));
     }
     return this.cache.get(key);
   }
@@ -164,23 +165,33 @@ function ordinal(number) {
 }
 
 // Characters that cannot be seen, or that turn the direction of what follows, by code.
-const HIDDEN = /[\u0000-\u0009\u000b-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff]/gu;
+const HIDDEN = new RegExp("[\\u0000-\\u0009\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e"
+  + "\\u200f\\u2028-\\u202e\\u2060-\\u2069\\ufeff\\ud800-\\udfff]", "gu");
 
 function visible(text) {
-  const code = character => `\u2039U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}\u203a`;
-  return text.replace(HIDDEN, code).replaceAll("\n", "\u21b5");
+  const code = character => character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
+  const shown = text.replace(HIDDEN, character => `\u2039U+${code(character)}\u203a`);
+  return shown.replaceAll("\n", "\u21b5");
 }
 
 
 // -- Making elements -------------------------------------------------------------------
 
-function h(tag, attributes, ...children) {
+// h("p.note", {title: "x"}, "text", ..) is <p class="note" title="x">text..</p>. Null is
+// left out.
+function h(selector, ...rest) {
+  const [tag, ...classes] = selector.split(".");
   const element = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes ?? {})) {
+  if (tag === "button") element.type = "button";
+  if (classes.length > 0) element.className = classes.join(" ");
+  const hasAttributes = rest[0] !== null && typeof rest[0] === "object"
+    && !Array.isArray(rest[0]) && !(rest[0] instanceof Node);
+  for (const [name, value] of Object.entries(hasAttributes ? rest.shift() : {})) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
-    else if (value !== false && value !== undefined) element.setAttribute(name, value);
+    else if (name === "class") element.classList.add(...value.split(" ").filter(Boolean));
+    else element.setAttribute(name, value);
   }
-  element.append(...children.flat().filter(child => child !== null));
+  element.append(...rest.flat().filter(child => child !== null));
   return element;
 }
 
@@ -239,6 +250,7 @@ class Player {
     this.limit = MOST_GROUPS;
     this.timer = null;
     this.lit = null;
+    this.hasDrawn = false;
     this.cells = this.findCells();
     this.build();
     this.show(this.frameOfLink() ?? 0);
@@ -268,30 +280,30 @@ class Player {
 
   build() {
     const level = this.isAlone ? "1" : "3";
-    this.where = h("p", {class: "np-where"});
-    this.live = h("p", {class: "np-hidden", "aria-live": "polite"});
-    this.main = h("div", {class: "np-main"},
+    this.where = h("p.np-where");
+    this.live = h("p.np-hidden", {"aria-live": "polite"});
+    this.main = h("div.np-main",
       this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
       this.panel("pools", "Physical blocks"));
-    this.detail = h("p", {class: "np-detail"});
+    this.detail = h("p.np-detail");
     this.requests.append(
-      this.budget = h("div", {class: "np-bar", "aria-hidden": "true"}), this.queue = h("div", {class: "np-list"}),
-      h("p", {class: "np-text np-howto"}, h("span", {class: "np-done"}, "computed"), " ",
-        h("span", {class: "np-now"}, "by this step"), " ", h("span", {class: "np-todo"}, "not yet")));
-    this.tablesNote.append(h("i", {class: "np-now"}, "this step"), " ", h("i", {class: "np-empty"}, "empty"),
-      " ", h("i", {class: "np-above"}, "drawn above"));
+      this.budget = h("div.np-bar", {"aria-hidden": "true"}), this.queue = h("div.np-list"),
+      h("p.np-text.np-howto", h("span.np-done", "computed"), " ",
+        h("span.np-now", "by this step"), " ", h("span.np-todo", "not yet")));
+    this.tablesNote.append(h("i.np-now", "this step"), " ", h("i.np-empty", "empty"),
+      " ", h("i.np-above", "drawn above"));
     this.tables.append(
-      this.tableList = h("div", {class: "np-list"}));
+      this.tableList = h("div.np-list"));
     this.pools.append(
       this.device = this.pool("Device pool", this.cells.device),
-      this.deviceNote = h("p", {class: "np-note"}),
-      h("h4", {}, "CPU pool"),
+      this.deviceNote = h("p.np-note"),
+      h("h4", "CPU pool"),
       this.swap = this.pool("CPU pool", this.cells.swap),
-      this.swapNote = h("p", {class: "np-note"}), this.detail);
+      this.swapNote = h("p.np-note"), this.detail);
     this.root.append(
-      h("header", {class: "np-head"},
-        h("div", {class: "np-top"},
-          h("p", {class: "np-title", role: "heading", "aria-level": level}, this.trace.title),
+      h("header.np-head",
+        h("div.np-top",
+          h("p.np-title", {role: "heading", "aria-level": level}, visible(this.trace.title)),
           this.where),
         this.leftOut(), this.controls(), this.timeline()),
       this.main, this.story(), this.live);
@@ -309,9 +321,9 @@ class Player {
 
   panel(name, title) {
     const id = `${this.root.id}-${name}`;
-    const note = this[`${name}Note`] = h("p", {class: "np-note"});
+    const note = this[`${name}Note`] = h("p.np-note");
     this[name] = h("section", {class: `np-panel np-${name}`, "aria-labelledby": id},
-      h("div", {class: "np-heading"}, h("h3", {id}, title), note));
+      h("div.np-heading", h("h3", {id}, title), note));
     return this[name];
   }
 
@@ -322,30 +334,30 @@ class Player {
 
   leftOut() {
     const count = this.trace.left_out;
-    return count === 0 ? null : h("p", {class: "np-note"},
+    return count === 0 ? null : h("p.np-note",
       `This run was long. ${plural(count, "frame")} in which nothing but the usual happened ` +
       "are left out; each frame shows all that changed since the one before.");
   }
 
   controls() {
     const button = (name, label, action) =>
-      h("button", {type: "button", class: "np-button", "aria-label": label, title: label, onclick: action},
+      h("button.np-button", {"aria-label": label, title: label, onclick: action},
         icon(ICONS[name]));
     this.playButton = button("play", "Play (space)", () => this.toggle());
     this.speed = h("select", {"aria-label": "Speed"},
       ["0.5", "1", "2", "4"].map(rate => h("option", {value: rate}, `${rate}\u00d7`)));
     this.speed.value = "1";
-    this.legend = h("div", {class: "np-legend", role: "group", "aria-label": "Go to the next"},
+    this.legend = h("div.np-legend", {role: "group", "aria-label": "Go to the next"},
       this.ticks().map(({name, frames}, line) => h("button",
-        {type: "button", class: `np-key np-tick${line}`, title: `Go to the next: ${name}`,
-         disabled: frames.length === 0 ? "" : false, onclick: () => this.goToNext(frames)},
-        h("i", {}), `${name} ${frames.length}`)));
-    return h("div", {class: "np-controls"},
+        {class: `np-key np-tick${line}`, title: `Go to the next: ${name}`,
+         onclick: () => this.goToNext(frames), ...(frames.length > 0 ? {} : {disabled: ""})},
+        h("i"), `${name} ${frames.length}`)));
+    return h("div.np-controls",
       button("first", "First frame (Home)", () => this.go(0)),
       button("back", "Back (left arrow)", () => this.go(this.tape.position - 1)),
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.tape.position + 1)),
-      this.speed, this.loop = h("p", {class: "np-loop", "aria-hidden": "true"}), this.legend);
+      this.speed, this.loop = h("p.np-loop", {"aria-hidden": "true"}), this.legend);
   }
 
   // The frames with a tick, for every line of the timeline.
@@ -355,7 +367,8 @@ class Player {
   }
 
   timeline() {
-    this.slider = h("input", {type: "range", min: 0, max: this.last, value: 0, "aria-label": "Frame",
+    this.slider = h("input", {
+      type: "range", min: 0, max: this.last, value: 0, "aria-label": "Frame",
       oninput: () => this.go(Number(this.slider.value))});
     const ticks = this.ticks();
     const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
@@ -369,13 +382,13 @@ class Player {
       path.setAttribute("d", frames.map(index => `M${index} ${line * 4}v3`).join(""));
       svg.append(path);
     });
-    return h("div", {class: "np-timeline"}, this.slider, svg);
+    return h("div.np-timeline", this.slider, svg);
   }
 
   story() {
-    this.sentences = h("ol", {class: "np-sentences"});
-    this.source = h("aside", {class: "np-source", "aria-label": "Source of what happened"});
-    return h("section", {class: "np-story", "aria-label": "What happened"}, this.sentences, this.source);
+    this.sentences = h("ol.np-sentences");
+    this.source = h("aside.np-source", {"aria-label": "Source of what happened"});
+    return h("section.np-story", {"aria-label": "What happened"}, this.sentences, this.source);
   }
 
   // -- Going from frame to frame
@@ -485,8 +498,8 @@ class Player {
     this.slider.value = frame;
     this.slider.setAttribute("aria-valuetext", `step ${this.frame.step}, ${label}`);
     this.where.replaceChildren(
-      h("strong", {}, `Step ${this.frame.step}`), ` of ${this.trace.frames[this.last].step} \u00b7 `,
-      h("em", {}, label), h("span", {}, meaning));
+      h("strong", `Step ${this.frame.step}`), ` of ${this.trace.frames[this.last].step} \u00b7 `,
+      h("em", label), h("span", meaning));
     this.loop.replaceChildren(...["schedule", "execute", "update"].map(part =>
       h("code", {class: this.frame.phase === `${part}d` ? "np-current" : ""}, part)));
     this.drawBudget();
@@ -504,21 +517,24 @@ class Player {
     const parts = Object.entries(seqs).filter(([, seq]) => seq.now > 0);
     const total = parts.reduce((sum, [, seq]) => sum + seq.now, 0);
     const share = seq => 100 * seq.now / budget;
-    this.requestsNote.textContent = `${total} of ${plural(budget, "token")} of the step\u2019s budget`;
+    this.requestsNote.textContent =
+      `${total} of ${plural(budget, "token")} of the step\u2019s budget`;
     this.budget.replaceChildren(...parts.slice(0, 64).map(([key, seq]) =>
-      h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${share(seq)}%`, title: `${key}: ${seq.now}`},
+      h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${share(seq)}%`},
         share(seq) > 7 ? key : "")));
   }
 
   drawRequests() {
     const {running, waiting, finished} = this.tape.state;
     const items = [];
-    for (const [name, groups] of [["Running", running], ["Waiting", waiting], ["Finished", finished]]) {
+    const queues = [["Running", running], ["Waiting", waiting], ["Finished", finished]];
+    for (const [name, groups] of queues) {
       if (groups.length === 0 && name === "Finished") continue;
       items.push({key: name, data: String(groups.length), build: () =>
-        h("h4", {}, name, h("span", {class: "np-count"}, groups.length.toLocaleString("en")))});
+        h("h4", name, h("span.np-count", groups.length.toLocaleString("en")))});
       for (const group of groups.slice(0, this.limit)) {
-        items.push({key: group, data: name, build: () => h("article", {class: `np-request ${hue(group)}`}),
+        items.push({key: group, data: name,
+          build: () => h("article.np-request", {class: hue(group)}),
           fill: article => this.fillRequest(article, group, name === "Finished")});
       }
       items.push(...this.more(name, groups.length));
@@ -530,8 +546,13 @@ class Player {
   more(name, count) {
     const hidden = count - this.limit;
     return hidden <= 0 ? [] : [{key: `${name} more`, data: String(hidden), build: () =>
-      h("button", {type: "button", class: "np-more", onclick: () => { this.limit += MOST_GROUPS; this.show(this.tape.position); }},
+      h("button.np-more", {onclick: () => this.drawMore()},
         `Show more: ${plural(hidden, "request")} not drawn`)}];
+  }
+
+  drawMore() {
+    this.limit += MOST_GROUPS;
+    this.show(this.tape.position);
   }
 
   fillRequest(article, group, isOver) {
@@ -539,21 +560,23 @@ class Player {
     const {kind, prompt, prompt_tokens: {length: numPrompt}} = groups[group];
     const keys = this.view.sequencesOf(group);
     const isSwapped = keys.some(key => seqs[key].table.some(block => !this.view.isOnDevice(block)));
-    const leader = keys.reduce((best, key) => seqs[key].computed > seqs[best].computed ? key : best, keys[0]);
+    const mostComputed = (best, key) => seqs[key].computed > seqs[best].computed ? key : best;
+    const leader = keys.reduce(mostComputed, keys[0]);
     const promptText = this.text(leader, 0, numPrompt, isOver);
     const items = [
-      {key: "name", data: String(isSwapped), build: () => h("p", {class: "np-name"},
-        h("strong", {}, `Request ${group}`), ` ${kind}`, isSwapped ? h("span", {class: "np-badge"}, "swapped out") : null)},
+      {key: "name", data: String(isSwapped), build: () => h("p.np-name",
+        h("strong", `Request ${group}`), ` ${kind}`,
+        isSwapped ? h("span.np-badge", "swapped out") : null)},
       {key: "prompt", data: JSON.stringify(promptText), build: () =>
-        h("p", {class: "np-text", title: visible(prompt)}, this.textElements(promptText))}];
+        h("p.np-text", {title: visible(prompt)}, this.textElements(promptText))}];
     for (const key of keys) {
       const {tokens, computed, end} = seqs[key];
       const last = Math.max(numPrompt + tokens.length, computed);
       if (last === numPrompt && !end) continue;
       const text = this.text(key, numPrompt, last, isOver || end);
-      items.push({key, data: JSON.stringify([text, end]), build: () => h("p", {class: "np-text np-own"},
+      items.push({key, data: JSON.stringify([text, end]), build: () => h("p.np-text.np-own",
         h("b", {"data-seq": key}, key), " ", this.textElements(text),
-        end ? h("span", {class: "np-badge"}, end) : null)});
+        end ? h("span.np-badge", end) : null)});
     }
     sync(article, items);
   }
@@ -611,7 +634,8 @@ class Player {
       build: () => h("article", {class: `np-tablegroup ${hue(group)}`}),
       fill: article => this.fillTables(article, group)}));
     if (groups.length === 0) {
-      items.push({key: "none", data: "", build: () => h("p", {class: "np-note"}, "No sequence holds a block.")});
+      const build = () => h("p.np-note", "No sequence holds a block.");
+      items.push({key: "none", build});
     }
     sync(this.tableList, [...items, ...this.more("tables", groups.length)]);
   }
@@ -623,7 +647,7 @@ class Player {
     sync(article, [
       {key: "waste", data: JSON.stringify(waste), build: () => this.wasteStrip(group, waste)},
       ...keys.map(key => ({key, build: () =>
-        h("div", {class: "np-table", role: "group", "aria-label": `Block table of sequence ${key}`}),
+        h("div.np-table", {role: "group", "aria-label": `Block table of sequence ${key}`}),
         fill: row => this.fillTable(row, key)}))]);
   }
 
@@ -635,16 +659,18 @@ class Player {
         held.set(block, this.view.slots(key, index).filled));
     }
     const tokens = [...held.values()].reduce((sum, filled) => sum + filled, 0);
-    return {tokens, slots: held.size * this.view.size, reserved: this.tape.state.groups[group].reserved};
+    const {reserved} = this.tape.state.groups[group];
+    return {tokens, slots: held.size * this.view.size, reserved};
   }
 
   wasteStrip(group, {tokens, slots, reserved}) {
     const share = count => `flex: 0 0 ${100 * count / Math.max(reserved, slots)}%`;
-    return h("div", {class: "np-waste"},
-      h("div", {class: "np-heading np-name"}, h("strong", {}, `Request ${group}`), h("p", {class: "np-note"},
-        `${plural(tokens, "token")} in ${plural(slots, "slot")}; contiguous memory would reserve ${reserved}`)),
-      h("div", {class: "np-strip", "aria-hidden": "true"},
-        h("i", {class: "np-held", style: share(tokens)}), h("i", {class: "np-rest", style: share(slots - tokens)})));
+    return h("div.np-waste",
+      h("div.np-heading.np-name", h("strong", `Request ${group}`), h("p.np-note",
+        `${plural(tokens, "token")} in ${plural(slots, "slot")}; `
+        + `contiguous memory would reserve ${reserved}`)),
+      h("div.np-strip", {"aria-hidden": "true"},
+        h("i.np-held", {style: share(tokens)}), h("i.np-rest", {style: share(slots - tokens)})));
   }
 
   // One line: the logical blocks of a sequence.
@@ -655,7 +681,8 @@ class Player {
       const isSmall = this.drawn.has(block);
       this.drawn.add(block);
       const {filled, fresh} = this.view.slots(key, index);
-      const held = isSmall ? [] : tokens.slice(index * this.view.size, index * this.view.size + filled);
+      const first = index * this.view.size;
+      const held = isSmall ? [] : tokens.slice(first, first + filled);
       const data = [block, this.view.refs(block), filled, fresh, isSmall, held];
       return {key: index, data: JSON.stringify(data), build: () => this.entry(index, ...data)};
     });
@@ -663,10 +690,11 @@ class Player {
   }
 
   entry(index, block, refs, filled, fresh, isSmall, tokens) {
-    const label = `logical block ${index}, physical block ${block}, ${filled} of ${this.view.size} slots filled, ${plural(refs, "reference")}`;
-    return h("button", {type: "button", class: `np-entry ${isSmall ? "np-small-entry" : ""}`, "data-block": block,
+    const label = `logical block ${index}, physical block ${block}, `
+      + `${filled} of ${this.view.size} slots filled, ${plural(refs, "reference")}`;
+    return h("button", {class: `np-entry ${isSmall ? "np-small-entry" : ""}`, "data-block": block,
       tabindex: index === 0 ? 0 : -1, "aria-label": label},
-      h("span", {class: "np-id"}, `#${block}`, refs > 1 ? h("small", {}, `\u00d7${refs}`) : null),
+      h("span.np-id", `#${block}`, refs > 1 ? h("small", `\u00d7${refs}`) : null),
       isSmall ? null : this.slotBar(tokens, filled, fresh));
   }
 
@@ -674,19 +702,23 @@ class Player {
   slotBar(tokens, filled, fresh) {
     const {size} = this.view;
     if (size > 4) {
-      return h("span", {class: "np-slots", "aria-hidden": "true"},
-        h("bdi", {class: "np-slottext"}, this.texts(tokens).join("")),
+      return h("span.np-slots", {"aria-hidden": "true"},
+        h("bdi.np-slottext", this.texts(tokens).join("")),
         this.meter(filled, fresh));
     }
-    const kind = slot => slot >= filled ? "np-empty" : slot >= filled - fresh ? "np-now" : "np-done";
-    return h("span", {class: "np-slots np-wide", "aria-hidden": "true"}, Array.from({length: size}, (_, slot) =>
-      h("i", {class: kind(slot)}, slot < filled ? this.piece(tokens[slot] ?? null).replace(/^ /, "\u00b7") : "")));
+    const slots = Array.from({length: size}, (_, slot) => {
+      if (slot >= filled) return h("i.np-empty");
+      const text = this.piece(tokens[slot] ?? null).replace(/^ /, "\u00b7");
+      return h(slot >= filled - fresh ? "i.np-now" : "i.np-done", text);
+    });
+    return h("span.np-slots.np-wide", {"aria-hidden": "true"}, slots);
   }
 
   meter(filled, fresh) {
     const {size} = this.view;
-    const part = (kind, count) => count > 0 ? h("i", {class: kind, style: `flex-grow: ${count}`}) : null;
-    return h("span", {class: "np-meter", style: `--size: ${size}`, "aria-hidden": "true"},
+    const part = (kind, count) =>
+      count > 0 ? h("i", {class: kind, style: `flex-grow: ${count}`}) : null;
+    return h("span.np-meter", {style: `--size: ${size}`, "aria-hidden": "true"},
       part("np-done", filled - fresh), part("np-now", fresh), part("np-empty", size - filled));
   }
 
@@ -699,7 +731,7 @@ class Player {
     for (const [place, cells] of [[this.device, this.cells.device], [this.swap, this.cells.swap]]) {
       const isLarge = cells.length <= MOST_LARGE_CELLS;
       sync(place, cells.map((block, index) => ({key: block,
-        build: () => h("button", {type: "button", "data-block": block, tabindex: index === 0 ? 0 : -1}),
+        build: () => h("button", {"data-block": block, tabindex: index === 0 ? 0 : -1}),
         fill: cell => this.fillCell(cell, block, isLarge)})));
     }
     this.note(this.deviceNote, total, this.cells.device.length);
@@ -707,8 +739,10 @@ class Player {
   }
 
   note(place, total, drawn) {
+    const count = total - drawn;
+    const are = count === 1 ? "is" : "are";
     place.textContent = total === 0 ? "There is none."
-      : drawn === total ? "" : `${plural(total - drawn, "block")} that this run never uses ${total - drawn === 1 ? "is" : "are"} not drawn.`;
+      : count === 0 ? "" : `${plural(count, "block")} that this run never uses ${are} not drawn.`;
   }
 
   // The place in the order in which free blocks are taken, if something is lost by that.
@@ -722,26 +756,29 @@ class Player {
     const owners = this.view.owners.get(block) ?? [];
     const rank = this.rankOf(block);
     const groups = new Set(owners.map(({key}) => groupOf(key)));
-    const kind = refs > 0 ? `np-used ${hue(groupOf(owners[0]?.key ?? "0"))}` : rank ? "np-cached" : "np-free";
-    const name = `np-cell ${kind} ${groups.size > 1 ? "np-mixed" : ""}`;
+    let name = rank ? "np-cell np-cached" : "np-cell np-free";
+    if (refs > 0) name = `np-cell np-used ${hue([...groups][0] ?? "0")}`;
+    if (groups.size > 1) name += " np-mixed";
     if (cell.npName !== name || cell.npRefs !== refs) {
       cell.npName = cell.className = name;
       cell.npRefs = cell.dataset.refs = refs;
-      cell.setAttribute("aria-label", `block ${block}, ${refs > 0 ? plural(refs, "reference") : rank ? "free and cached" : "free"}`);
+      const state = refs > 0 ? plural(refs, "reference") : rank ? "free and cached" : "free";
+      cell.setAttribute("aria-label", `block ${block}, ${state}`);
     }
     if (isLarge) {
       const names = owners.map(({key}) => key);
       const data = [refs, rank, names, this.view.filled(block), this.view.content(block)];
-      sync(cell, [{key: "in", data: JSON.stringify(data), build: () => this.cellContent(block, ...data)}]);
+      const build = () => this.cellContent(block, ...data);
+      sync(cell, [{key: "in", data: JSON.stringify(data), build}]);
     }
   }
 
   cellContent(block, refs, rank, names, filled, content) {
     const badge = refs > 0 ? `\u00d7${refs}` : rank ? ordinal(rank) : "";
-    return h("span", {class: "np-in"},
-      h("span", {class: "np-id"}, `${block}`, badge ? h("small", {}, badge) : null),
-      h("bdi", {class: "np-celltext"}, this.texts(content).join("")),
-      h("span", {class: "np-owners"}, names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(" ")),
+    return h("span.np-in",
+      h("span.np-id", `${block}`, badge ? h("small", badge) : null),
+      h("bdi.np-celltext", this.texts(content).join("")),
+      h("span.np-owners", names.length > 2 ? `${names[0]} +${names.length - 1}` : names.join(" ")),
       refs > 0 ? this.meter(filled, 0) : null);
   }
 
@@ -754,22 +791,24 @@ class Player {
     const quoted = text ? ` It holds \u201c${text}\u201d.` : "";
     const found = this.view.isCached(block) ? " Others can find it." : "";
     if (refs > 0) {
-      return `${pool}Block ${block}: ${plural(refs, "reference")}, of ${owners.map(({key}) => key).join(", ")}; ` +
-        `${this.view.filled(block)} of ${this.view.size} slots filled.${found}${quoted}`;
+      const names = owners.map(({key}) => key).join(", ");
+      const slots = `${this.view.filled(block)} of ${this.view.size} slots filled`;
+      return `${pool}Block ${block}: ${plural(refs, "reference")}, of ${names}; ${slots}.`
+        + `${found}${quoted}`;
     }
     const rank = this.rankOf(block);
-    return rank ? `${pool}Block ${block}: free and still cached, ${ordinal(rank)} to be taken.${quoted}`
-      : `${pool}Block ${block}: free.`;
+    if (!rank) return `${pool}Block ${block}: free.`;
+    return `${pool}Block ${block}: free and still cached, ${ordinal(rank)} to be taken.${quoted}`;
   }
 
   drawStory() {
     const {events} = this.frame;
     this.sentences.replaceChildren(...events.map(([kind, sentence], index) =>
       h("li", {class: `np-event np-event-${kind}`},
-        h("button", {type: "button", class: "np-kind", onclick: () => this.choose(index)}, this.trace.kinds[kind].label),
-        h("span", {}, this.sentence(sentence)))));
+        h("button.np-kind", {onclick: () => this.choose(index)}, this.trace.kinds[kind].label),
+        h("span", this.sentence(sentence)))));
     if (events.length === 0) {
-      this.sentences.append(h("li", {}, h("span", {}, "Nothing else happens here.")));
+      this.sentences.append(h("li", h("span", "Nothing else happens here.")));
     }
     const notable = events.findIndex(([kind]) => !this.trace.kinds[kind].minor);
     this.choose(notable >= 0 ? notable : 0);
@@ -778,8 +817,9 @@ class Player {
   // "#5" and "@0.1" in a sentence are a block and a sequence.
   sentence(text) {
     return text.split(/(#\d+|@\d+\.\d+)/).map(part => {
-      if (part.startsWith("#")) return h("span", {class: "np-mark", "data-block": part.slice(1)}, part);
-      if (part.startsWith("@")) return h("b", {class: hue(groupOf(part.slice(1))), "data-seq": part.slice(1)}, part.slice(1));
+      const name = part.slice(1);
+      if (part.startsWith("#")) return h("span.np-mark", {"data-block": name}, part);
+      if (part.startsWith("@")) return h("b", {class: hue(groupOf(name)), "data-seq": name}, name);
       return part;
     });
   }
@@ -796,9 +836,9 @@ class Player {
     const {file, name, lines, at, paper} = this.trace.kinds[kind];
     const code = lines.map((line, number) => h(number === at ? "mark" : "span", {}, `${line}\n`));
     this.source.replaceChildren(
-      h("p", {class: "np-file"}, h("code", {}, name), h("span", {}, file)),
-      h("pre", {tabindex: "0"}, h("code", {}, code)),
-      h("p", {class: "np-paper"}, /^\d/.test(paper)
+      h("p.np-file", h("code", name), h("span", file)),
+      h("pre", {tabindex: "0"}, h("code", code)),
+      h("p.np-paper", /^\d/.test(paper)
         ? [h("a", {href: PAPER, rel: "noreferrer"}, "The paper"), `, section ${paper}`] : [paper]));
   }
 
@@ -812,10 +852,11 @@ class Player {
   }
 
   mark(block) {
-    for (const element of this.root.querySelectorAll(".np-lit")) element.classList.remove("np-lit");
+    const all = selector => this.root.querySelectorAll(selector);
+    for (const element of all(".np-lit")) element.classList.remove("np-lit");
     this.detail.textContent = "";
     if (block === null) return;
-    for (const element of this.root.querySelectorAll(`[data-block="${block}"]`)) element.classList.add("np-lit");
+    for (const element of all(`[data-block="${block}"]`)) element.classList.add("np-lit");
     this.detail.textContent = this.describe(Number(block));
   }
 
@@ -836,11 +877,16 @@ class Player {
     }
     for (let frame = this.last; frame >= 0; frame -= 1) {
       this.tape.seek(frame);
-      if (sortedText(this.tape.state) !== states[frame]) failures.push(`frame ${frame}: folded back, it is not the same`);
+      if (sortedText(this.tape.state) !== states[frame]) {
+        failures.push(`frame ${frame}: folded back, it is not the same`);
+      }
     }
     this.show(0);
     times.sort((a, b) => a - b);
-    return {frames: states.length, failures: failures.slice(0, 20), median_ms: times[times.length >> 1], slowest_ms: times.at(-1)};
+    return {
+      frames: states.length, failures: failures.slice(0, 20),
+      median_ms: times[times.length >> 1], slowest_ms: times.at(-1),
+    };
   }
 
   // The references in the block tables are those that the cells show.
@@ -855,7 +901,10 @@ class Player {
       const expected = counted.get(block) ?? 0;
       const badge = cell.querySelector("small")?.textContent.match(/^\u00d7(\d+)$/);
       const shown = cell.firstChild ? Number(badge?.[1] ?? 0) : Number(cell.dataset.refs);
-      if (shown !== expected) failures.push(`frame ${frame}: block ${block} shows ${shown} references and has ${expected}`);
+      if (shown !== expected) {
+        failures.push(
+          `frame ${frame}: block ${block} shows ${shown} references and has ${expected}`);
+      }
       counted.delete(block);
     }
     for (const block of counted.keys()) failures.push(`frame ${frame}: block ${block} has no cell`);
@@ -879,7 +928,8 @@ addEventListener("DOMContentLoaded", () => {
   if (location.hash !== "#check") return;
   const checks = players.map(player => ({id: player.root.id, ...player.check()}));
   const requests = performance.getEntriesByType("resource").map(entry => entry.name);
-  document.body.append(h("pre", {id: "np-check"}, JSON.stringify({players: checks, errors, requests})));
+  const result = {players: checks, errors, requests};
+  document.body.append(h("pre", {id: "np-check"}, JSON.stringify(result)));
 });
 
 })();
