@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import nanopaged
-from helpers import ROOT, run_python
+from helpers import ROOT, browse, run_python, text_of_element
 from nanopaged import SamplingParams
 from nanopaged.loader import BUNDLED
 from nanopaged.tour import guide, kv
@@ -499,8 +499,12 @@ class Page(HTMLParser):
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = guide.write(tmp_path_factory.mktemp("tour"))
+def path(tmp_path_factory):
+    return guide.write(tmp_path_factory.mktemp("tour"))
+
+
+@pytest.fixture
+def text(path):
     return path.read_bytes().decode("ascii")
 
 
@@ -545,6 +549,15 @@ def unfold(frames):
     for frame in frames:
         step = frame.get("step", step)
         yield {"step": step}
+
+
+@pytest.mark.slow
+@pytest.mark.browser
+def test_in_a_browser_all_runs_check_out_and_nothing_is_requested(path):
+    found = json.loads(text_of_element(browse(path, "#check"), "np-check"))
+    assert found["errors"] == [] and found["requests"] == []
+    assert len(found["players"]) == 9
+    assert [player["failures"] for player in found["players"]] == [[]] * 9
 
 
 @pytest.mark.slow

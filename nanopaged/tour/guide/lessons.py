@@ -139,15 +139,6 @@ def cache() -> Values:
             str(n): float(sum(length + i for i in range(n))) for n in marks},
         "with the cache": {str(n): float(length + n - 1) for n in marks},
     }
-    rows = []
-    tokens, seqs = 4096, 8
-    for name, shape in kv.MODELS.items():
-        total = kv.gib(shape.total(tokens, seqs))
-        rows.append([name, str(shape.layers), str(shape.kv_heads), str(shape.head_dim),
-                     str(shape.item_bytes), f"{shape.bytes_per_token:,}", total])
-    head = ["", "layers", "KV heads", "head size", "bytes a number", "bytes a token",
-            f"{seqs} sequences of {tokens:,} tokens"]
-    old, new = kv.MODELS["Llama-2-7B"], kv.MODELS["Llama-3-8B"]
     return {
         "count": count,
         "prompt_tokens": length,
@@ -161,22 +152,27 @@ def cache() -> Values:
             "Tokens computed so far", curves,
             "Counted, not timed. Without the cache the work grows with the square of "
             "the length.", "tokens generated", "tokens"),
-        "models": Html(table(head, rows)),
         "token_bytes": f"{token_bytes:,}",
+    } | sizes_of_caches(tokens=4096, seqs=8)
+
+
+def sizes_of_caches(tokens: int, seqs: int) -> Values:
+    rows = []
+    for name, shape in kv.MODELS.items():
+        total = kv.gib(shape.total(tokens, seqs))
+        rows.append([name, str(shape.layers), str(shape.kv_heads), str(shape.head_dim),
+                     str(shape.item_bytes), f"{shape.bytes_per_token:,}", total])
+    head = ["", "layers", "KV heads", "head size", "bytes a number", "bytes a token",
+            f"{seqs} sequences of {tokens:,} tokens"]
+    old, new = kv.MODELS["Llama-2-7B"], kv.MODELS["Llama-3-8B"]
+    return {
+        "models": Html(f'<div class="models">{table(head, rows)}</div>'),
         "llama_ratio": old.bytes_per_token // new.bytes_per_token,
         "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], tokens, seqs, memory=24),
     }
 
 
 def blocks() -> Values:
-    measured = memory.allocation(REQUESTS)
-    parts = {"tokens": "tokens", "reserved": "reserved for later",
-             "internal": "internal waste", "rounding": "external: rounding",
-             "free": "external: free"}
-    slots = {name: {label: run.get(part, 0.0) for part, label in parts.items()}
-             for name, run in measured.items()}
-    running = {name: {"requests": run["running"]} for name, run in measured.items()}
-
     with engine(num_blocks=16) as llm:
         size = llm.config.block_size
         utilisation: list[float] = []
@@ -189,14 +185,31 @@ def blocks() -> Values:
         run = watch(llm, "blocks-run", "Two requests of different lengths",
                     ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)])
         llm.observers.remove(note)
-    oracle = measured["Orca (oracle)"]
-    max_run = measured["Orca (max)"]
     return {
         "player": run.player,
         "block_size": size,
         "default_size": EngineConfig().block_size,
         "most_waste": size - 1,
         "utilisation": f"{100 * sum(utilisation) / len(utilisation):.0f}",
+    } | uses_of_memory()
+
+
+def uses_of_memory() -> Values:
+    """Figures 2 and 13: where the slots go, and how many requests run."""
+    measured = memory.allocation(REQUESTS)
+    parts = {"tokens": "tokens", "reserved": "reserved for later",
+             "internal": "internal waste", "rounding": "external: rounding",
+             "free": "external: free"}
+    slots = {name: {label: run.get(part, 0.0) for part, label in parts.items()}
+             for name, run in measured.items()}
+    running = {name: {"requests": run["running"]} for name, run in measured.items()}
+    paper = {name: {"requests": number}
+             for name, number in memory.PAPER_RUNNING.items()}
+    safe = measured["Orca (max)"]
+    oracle = measured["Orca (oracle)"]
+    paged = measured["nanopaged"]
+    lengths = DATA_SETS["ShareGPT"]
+    return {
         "figure_waste": figures.stacked(
             "Where the slots go (the paper's Figure 2).", slots,
             "Orca's three policies are simulated with a buddy allocator. The last bar "
@@ -204,21 +217,19 @@ def blocks() -> Values:
             "model.", memory.PAPER_TOKENS),
         "figure_running": figures.bars(
             "Requests that run at a time (the paper's Figure 13).", running,
-            "From the same simulation.",
-            {name: {"requests": number}
-             for name, number in memory.PAPER_RUNNING.items()}),
+            "From the same simulation.", paper),
         "slots": f"{SLOTS:,}",
         "longest": f"{LONGEST:,}",
-        "mean_in": f"{DATA_SETS['ShareGPT'].prompt.mean:.0f}",
-        "mean_out": f"{DATA_SETS['ShareGPT'].output.mean:.0f}",
+        "mean_in": f"{lengths.prompt.mean:.0f}",
+        "mean_out": f"{lengths.output.mean:.0f}",
         "requests": REQUESTS,
-        "max_tokens_share": f"{max_run['tokens']:.0f}",
+        "max_tokens_share": f"{safe['tokens']:.0f}",
+        "max_internal": f"{safe['internal']:.0f}",
         "oracle_share": f"{oracle['tokens']:.0f}",
         "oracle_reserved": f"{oracle['reserved']:.0f}",
         "oracle_external": f"{oracle['rounding'] + oracle['free']:.0f}",
-        "max_internal": f"{max_run['internal']:.0f}",
-        "paged_share": f"{measured['nanopaged']['tokens']:.0f}",
-        "more": f"{measured['nanopaged']['running'] / max_run['running']:.1f}",
+        "paged_share": f"{paged['tokens']:.0f}",
+        "more": f"{paged['running'] / safe['running']:.1f}",
     }
 
 
@@ -291,7 +302,7 @@ def attention() -> Values:
     return {
         "difference": f"{difference:.1e}",
         "largest": f"{largest:.1f}",
-        "answers": f"{sum(step.q.shape[0] * step.q.shape[1] for step in recorded):,}",
+        "results": f"{sum(step.q.shape[0] * step.q.shape[1] for step in recorded):,}",
         "layers": config.num_hidden_layers,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
@@ -318,6 +329,7 @@ def schedule() -> Values:
     mixed = [m for m in run.messages if len(m.counts) > 1 and max(m.counts) > 1]
     assert mixed, "no chunk ran beside a decode"
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
+    gain = speeds[max(speeds)] / speeds[1]
     speed_rows = {"tokens/s": {str(n): speed for n, speed in speeds.items()}}
     return {
         "player": run.player,
@@ -335,7 +347,8 @@ def schedule() -> Values:
         "balance": f"{claims.RATE / claims.BANDWIDTH:.0f}",
         "speed_one": f"{speeds[1]:,.0f}",
         "speed_many": f"{speeds[max(speeds)]:,.0f}",
-        "gain": f"{speeds[max(speeds)] / speeds[1]:.1f}",
+        "gain": f"{gain:.1f}",
+        "slower": f"{max(speeds) / gain:.1f}",
         "default_budget": f"{EngineConfig().max_num_batched_tokens:,}",
     }
 
@@ -464,37 +477,78 @@ def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
 
 
 def full() -> Values:
-    values: Values = {}
-    outputs = {}
-    for mode in ("recompute", "swap"):
-        with engine(num_blocks=8, preemption_mode=mode, swap_space=2e-4) as llm:
-            run = watch(llm, f"{mode}-run", f"Two requests in a pool for one: {mode}",
-                        ["ROMEO:\n", "JULIET:\n"], greedy(16))
-            stats = llm.stats()
-            outputs[mode] = [output.outputs[0].token_ids for output in run.outputs]
-        values[f"{mode}_player"] = run.player
-        values[f"{mode}_count"] = (
-            stats.preemptions_recompute + stats.preemptions_swap)
-        values[f"{mode}_tokens"] = sum(sum(m.counts) for m in run.messages)
-        values[f"{mode}_moves"] = stats.blocks_swapped
-        values[f"{mode}_leaves"] = min(absent_steps(run, request=1))
-        values[f"{mode}_returns"] = max(absent_steps(run, request=1)) + 1
-        assert values[f"{mode}_count"], "nobody was preempted"
-    with engine(num_blocks=32) as llm:
-        alone = llm.generate(["ROMEO:\n", "JULIET:\n"], greedy(16), use_tqdm=False)
-    assert outputs["recompute"] == outputs["swap"] == [
-        output.outputs[0].token_ids for output in alone]
+    return preempted_runs() | costs_of_preemption() | costs_of_block_sizes()
 
+
+def preempted_runs() -> Values:
+    """The same two requests in a pool that is too small, recomputed and swapped."""
+    prompts = ["ROMEO:\n", "JULIET:\n"]
+    num_blocks = 8
+    with engine() as llm:
+        alone = llm.generate(prompts, greedy(16), use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in alone]
+
+    values: Values = {"pool": num_blocks}
+    for mode in ("recompute", "swap"):
+        with engine(
+            num_blocks=num_blocks, preemption_mode=mode, swap_space=2e-4
+        ) as llm:
+            title = f"Two requests in a pool for one: {mode}"
+            run = watch(llm, f"{mode}-run", title, prompts, greedy(16))
+            stats = llm.stats()
+        assert expected == [output.outputs[0].token_ids for output in run.outputs]
+        absent = absent_steps(run, request=1)
+        values |= {
+            f"{mode}_player": run.player,
+            f"{mode}_count": stats.preemptions_recompute + stats.preemptions_swap,
+            f"{mode}_tokens": sum(sum(message.counts) for message in run.messages),
+            f"{mode}_moves": stats.blocks_swapped,
+            f"{mode}_leaves": min(absent),
+            f"{mode}_returns": max(absent) + 1,
+        }
+    return values
+
+
+def absent_steps(run: Watched, request: int) -> list[int]:
+    """The steps, counted from 1, in which a request did not run, before its end."""
+    present = [number for number, step in enumerate(run.chunks, start=1)
+               if request in step]
+    return sorted(set(range(1, max(present))) - set(present))
+
+
+def costs_of_preemption() -> Values:
+    """Figure 19: modelled for a large model on a GPU, and measured here."""
+    sizes = (1, 4, 16, 64, 256)
+    return {
+        "preempted": memory.PREEMPTED,
+        "copy_us": f"{COPY_S * 1e6:g}",
+        "figure_model": figures.lines(
+            "Modelled: milliseconds to bring a preempted sequence back, by block size "
+            "(the paper's Figure 19).", modelled_milliseconds(sizes),
+            "At least, for OPT-13B on an A100. Recompute: "
+            f"{claims.RATE / 1e12:g} TFLOP/s. "
+            f"Swap, out and in: {BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds "
+            "to start the copy of a block's K or V in a layer.",
+            "tokens in a block", "ms"),
+        "figure_back": figures.lines(
+            "Milliseconds to bring a preempted sequence back, by block size (after the "
+            "paper's Figure 19).", milliseconds_back(sizes),
+            "Measured on one core of the machine that made this page, with the "
+            "bundled model.",
+            "tokens in a block", "ms"),
+    }
+
+
+def costs_of_block_sizes() -> Values:
+    """Figure 18, its memory side: what large blocks waste."""
     waste = memory.waste_by_block_size(120)
-    sizes = list(waste["ShareGPT"])
-    wasted = {name: {size: 100 - runs[size]["tokens"] for size in sizes}
-              for name, runs in waste.items()}
-    running = {name: {size: runs[size]["running"] for size in sizes}
-               for name, runs in waste.items()}
+    wasted: dict[str, dict[str, float]] = {}
+    running: dict[str, dict[str, float]] = {}
+    for name, by_size in waste.items():
+        wasted[name] = {size: 100 - run["tokens"] for size, run in by_size.items()}
+        running[name] = {size: run["running"] for size, run in by_size.items()}
     small, large = "16", "256"
-    back = milliseconds_back((1, 4, 16, 64, 256))
-    return values | {
-        "pool": 8,
+    return {
         "small_block": small,
         "large_block": large,
         "small_waste": f"{wasted['Alpaca'][small]:.0f}",
@@ -507,30 +561,7 @@ def full() -> Values:
         "figure_running": figures.lines(
             "Requests that run at a time, by block size.", running,
             "From the same simulation.", "tokens in a block", "requests"),
-        "preempted": memory.PREEMPTED,
-        "figure_back": figures.lines(
-            "Milliseconds to bring a preempted sequence back, by block size (after the "
-            "paper's Figure 19).", back,
-            "Measured on one core of the machine that made this page, with the "
-            "bundled model.",
-            "tokens in a block", "ms"),
-        "figure_model": figures.lines(
-            "Modelled: milliseconds to bring a preempted sequence back, by block size "
-            "(the paper's Figure 19).", modelled_milliseconds((1, 4, 16, 64, 256)),
-            "At least, for OPT-13B on an A100. Recompute: "
-            f"{claims.RATE / 1e12:g} TFLOP/s. "
-            f"Swap, out and in: {BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds "
-            "to start the copy of a block's K or V in a layer.",
-            "tokens in a block", "ms"),
-        "copy_us": f"{COPY_S * 1e6:g}",
     }
-
-
-def absent_steps(run: Watched, request: int) -> list[int]:
-    """The steps, counted from 1, in which a request did not run, before its end."""
-    present = [number for number, step in enumerate(run.chunks, start=1)
-               if request in step]
-    return sorted(set(range(1, max(present))) - set(present))
 
 
 def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
