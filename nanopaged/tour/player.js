@@ -9,11 +9,12 @@
 (() => {
 
 const PAPER = "https://arxiv.org/abs/2309.06180";
-const MOST_GROUPS = 12;      // requests that are drawn, until somebody asks for more
+const MOST_GROUPS = 8;       // requests that are drawn, until somebody asks for more
 const MOST_LARGE_CELLS = 64; // of a pool: beyond that, cells are small and have no text
 const MOST_TOKENS = 120;      // tokens of one sequence that are drawn
 const NUM_HUES = 6;
 const FRAME_MS = 900;
+const NOBODY = [];
 const PHASES = {
   start: ["before the run", "What the engine held when the recording began."],
   begin: ["between steps", "Requests come and go before the next step is scheduled."],
@@ -97,16 +98,15 @@ class View {
     this.size = state.block_size;
     this.cache = new Map();    // sequence -> its tokens
     this.owners = new Map();   // block -> [{key, index}], from the block tables
-    this.rank = new Map();     // free block -> its place in the order of being taken
     for (const [key, seq] of Object.entries(state.seqs)) {
       seq.table.forEach((block, index) => {
         if (!this.owners.has(block)) this.owners.set(block, []);
         this.owners.get(block).push({key, index});
       });
     }
-    state.free.forEach((block, index) => this.rank.set(block, index + 1));
-    state.free_swap.forEach((block, index) => this.rank.set(block, index + 1));
   }
+
+  ownersOf(block) { return this.owners.get(block) ?? NOBODY; }
 
   sequencesOf(group) {
     const keys = [];
@@ -133,7 +133,7 @@ class View {
 
   // The same for a physical block. Its owners agree on it, but for one that is behind.
   filled(block) {
-    const owners = this.owners.get(block) ?? [];
+    const owners = this.ownersOf(block);
     return Math.max(0, ...owners.map(({key, index}) => this.slots(key, index).filled));
   }
 
@@ -327,9 +327,15 @@ class Player {
     return this[name];
   }
 
-  pool(name, cells) {
-    const size = cells.length <= MOST_LARGE_CELLS ? "large" : "small";
-    return h("div", {class: `np-pool np-${size}`, role: "group", "aria-label": name});
+  // The cells of a pool stay where they are: only what they show changes.
+  pool(name, blocks) {
+    const size = blocks.length <= MOST_LARGE_CELLS ? "np-large" : "np-small";
+    return h("div.np-pool", {class: size, role: "group", "aria-label": name},
+      blocks.map((block, index) => {
+        const cell = h("button", {"data-block": block, tabindex: index === 0 ? 0 : -1});
+        cell.npBlock = block;
+        return cell;
+      }));
   }
 
   leftOut() {
@@ -519,9 +525,10 @@ class Player {
     const share = seq => 100 * seq.now / budget;
     this.requestsNote.textContent =
       `${total} of ${plural(budget, "token")} of the step\u2019s budget`;
-    this.budget.replaceChildren(...parts.slice(0, 64).map(([key, seq]) =>
-      h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${share(seq)}%`},
-        share(seq) > 7 ? key : "")));
+    sync(this.budget, parts.slice(0, 64).map(([key, seq]) => ({
+      key, data: String(seq.now), build: () =>
+        h("i", {class: hue(groupOf(key)), style: `flex: 0 0 ${share(seq)}%`},
+          share(seq) > 7 ? key : "")})));
   }
 
   drawRequests() {
@@ -728,11 +735,9 @@ class Player {
     const slots = stats.blocks_used * size;
     const share = slots === 0 ? "" : `, ${Math.round(100 * stats.tokens_held / slots)}% filled`;
     this.poolsNote.textContent = `${stats.blocks_used} of ${plural(total, "block")} in use${share}`;
-    for (const [place, cells] of [[this.device, this.cells.device], [this.swap, this.cells.swap]]) {
-      const isLarge = cells.length <= MOST_LARGE_CELLS;
-      sync(place, cells.map((block, index) => ({key: block,
-        build: () => h("button", {"data-block": block, tabindex: index === 0 ? 0 : -1}),
-        fill: cell => this.fillCell(cell, block, isLarge)})));
+    for (const pool of [this.device, this.swap]) {
+      const isLarge = pool.classList.contains("np-large");
+      for (const cell of pool.children) this.fillCell(cell, cell.npBlock, isLarge);
     }
     this.note(this.deviceNote, total, this.cells.device.length);
     this.note(this.swapNote, state.num_swap_blocks, this.cells.swap.length);
@@ -747,27 +752,28 @@ class Player {
 
   // The place in the order in which free blocks are taken, if something is lost by that.
   rankOf(block) {
-    return this.view.refs(block) === 0 && this.view.isCached(block) ? this.view.rank.get(block) : 0;
+    if (this.view.refs(block) > 0 || !this.view.isCached(block)) return 0;
+    return this.tape.state.free.indexOf(block) + 1;
   }
 
   // A small cell shows whose a block is; a large one shows what is in it, too.
   fillCell(cell, block, isLarge) {
     const refs = this.view.refs(block);
-    const owners = this.view.owners.get(block) ?? [];
-    const rank = this.rankOf(block);
-    const groups = new Set(owners.map(({key}) => groupOf(key)));
-    let name = rank ? "np-cell np-cached" : "np-cell np-free";
-    if (refs > 0) name = `np-cell np-used ${hue([...groups][0] ?? "0")}`;
-    if (groups.size > 1) name += " np-mixed";
+    const owners = this.view.ownersOf(block);
+    const first = groupOf(owners[0]?.key ?? "0");
+    const isCached = refs === 0 && this.view.isCached(block);
+    let name = isCached ? "np-cell np-cached" : "np-cell np-free";
+    if (refs > 0) name = `np-cell np-used ${hue(first)}`;
+    if (owners.some(({key}) => groupOf(key) !== first)) name += " np-mixed";
     if (cell.npName !== name || cell.npRefs !== refs) {
       cell.npName = cell.className = name;
       cell.npRefs = cell.dataset.refs = refs;
-      const state = refs > 0 ? plural(refs, "reference") : rank ? "free and cached" : "free";
+      const state = refs > 0 ? plural(refs, "reference") : isCached ? "free and cached" : "free";
       cell.setAttribute("aria-label", `block ${block}, ${state}`);
     }
     if (isLarge) {
       const names = owners.map(({key}) => key);
-      const data = [refs, rank, names, this.view.filled(block), this.view.content(block)];
+      const data = [refs, this.rankOf(block), names, this.view.filled(block), this.view.content(block)];
       const build = () => this.cellContent(block, ...data);
       sync(cell, [{key: "in", data: JSON.stringify(data), build}]);
     }
@@ -785,7 +791,7 @@ class Player {
   // One block, in words.
   describe(block) {
     const refs = this.view.refs(block);
-    const owners = this.view.owners.get(block) ?? [];
+    const owners = this.view.ownersOf(block);
     const pool = this.view.isOnDevice(block) ? "" : "CPU ";
     const text = this.texts(this.view.content(block)).join("");
     const quoted = text ? ` It holds \u201c${text}\u201d.` : "";
