@@ -22,7 +22,7 @@ from nanopaged import SamplingParams
 from nanopaged.loader import BUNDLED
 from nanopaged.tour import guide, kv
 from nanopaged.tour.__main__ import main
-from nanopaged.tour.guide import blockwise, claims, figures, lessons
+from nanopaged.tour.guide import blockwise, claims, figures, lab, paper
 from nanopaged.tour.guide.exercises import EXERCISES
 from nanopaged.tour.guide.markdown import SOURCE, Html, Renderer
 from nanopaged.tour.guide.mutants import MUTANTS, Edit, apply
@@ -99,7 +99,7 @@ def test_a_70b_model_with_grouped_heads_needs_10_gib_and_80_without():
 def test_the_command_takes_a_directory_and_agrees_with_the_engine(capsys):
     main(["kv", str(BUNDLED), "--tokens", "100", "--seqs", "3", "--memory", "0.5"])
     printed = capsys.readouterr().out
-    with lessons.engine(dtype="bfloat16") as llm:
+    with lab.engine(dtype="bfloat16") as llm:
         token_bytes = llm.runner.token_bytes
     assert f"= {token_bytes:,} bytes\n" in printed
     assert f"{0.5 * kv.GIB // (100 * token_bytes):,.0f} sequences" in printed
@@ -190,7 +190,7 @@ def test_the_command_writes_the_page_and_prints_where_it_is(
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
 def test_blockwise_attention_is_the_engines(backend):
-    with lessons.engine(attention_backend=backend) as llm:
+    with lab.engine(attention_backend=backend) as llm:
         params = SamplingParams(n=2, max_tokens=9, seed=1, ignore_eos=True)
         recorded = blockwise.record(llm, ["ROMEO:\n", "JULIET:\nAy me"], params)
         num_layers = llm.model_config.num_hidden_layers
@@ -375,7 +375,7 @@ def test_lines_rise_with_their_values():
 
 
 def test_the_model_of_preemption_has_the_papers_shape():
-    rows = lessons.modelled_milliseconds((1, 16, 32, 64, 256))
+    rows = paper.modelled_milliseconds((1, 16, 32, 64, 256))
     recompute, swap = rows["recompute"], rows["swap"]
     assert len(set(recompute.values())) == 1
     assert list(swap.values()) == sorted(swap.values(), reverse=True)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from nanopaged.tour.guide import claims, lessons
+from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Renderer
 from nanopaged.tour.page import assets
 
@@ -130,14 +131,14 @@ def make_page(progress: Callable[[int, int, str], None]) -> str:
             f"({platform.machine()})."))
 
 
-def section(name: str, title: str, values: lessons.Values, minutes: str = "") -> str:
+def section(name: str, title: str, values: Values, minutes: str = "") -> str:
     note = f'<p class="minutes">{minutes}</p>' if minutes else ""
     return (
         f'<section class="chapter" id="{name}">\n{note}<h2>{html.escape(title)}</h2>\n'
         f"{render(name, values)}\n</section>")
 
 
-def render(name: str, values: lessons.Values) -> str:
+def render(name: str, values: Values) -> str:
     """The HTML of a chapter's text; every value must be used, and every name known."""
     renderer = Renderer(values)
     rendered = renderer.render(read_chapter(name))
