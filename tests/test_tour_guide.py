@@ -66,6 +66,7 @@ LLAMA3_70B = {
     "model_type": "llama", "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "hidden_size": 8192, "torch_dtype": "bfloat16",
 }
+PICTURES = {"model_type": "llava", "text_config": LLAMA3_8B}
 GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
 
 
@@ -76,9 +77,10 @@ GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768}
         (LLAMA3_8B, "Llama-3-8B", 131_072),
         (LLAMA2_7B, "Llama-2-7B", 524_288),
         (LLAMA3_70B, "Llama-3-70B", 327_680),
+        (PICTURES, "Llama-3-8B", 131_072),
         (GPT2, None, 36_864),
     ],
-    ids=["qwen3", "llama3", "llama2", "70b", "gpt2"],
+    ids=["qwen3", "llama3", "llama2", "70b", "pictures", "gpt2"],
 )
 def test_the_bytes_of_a_token_follow_from_a_config(
     write_config, fields, name, bytes_per_token

@@ -218,7 +218,7 @@ def schedule() -> Values:
         assert not llm.stats().preemptions_recompute, "the pool is too small"
     chunks = [step[2] for step in run.chunks if 2 in step][: -(len(long_answer) - 1)]
     assert sum(chunks) == long_tokens
-    assert all(0 in step for step in run.chunks[:12]), "a decode was stalled"
+    assert not absent_steps(run, 0) + absent_steps(run, 1), "a decode was stalled"
     mixed = [m for m in run.messages if len(m.counts) > 1 and max(m.counts) > 1]
     assert mixed, "no chunk ran beside a decode"
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
@@ -264,7 +264,7 @@ def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
 
 def prefix() -> Values:
     system = "You are a citizen of Verona, and you speak in verse.\n\n"
-    questions = ["ROMEO:\n", "JULIET:\n", "NURSE:\n"]
+    questions = ["ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n"]
     prompts = [system + question for question in questions]
     with engine(num_blocks=32) as llm:
         run = watch(llm, "prefix-run", "Three prompts that begin alike",
