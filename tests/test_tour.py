@@ -23,7 +23,7 @@ from helpers import (
 )
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.tour import picture, trace
-from nanopaged.tour.events import KINDS
+from nanopaged.tour.kinds import KINDS
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.recorder import MANY_FRAMES
 from nanopaged.tour.showcase import FEATURES, showcase
@@ -313,7 +313,7 @@ def test_events_count_what_the_engine_counts(shown):
     assert kinds["finish"] == 4
 
 
-def test_a_fork_and_its_copies_are_told_with_the_blocks(llama, engine):
+def test_a_fork_and_its_copies_name_the_blocks(llama, engine):
     llm = engine(llama)
     with trace(llm) as run:
         params = SamplingParams(n=3, max_tokens=2, seed=1, ignore_eos=True)
@@ -329,7 +329,7 @@ def test_a_fork_and_its_copies_are_told_with_the_blocks(llama, engine):
     )
 
 
-def test_a_prefix_hit_tells_held_blocks_from_free_ones(llama, engine):
+def test_a_prefix_hit_names_blocks_that_nobody_held(llama, engine):
     llm = engine(llama)
     prompt = list(range(1, 11))
     with trace(llm) as run:

@@ -196,7 +196,7 @@ def test_a_block_lights_up_wherever_it_is(shown):
     assert result["detail"].startswith("Block 7: 7 references, of 1.0, 1.1, 1.2, 2.0")
 
 
-def test_what_happened_is_told_with_its_source(shown):
+def test_an_event_comes_with_its_source(shown):
     result = use(
         shown,
         "const text = () => document.querySelector('.np-source').innerText;"

@@ -6,119 +6,11 @@ the page turns these into marks that light up.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanopaged.scheduler import Batch
 from nanopaged.tour.state import State
-
-MOST_LISTED = 6  # blocks or sequences in one sentence
-
-
-class Kind(NamedTuple):
-    """A kind of event, and where to read about it."""
-
-    label: str
-    symbol: str  # module:qualified name, in the package
-    line: str  # a part of the line that does it
-    paper: str  # a section of arXiv 2309.06180, or what else it is from
-    is_minor: bool = False  # a long trace leaves these out
-
-
-CHUNKS = "Not in the paper: chunked prefill is from Sarathi-Serve (arXiv 2403.02310)"
-CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its hash"
-
-KINDS = {
-    "arrive": Kind(
-        "request arrives", "llm:LLM._add", "self.scheduler.waiting.append", "4.5"
-    ),
-    "abort": Kind("abort", "scheduler:Scheduler.abort", "self.finish(", "5.2 (free)"),
-    "recompute": Kind(
-        "preemption, by recompute",
-        "scheduler:Scheduler._preempt",
-        "self.stats.preemptions_recompute += 1",
-        "4.5 (Recomputation)",
-    ),
-    "swap_out": Kind(
-        "preemption, by swap",
-        "scheduler:Scheduler._preempt",
-        "manager.swap(group.live, manager.free_swap_blocks)",
-        "4.5 (Swapping)",
-    ),
-    "evict": Kind(
-        "eviction",
-        "block_manager:BlockManager._take",
-        "del self.published",
-        CACHE,
-        is_minor=True,
-    ),
-    "copy": Kind(
-        "copy-on-write",
-        "block_manager:BlockManager.grow",
-        "table[index] = self._take(self.free_blocks)",
-        "4.4 (Parallel sampling)",
-    ),
-    "grow": Kind(
-        "new block",
-        "block_manager:BlockManager.grow",
-        "table.append(self._take(self.free_blocks))",
-        "4.3",
-        is_minor=True,
-    ),
-    "admit": Kind(
-        "admission", "scheduler:Scheduler._admit", "manager.allocate(", "4.3 and 4.5"
-    ),
-    "prefix": Kind(
-        "prefix hit",
-        "block_manager:BlockManager.match_prefix",
-        "found.append(block_id)",
-        CACHE,
-    ),
-    "swap_in": Kind(
-        "swap in",
-        "scheduler:Scheduler._admit",
-        "manager.swap(group.live, manager.free_blocks, num_spare)",
-        "4.5 (Swapping)",
-    ),
-    "chunk": Kind(
-        "chunk of a prompt",
-        "scheduler:Scheduler._schedule_group",
-        "count = min(count, left)",
-        CHUNKS,
-        is_minor=True,
-    ),
-    "compute": Kind(
-        "forward pass",
-        "llm:LLM._step",
-        "self.runner.execute(batch)",
-        "4.3",
-        is_minor=True,
-    ),
-    "fork": Kind(
-        "fork",
-        "scheduler:Scheduler._fork",
-        "self.block_manager.fork(leader, seq)",
-        "4.4 (Parallel sampling)",
-    ),
-    "publish": Kind(
-        "publication",
-        "block_manager:BlockManager.publish",
-        "self._name(block_id",
-        CACHE,
-        is_minor=True,
-    ),
-    "sample": Kind(
-        "new tokens", "scheduler:Scheduler.update", "seq.append(token", "4.3", True
-    ),
-    "beam": Kind(
-        "beam replaced",
-        "beam_search:_replace_beams",
-        "fork(child.parent, seq)",
-        "4.4 (Beam search)",
-    ),
-    "finish": Kind(
-        "end", "scheduler:Scheduler.finish", "self.block_manager.free(seq)", "4.3"
-    ),
-}
+from nanopaged.tour.words import MOST_LISTED, be, count, join, listed, listed_moves
 
 
 class Event(NamedTuple):
@@ -176,7 +68,9 @@ def find_samples(before: State, after: State) -> Iterator[Event]:
     ]
     if longer:
         what = count(len(longer), "token")
-        yield Event("sample", f"The step gives {what}: to {listed(longer, '@')}.")
+        yield Event(
+            "sample", f"{what} {be(longer)} sampled, for {listed(longer, '@')}."
+        )
 
 
 def find_beams(before: State, after: State) -> Iterator[Event]:
@@ -376,12 +270,12 @@ def find_chunks(after: State) -> Iterator[Event]:
 
 def find_computed(after: State) -> Iterator[Event]:
     counts = {key: seq["now"] for key, seq in after["seqs"].items() if seq["now"]}
-    prompts = [f"{now} of @{key}" for key, now in counts.items() if now > 1]
+    prompts = [f"{now} for @{key}" for key, now in counts.items() if now > 1]
     decodes = [key for key, now in counts.items() if now == 1]
     parts = prompts
     if decodes:
         each = "" if len(decodes) == 1 else " each"
-        parts = [*prompts, f"1{each} of {listed(decodes, '@')}"]
+        parts = [*prompts, f"1{each} for {listed(decodes, '@')}"]
     if parts:
         total = count(sum(counts.values()), "token")
         yield Event("compute", f"The step will compute {total}: {join(parts)}.")
@@ -422,7 +316,7 @@ def find_publications(before: State, after: State) -> Iterator[Event]:
         )
 
 
-# -- Reading states, and writing sentences ---------------------------------------------
+# -- Reading states --------------------------------------------------------------------
 
 
 def group_of(key: str) -> str:
@@ -438,27 +332,3 @@ def sequences_of(state: State, request_id: str) -> list[str]:
 
 def refs(state: State, block_id: int | str) -> int:
     return int(state["blocks"].get(str(block_id), {}).get("refs", 0))
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def be(items: list[Any]) -> str:
-    return "is" if len(items) == 1 else "are"
-
-
-def join(parts: list[str]) -> str:
-    """a; a and b; a, b and c; a, b, c and 4 more."""
-    if len(parts) > MOST_LISTED:
-        parts = [*parts[: MOST_LISTED - 1], f"{len(parts) - MOST_LISTED + 1} more"]
-    *first, last = parts
-    return f"{', '.join(first)} and {last}" if first else last
-
-
-def listed(items: list[int] | list[str], mark: str) -> str:
-    return join([f"{mark}{item}" for item in items])
-
-
-def listed_moves(moves: list[tuple[int, int]]) -> str:
-    return join([f"#{source} to #{target}" for source, target in moves])

@@ -131,7 +131,7 @@ class View {
     return {filled, fresh: filled - inBlock(computed - now)};
   }
 
-  // The same for a physical block. Its owners agree on it, but for one that is behind.
+  // The same for a physical block: the most slots that any of its owners has filled.
   filled(block) {
     const owners = this.ownersOf(block);
     return Math.max(0, ...owners.map(({key, index}) => this.slots(key, index).filled));
@@ -341,8 +341,8 @@ class Player {
   leftOut() {
     const count = this.trace.left_out;
     return count === 0 ? null : h("p.np-note",
-      `This run was long. ${plural(count, "frame")} in which nothing but the usual happened ` +
-      "are left out; each frame shows all that changed since the one before.");
+      `This run was long: ${plural(count, "frame")} are left out, first of all those in which `
+      + "nothing rare happened. A frame shows all that has changed since the one before it.");
   }
 
   controls() {

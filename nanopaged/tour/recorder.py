@@ -17,7 +17,8 @@ from typing import Any
 from nanopaged.llm import LLM
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
-from nanopaged.tour.events import KINDS, Event, find_events
+from nanopaged.tour.events import Event, find_events
+from nanopaged.tour.kinds import KINDS
 from nanopaged.tour.page import page
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
