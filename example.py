@@ -2,14 +2,17 @@
 
     python example.py                                 # the bundled model, offline
     python example.py --model Qwen/Qwen3-0.6B --chat  # a hub id, or a directory
+    python example.py --trace run.html                # and a page that shows every step
 """
 
 import argparse
 import logging
 import sys
 import time
+from contextlib import nullcontext
 
 from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged.tour import trace
 
 PLAYS = ["ROMEO:\n", "JULIET:\nO ", "KING RICHARD III:\nA horse, a horse"]
 QUESTIONS = ["Explain paged attention in two sentences.", "Write a haiku about memory."]
@@ -24,12 +27,13 @@ def main() -> None:
     llm = LLM(args.model, seed=args.seed)
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
-    if args.chat:
-        chat(llm, prompts, params)
-    else:
-        outputs = stream(llm, prompts, params)
-        show_prefix_cache(llm, outputs)
-        show_pool(llm, prompts, params)
+    with trace(llm, args.trace) if args.trace else nullcontext():
+        if args.chat:
+            chat(llm, prompts, params)
+        else:
+            outputs = stream(llm, prompts, params)
+            show_prefix_cache(llm, outputs)
+            show_pool(llm, prompts, params)
     llm.shutdown()
 
 
@@ -43,6 +47,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trace", metavar="FILE", help="write a page of every step")
     return parser.parse_args()
 
 

@@ -41,9 +41,13 @@ pytest.register_assert_rewrite("helpers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from helpers import find_browser  # here, so that its asserts are rewritten first
+
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("browser") and find_browser() is None:
+            item.add_marker(pytest.mark.skip(reason="no Chromium"))
 
 
 # So many that a good part of the generations meets one.

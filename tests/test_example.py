@@ -68,6 +68,15 @@ def test_it_streams_its_prompts_and_shows_the_effect_of_the_cache(run, example):
     assert warm <= hits < queries
 
 
+def test_it_writes_a_page_that_shows_every_step(example, tmp_path):
+    page = tmp_path / "run.html"
+    arguments = ["--max-tokens", "4", "--trace", page, "ROMEO:"]
+    stdout = run_python(EXAMPLE, *arguments, cwd=tmp_path, HF_HUB_OFFLINE="1")
+    assert stdout.startswith("ROMEO:")
+    text = page.read_text(encoding="utf-8")
+    assert text.count('"phase":"scheduled"') >= 4 and "</html>" in text
+
+
 @pytest.mark.slow
 def test_it_chats_with_a_model_from_a_directory(run, example):
     stdout = run("--model", str(BUNDLED), "--chat", "--max-tokens", "24")

@@ -1,0 +1,152 @@
+"""The guided tour: an hour in which one learns how LLMs are served, as one HTML page.
+
+The text is in `chapters/`, one file each. What a chapter shows is computed by the
+function of the same name in `lessons`, while the page is made.
+"""
+
+import html
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from nanopaged.tour.guide import claims, lessons
+from nanopaged.tour.guide.lab import Values
+from nanopaged.tour.guide.markdown import Renderer
+from nanopaged.tour.page import assets
+
+TEXTS = files("nanopaged.tour.guide")
+ESCAPED = ("ascii", "xmlcharrefreplace")  # the page is pure ASCII, whatever reads it
+
+
+class Chapter(NamedTuple):
+    """One part of the hour; `name` is that of its text and of its lesson."""
+
+    name: str
+    title: str
+    start: int  # minutes
+    end: int
+
+
+CHAPTERS = [
+    Chapter("loop", "What is the loop?", 0, 4),
+    Chapter("cache", "Why cache K and V?", 4, 9),
+    Chapter("blocks", "Why blocks?", 9, 14),
+    Chapter("step", "What is one step?", 14, 20),
+    Chapter("attention", "How is attention paged?", 20, 27),
+    Chapter("schedule", "Who runs?", 27, 33),
+    Chapter("prefix", "Who shares a prompt?", 33, 38),
+    Chapter("fork", "Fork, copy, search: who shares an answer?", 38, 45),
+    Chapter("full", "What if the pool is full?", 45, 52),
+    Chapter("ranks", "Several GPUs?", 52, 57),
+    Chapter("build", "Break it, then build it", 57, 60),
+]
+
+PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>nanopaged: a guided tour</title>
+<style>
+{style}</style>
+{assets}</head>
+<body class="guide">
+<a class="skip" href="#main">Skip to the text</a>
+<header>
+<h1>How a language model is served</h1>
+{opening}
+<nav aria-label="Chapters"><ol>
+{contents}
+</ol></nav>
+</header>
+<main id="main">
+{chapters}
+</main>
+<footer><p>{footer}</p></footer>
+</body>
+</html>
+"""
+
+
+def write(directory: Path,
+          progress: Callable[[int, int, str], None] = lambda *_: None) -> Path:
+    """Write the tour into a directory; returns the page's path.
+
+    `progress` is called before each chapter: its number, how many there are, its title.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = (directory / "index.html").resolve()
+    with one_thread():
+        text = make_page(progress)
+    path.write_bytes(text.encode(*ESCAPED))
+    return path
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch use one core: the model is so small that a second one hardly helps, and
+    while the machine does something else, threads that wait for each other are slow.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def make_page(progress: Callable[[int, int, str], None]) -> str:
+    sections = []
+    for number, chapter in enumerate(CHAPTERS, start=1):
+        progress(number, len(CHAPTERS), chapter.title)
+        values = getattr(lessons, chapter.name)()
+        minutes = f"minutes {chapter.start} to {chapter.end}"
+        sections.append(section(chapter.name, chapter.title, values, minutes))
+    sections.append(section("claims", "Claims, checked", claims.check()))
+    sections.append(section("glossary", "Glossary", {}))
+
+    contents = []
+    for chapter in CHAPTERS:
+        link = f'<a href="#{chapter.name}">{html.escape(chapter.title)}</a>'
+        minutes = f"<span>{chapter.start}&ndash;{chapter.end}</span>"
+        contents.append(f"<li>{link} {minutes}</li>")
+    contents.append('<li><a href="#claims">Claims, checked</a></li>')
+    contents.append('<li><a href="#glossary">Glossary</a></li>')
+    return PAGE.format(
+        style=TEXTS.joinpath("guide.css").read_text(encoding="utf-8"),
+        assets=assets(),
+        opening=render("opening", {"minutes": CHAPTERS[-1].end}),
+        contents="\n".join(contents),
+        chapters="\n".join(sections),
+        footer=html.escape(
+            "Made by python -m nanopaged.tour, with Python "
+            f"{platform.python_version()} on {platform.system()} "
+            f"({platform.machine()})."))
+
+
+def section(name: str, title: str, values: Values, minutes: str = "") -> str:
+    note = f'<p class="minutes">{minutes}</p>' if minutes else ""
+    return (
+        f'<section class="chapter" id="{name}">\n{note}<h2>{html.escape(title)}</h2>\n'
+        f"{render(name, values)}\n</section>")
+
+
+def render(name: str, values: Values) -> str:
+    """The HTML of a chapter's text; every value must be used, and every name known."""
+    renderer = Renderer(values)
+    rendered = renderer.render(read_chapter(name))
+    unused = set(values) - renderer.used
+    if unused:
+        raise ValueError(f"{name}.md uses no {', '.join(sorted(unused))}")
+    return rendered
+
+
+def read_chapter(name: str) -> str:
+    return TEXTS.joinpath("chapters", f"{name}.md").read_text(encoding="utf-8")

@@ -1,0 +1,134 @@
+"""The paper's blockwise attention in NumPy: its equation 4, one query at a time.
+
+Nothing here is fast. It is the formula, and the engine's attention must agree with it.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanopaged import LLM, SamplingParams
+
+Floats = NDArray[np.float64]
+
+# Equation 4 of the paper, in MathML.
+SCORE = """<mi>exp</mi><mo>(</mo>
+<msubsup><mi>q</mi><mi>i</mi><mo>&#x22A4;</mo></msubsup><msub><mi>K</mi><mi>{block}</mi></msub><mo>/</mo><msqrt><mi>d</mi></msqrt><mo>)</mo>"""
+EQUATION = f"""<div class="equation"><math display="block" aria-label="
+A i j is the exponential of q i times K j over the square root of d, divided by the sum
+of these over all blocks t. o i is the sum over all blocks j of V j times A i j."><mrow>
+<msub><mi>A</mi><mrow><mi>i</mi><mi>j</mi></mrow></msub><mo>=</mo>
+<mfrac><mrow>{SCORE.format(block="j")}</mrow>
+<mrow><munder><mo>&#x2211;</mo><mi>t</mi></munder>{SCORE.format(block="t")}</mrow></mfrac>
+<mspace width="2em"/><msub><mi>o</mi><mi>i</mi></msub><mo>=</mo>
+<munder><mo>&#x2211;</mo><mi>j</mi></munder><msub><mi>V</mi><mi>j</mi></msub>
+<msubsup><mi>A</mi><mrow><mi>i</mi><mi>j</mi></mrow><mo>&#x22A4;</mo></msubsup></mrow>
+</math></div>"""
+
+
+def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
+           ) -> Floats:
+    """What one query sees: the mean of the values, weighted by exp(query . key).
+
+    query: [head_dim]; blocks: [num_blocks, 2, block_size, head_dim], one KV head of the
+    pool; the sequence's first `num_keys` tokens are in the blocks of its table.
+    """
+    block_size, head_dim = blocks.shape[2:]
+    highest = -np.inf
+    numerator = np.zeros(head_dim)
+    denominator = 0.0
+    for j, block in enumerate(block_table):
+        num_here = min(block_size, num_keys - j * block_size)
+        if num_here <= 0:
+            break
+        keys, values = blocks[block, :, :num_here]  # K_j and V_j
+        scores = keys @ query / np.sqrt(head_dim)
+
+        # The sums so far are relative to a lower score: shrink them.
+        higher = max(highest, scores.max())
+        shrink = np.exp(highest - higher)
+        weights = np.exp(scores - higher)
+        numerator = numerator * shrink + weights @ values
+        denominator = denominator * shrink + weights.sum()
+        highest = higher
+    return numerator / denominator
+
+
+class Recorded(NamedTuple):
+    """What the engine's attention was given in one layer of one step, and its answer.
+    """
+
+    q: Floats  # [num_tokens, num_heads, head_dim]
+    kv_cache: Floats  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    positions: list[int]  # of the tokens, each in its sequence
+    tables: list[list[int]]  # the block table of each token's sequence
+    out: Floats  # [num_tokens, num_heads, head_dim]
+
+
+def record(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Recorded]:
+    """Serve the prompts, and keep what went in and out of every attention."""
+    backend = llm.runner.backend
+    attend_by_engine = backend.attend
+    recorded: list[Recorded] = []
+    tables: list[list[int]] = []
+
+    def note(phase: str, batch: Any) -> None:
+        if phase == "scheduled":
+            rows = {seq.row: list(seq.block_table) for group in llm.scheduler.running
+                    for seq in group.live}
+            message = batch.message
+            tables[:] = [rows[row] for row, count in zip(
+                message.rows, message.counts, strict=True) for _ in range(count)]
+
+    def attend_and_keep(q: Any, kv_cache: Any, metadata: Any) -> Any:
+        out = attend_by_engine(q, kv_cache, metadata)
+        recorded.append(Recorded(
+            to_numpy(q), to_numpy(kv_cache), metadata.positions.tolist(), list(tables),
+            to_numpy(out).reshape(q.shape)))
+        return out
+
+    llm.observers.append(note)
+    backend.attend = attend_and_keep
+    try:
+        llm.generate(prompts, params, use_tqdm=False)
+    finally:
+        del backend.attend  # the method of its class again
+        llm.observers.remove(note)
+    return recorded
+
+
+def to_numpy(tensor: Any) -> Floats:
+    array: Floats = tensor.double().cpu().numpy().copy()
+    return array
+
+
+def max_difference(recorded: list[Recorded]) -> float:
+    """The largest difference between the engine's answers and the formula's."""
+    largest = 0.0
+    for step in recorded:
+        num_tokens, num_heads, _ = step.q.shape
+        group_size = num_heads // step.kv_cache.shape[2]
+        for token in range(num_tokens):
+            for head in range(num_heads):
+                blocks = step.kv_cache[:, :, head // group_size]
+                expected = attend(step.q[token, head], blocks, step.tables[token],
+                                  num_keys=step.positions[token] + 1)
+                difference = np.abs(expected - step.out[token, head]).max()
+                largest = max(largest, float(difference))
+    return largest
+
+
+def difference_when_moved(step: Recorded, seed: int = 0) -> float:
+    """How much the answer changes if every block moves, and the table with it."""
+    places = np.random.default_rng(seed).permutation(len(step.kv_cache))
+    moved = np.empty_like(step.kv_cache)
+    moved[places] = step.kv_cache
+    table = step.tables[-1]
+    new_table = [int(places[block]) for block in table]
+    assert new_table != table, "no block has moved"
+
+    num_keys = step.positions[-1] + 1
+    before = attend(step.q[-1, 0], step.kv_cache[:, :, 0], table, num_keys)
+    after = attend(step.q[-1, 0], moved[:, :, 0], new_table, num_keys)
+    return float(np.abs(before - after).max())

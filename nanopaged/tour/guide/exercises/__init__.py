@@ -1,0 +1,51 @@
+"""Exercises: what to build, hints, and the tests that a solution must pass."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+from nanopaged.tour.guide.markdown import Html, Renderer
+from nanopaged.tour.guide.source import code_block, fold, highlight
+
+FOLDER = Path(__file__).parent
+
+
+class Exercise(NamedTuple):
+    name: str
+    minutes: int  # about
+    files: tuple[str, ...]  # of the engine, where a solution changes something
+
+    @property
+    def text(self) -> str:
+        return (FOLDER / f"{self.name}.md").read_text(encoding="utf-8")
+
+    @property
+    def test(self) -> str:
+        """The test file, which a learner copies into tests/."""
+        return (FOLDER / f"check_{self.name}.py").read_text(encoding="utf-8")
+
+
+EXERCISES = [
+    Exercise("logit_bias", 30, ("config.py", "llm.py", "sampler.py")),
+    Exercise("repetition_penalty", 45, ("config.py", "sampler.py")),
+    Exercise(
+        "prompt_logprobs",
+        120,
+        ("config.py", "sequence.py", "scheduler.py", "model_runner.py", "sampler.py",
+         "outputs.py", "llm.py"),
+    ),
+]
+
+
+def exercise_list() -> Html:
+    parts = []
+    for exercise in EXERCISES:
+        test = f"tests/test_{exercise.name}.py"
+        files = ", ".join(f"<code>{file}</code>" for file in exercise.files)
+        title = (f"The tests: save them as <code>{test}</code>, and run "
+                 f"<code>python -m pytest {test}</code>")
+        parts.append(
+            f'<section class="exercise" id="exercise-{exercise.name}">'
+            f"{Renderer({}).render(exercise.text)}"
+            f"<p>About {exercise.minutes} minutes. A solution touches {files}.</p>"
+            f"{fold(title, code_block(highlight(exercise.test)))}</section>")
+    return Html("".join(parts))

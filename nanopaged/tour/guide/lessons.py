@@ -1,0 +1,405 @@
+"""What each chapter shows: small runs of the engine, measured while the page is made.
+
+A lesson returns the values of its chapter's text, by name. They are computed here, so
+that no number in the text can be wrong tomorrow.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.config import EngineConfig
+from nanopaged.scheduler import ControlMessage
+from nanopaged.tour import kv
+from nanopaged.tour.guide import blockwise, claims, figures, paper
+from nanopaged.tour.guide.exercises import exercise_list
+from nanopaged.tour.guide.lab import SPEECH, Values, Watched, engine, greedy, watch
+from nanopaged.tour.guide.markdown import Html, table
+from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
+
+CONSTANT_HASH = 7
+
+
+def loop() -> Values:
+    with engine(num_blocks=8) as llm:
+        run = watch(llm, "loop-run", "One request, from its prompt to its last token",
+                    "ROMEO:\n", greedy(8))
+        output = run.outputs[0]
+        tokens = [repr(llm.tokenizer.decode([token]))
+                  for token in output.prompt_token_ids]
+    return {
+        "player": run.player,
+        "prompt_tokens": len(tokens),
+        "pieces": " ".join(tokens),
+        "output_tokens": len(output.outputs[0].token_ids),
+        "steps": len(run.messages),
+        "first_count": run.messages[0].counts[0],
+        "later_counts": ", ".join(str(m.counts[0]) for m in run.messages[1:]),
+        "text": repr(run.texts()[0]),
+    }
+
+
+def cache() -> Values:
+    """Generate with the cache, and without: then each token computes the whole text."""
+    count = 128
+    with engine(enable_prefix_caching=False, num_blocks=128) as llm:
+        prompt = llm.tokenizer("ROMEO:\n").input_ids
+        llm.generate(prompt, greedy(4), use_tqdm=False)  # warm-up
+
+        began = time.perf_counter()
+        with_cache = llm.generate(prompt, greedy(count), use_tqdm=False)
+        seconds_with = time.perf_counter() - began
+
+        began = time.perf_counter()
+        text = list(prompt)
+        for _ in range(count):
+            one = llm.generate(text, greedy(1), use_tqdm=False)[0].outputs[0]
+            text += one.token_ids
+        seconds_without = time.perf_counter() - began
+        token_bytes = llm.runner.token_bytes
+
+    assert text[len(prompt):] == with_cache[0].outputs[0].token_ids
+    length = len(prompt)
+    computed_with = length + count - 1
+    computed_without = sum(length + i for i in range(count))
+    marks = [1, *range(16, count + 1, 16)]
+    curves = {
+        "without the cache": {
+            str(n): float(sum(length + i for i in range(n))) for n in marks},
+        "with the cache": {str(n): float(length + n - 1) for n in marks},
+    }
+    return {
+        "count": count,
+        "prompt_tokens": length,
+        "computed_with": f"{computed_with:,}",
+        "computed_without": f"{computed_without:,}",
+        "work_ratio": f"{computed_without / computed_with:.0f}",
+        "seconds_with": f"{seconds_with:.2f}",
+        "seconds_without": f"{seconds_without:.2f}",
+        "time_ratio": f"{seconds_without / seconds_with:.1f}",
+        "figure": figures.lines(
+            "Tokens computed so far", curves,
+            "Counted, not timed. Without the cache the work grows with the square of "
+            "the length.", "tokens generated", "tokens"),
+        "token_bytes": f"{token_bytes:,}",
+    } | sizes_of_caches(tokens=4096, seqs=8)
+
+
+def sizes_of_caches(tokens: int, seqs: int) -> Values:
+    rows = []
+    for name, shape in kv.MODELS.items():
+        total = kv.gib(shape.total(tokens, seqs))
+        rows.append([name, str(shape.layers), str(shape.kv_heads), str(shape.head_dim),
+                     str(shape.item_bytes), f"{shape.bytes_per_token:,}", total])
+    head = ["", "layers", "KV heads", "head size", "bytes a number", "bytes a token",
+            f"{seqs} sequences of {tokens:,} tokens"]
+    old, new = kv.MODELS["Llama-2-7B"], kv.MODELS["Llama-3-8B"]
+    return {
+        "models": Html(f'<div class="models">{table(head, rows)}</div>'),
+        "llama_ratio": old.bytes_per_token // new.bytes_per_token,
+        "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], tokens, seqs, memory=24),
+    }
+
+
+def blocks() -> Values:
+    with engine(num_blocks=16) as llm:
+        size = llm.config.block_size
+        utilisation: list[float] = []
+
+        def note(phase: str, batch: Any) -> None:
+            if phase == "scheduled":
+                utilisation.append(llm.stats().kv_utilisation)
+
+        llm.observers.append(note)
+        run = watch(llm, "blocks-run", "Two requests of different lengths",
+                    ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)])
+        llm.observers.remove(note)
+    return {
+        "player": run.player,
+        "block_size": size,
+        "default_size": EngineConfig().block_size,
+        "most_waste": size - 1,
+        "utilisation": f"{100 * sum(utilisation) / len(utilisation):.0f}",
+    } | paper.uses_of_memory()
+
+
+def step() -> Values:
+    """Two requests that arrive together: one asks for two answers."""
+    with engine(num_blocks=12) as llm:
+        ids = llm.tokenizer(SPEECH).input_ids
+        prompts = [ids[:10], [*ids[:8], ids[12]]]
+        params = [SamplingParams(n=2, max_tokens=4, seed=1),
+                  SamplingParams(max_tokens=4, seed=2)]
+        run = watch(llm, "step-run", "Two prompts that begin alike; the first is asked "
+                    "for two answers", prompts, params)
+        size = llm.config.block_size
+    first, second = run.messages[:2]
+    assert first.counts == [10, 1] and second.copies, "the text describes these steps"
+    shared = [block for block in first.table_updates[1][2]
+              if block in first.table_updates[0][2]]
+    position = first.ends[1] - 1
+    block = first.table_updates[1][2][position // size]
+    return {
+        "player": run.player,
+        "first": pretty(first),
+        "second": pretty(second),
+        "prompt_a": len(prompts[0]),
+        "prompt_b": len(prompts[1]),
+        "common": size * len(shared),
+        "counts": str(first.counts),
+        "ends": str(first.ends),
+        "samples": str(first.samples),
+        "sampled_rows": str(first.sampled_rows),
+        "tables": json.dumps(first.table_updates),
+        "row_a": first.table_updates[0][0],
+        "row_b": first.table_updates[1][0],
+        "table_a": str(first.table_updates[0][2]),
+        "table_b": str(first.table_updates[1][2]),
+        "shared": " and ".join(map(str, shared)),
+        "later_counts": str(second.counts),
+        "copies": json.dumps(second.copies),
+        "copy_from": second.copies[0][0],
+        "copy_to": second.copies[0][1],
+        "size": size,
+        "position": position,
+        "logical": position // size,
+        "offset": position % size,
+        "physical": block,
+        "slot": block * size + position % size,
+        "tokens_b_cached": run.outputs[1].num_cached_tokens,
+    }
+
+
+def pretty(message: ControlMessage) -> str:
+    """A message with a line for each field that is not empty."""
+    fields = {name: value for name, value in vars(message).items() if value}
+    lines = [f"  {json.dumps(name)}: {json.dumps(value)}"
+             for name, value in fields.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def attention() -> Values:
+    with engine(block_size=16, num_blocks=32) as llm:
+        params = SamplingParams(n=2, max_tokens=24, seed=1, ignore_eos=True)
+        recorded = blockwise.record(llm, ["ROMEO:\n", SPEECH], params)
+        config = llm.model_config
+        moved = blockwise.difference_when_moved(recorded[-1])
+    difference = blockwise.max_difference(recorded)
+    assert difference < 1e-4, "the engine's attention is not the paper's formula"
+    assert moved == 0, "the place of a block changed the result"
+    largest = max(float(abs(step.out).max()) for step in recorded)
+    table_example = recorded[-1].tables[-1]
+    return {
+        "difference": f"{difference:.1e}",
+        "largest": f"{largest:.1f}",
+        "results": f"{sum(step.q.shape[0] * step.q.shape[1] for step in recorded):,}",
+        "layers": config.num_hidden_layers,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+        "example_table": str(table_example),
+        "moved": f"{moved:g}",
+        "equation": Html(blockwise.EQUATION),
+    }
+
+
+def schedule() -> Values:
+    budget = 8
+    with engine(num_blocks=32, max_num_batched_tokens=budget) as llm:
+        long_prompt = "\n".join([SPEECH] * 2)
+        run = watch(llm, "schedule-run",
+                    f"Two short requests and a long one; {budget} tokens a step",
+                    ["ROMEO:\n", "JULIET:\n", long_prompt],
+                    [greedy(12), greedy(12), greedy(4)])
+        long_answer = run.outputs[2].outputs[0].token_ids
+        long_tokens = len(run.outputs[2].prompt_token_ids)
+        assert not llm.stats().preemptions_recompute, "the pool is too small"
+    chunks = [step[2] for step in run.chunks if 2 in step][: -(len(long_answer) - 1)]
+    assert sum(chunks) == long_tokens
+    assert not absent_steps(run, 0) + absent_steps(run, 1), "a decode was stalled"
+    mixed = [m for m in run.messages if len(m.counts) > 1 and max(m.counts) > 1]
+    assert mixed, "no chunk ran beside a decode"
+    speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
+    gain = speeds[max(speeds)] / speeds[1]
+    speed_rows = {"tokens/s": {str(n): speed for n, speed in speeds.items()}}
+    return {
+        "player": run.player,
+        "budget": budget,
+        "long_tokens": long_tokens,
+        "chunks": ", ".join(map(str, chunks)),
+        "num_chunks": len(chunks),
+        "example_counts": str(mixed[-1].counts),
+        "figure": figures.lines(
+            "Tokens per second, by the number of sequences in a batch.", speed_rows,
+            "The bundled model, on one core of the machine that made this page.",
+            "sequences that decode together", "tokens/s"),
+        "batch": max(speeds),
+        # A weight has two bytes, and takes two operations for each sequence.
+        "balance": f"{claims.RATE / claims.BANDWIDTH:.0f}",
+        "speed_one": f"{speeds[1]:,.0f}",
+        "speed_many": f"{speeds[max(speeds)]:,.0f}",
+        "gain": f"{gain:.1f}",
+        "slower": f"{max(speeds) / gain:.1f}",
+        "default_budget": f"{EngineConfig().max_num_batched_tokens:,}",
+    }
+
+
+def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
+    """The speed of decoding, by the number of sequences that decode together."""
+    speeds = {}
+    count = 16
+    with engine(block_size=16, num_blocks=256, max_num_seqs=64) as llm:
+        for size in batch_sizes:
+            prompts = [[token + 1] for token in range(size)]
+            seconds = []
+            for _ in range(3):
+                began = time.perf_counter()
+                llm.generate(prompts, greedy(count), use_tqdm=False)
+                seconds.append(time.perf_counter() - began)
+            speeds[size] = size * count / min(seconds)
+    return speeds
+
+
+def prefix() -> Values:
+    system = "You are a citizen of Verona, and you speak in verse.\n\n"
+    questions = ["ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n"]
+    prompts = [system + question for question in questions]
+    with engine(num_blocks=32) as llm:
+        run = watch(llm, "prefix-run", "Three prompts that begin alike",
+                    prompts, greedy(5))
+        stats = llm.stats()
+        hits = [output.num_cached_tokens for output in run.outputs]
+        lengths = [len(output.prompt_token_ids) for output in run.outputs]
+
+    tokens, collided_hits = serve_with_hash(prompts, lambda data: CONSTANT_HASH)
+    assert tokens == [output.outputs[0].token_ids for output in run.outputs]
+    with engine(num_blocks=64) as llm:
+        salted = [SamplingParams(temperature=0, max_tokens=5, cache_salt=name)
+                  for name in ("Capulet", "Montague", "Escalus")]
+        outputs = llm.generate(prompts, salted, use_tqdm=False)
+        salted_hits = sum(output.num_cached_tokens for output in outputs)
+    assert salted_hits == 0, "a salt did not separate"
+    return {
+        "player": run.player,
+        "lengths": ", ".join(map(str, lengths)),
+        "hits": ", ".join(map(str, hits)),
+        "hit_tokens": stats.prefix_hit_tokens,
+        "query_tokens": stats.prefix_query_tokens,
+        "hit_share": f"{100 * stats.prefix_hit_tokens / stats.prefix_query_tokens:.0f}",
+        "collided_hits": collided_hits,
+        "salted_hits": salted_hits,
+        "hash_value": CONSTANT_HASH,
+        **paper.paper_gains(),
+    }
+
+
+def serve_with_hash(prompts: list[str], hash_function: Callable[[bytes], int]
+                    ) -> tuple[list[list[int]], int]:
+    """Serve with another hash function; the tokens, and how many were found cached."""
+    with engine(num_blocks=32) as llm:
+        manager: BlockManager = llm.block_manager
+        manager.hash_function = hash_function
+        outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
+        return ([output.outputs[0].token_ids for output in outputs],
+                llm.stats().prefix_hit_tokens)
+
+
+def fork() -> Values:
+    with engine(num_blocks=16) as llm:
+        params = SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4)
+        samples = watch(llm, "fork-run", "One prompt, three answers", SPEECH[:22],
+                        params)
+        copies = samples.messages[1].copies
+        prompt_tokens = len(samples.outputs[0].prompt_token_ids)
+    with engine(num_blocks=20) as llm:
+        beams = watch(llm, "beam-run", "A beam search, three beams wide", SPEECH[:22],
+                      BeamSearchParams(beam_width=3, max_tokens=8))
+        best = beams.outputs[0].outputs[0]
+
+    saved, papers = paper.sharing()
+    return {
+        "player": samples.player,
+        "beam_player": beams.player,
+        "prompt_tokens": prompt_tokens,
+        "in_last_block": prompt_tokens % 4,
+        "copies": json.dumps(copies),
+        "num_copies": len(copies),
+        "best": repr(best.text),
+        "best_logprob": f"{best.cumulative_logprob:.2f}",
+        "figure": figures.bars(
+            "Blocks saved by sharing (the paper's Figure 15).", saved,
+            "By the number of sequences a request has. The engine's scheduler and "
+            "block manager at full load. Modelled: the beams branch by probabilities "
+            "that the bundled model gave.", papers, "%", digits=0),
+    }
+
+
+def full() -> Values:
+    return preempted_runs() | paper.costs_of_preemption() | paper.costs_of_block_sizes()
+
+
+def preempted_runs() -> Values:
+    """The same two requests in a pool that is too small, recomputed and swapped."""
+    prompts = ["ROMEO:\n", "JULIET:\n"]
+    num_blocks = 8
+    with engine() as llm:
+        alone = llm.generate(prompts, greedy(16), use_tqdm=False)
+    expected = [output.outputs[0].token_ids for output in alone]
+
+    values: Values = {"pool": num_blocks}
+    for mode in ("recompute", "swap"):
+        with engine(
+            num_blocks=num_blocks, preemption_mode=mode, swap_space=2e-4
+        ) as llm:
+            title = f"Two requests in a pool for one: {mode}"
+            run = watch(llm, f"{mode}-run", title, prompts, greedy(16))
+            stats = llm.stats()
+        assert expected == [output.outputs[0].token_ids for output in run.outputs]
+        absent = absent_steps(run, request=1)
+        values |= {
+            f"{mode}_player": run.player,
+            f"{mode}_count": stats.preemptions_recompute + stats.preemptions_swap,
+            f"{mode}_tokens": sum(sum(message.counts) for message in run.messages),
+            f"{mode}_moves": stats.blocks_swapped,
+            f"{mode}_leaves": min(absent),
+            f"{mode}_returns": max(absent) + 1,
+        }
+    return values
+
+
+def absent_steps(run: Watched, request: int) -> list[int]:
+    """The steps, counted from 1, in which a request did not run, before its end."""
+    present = [number for number, step in enumerate(run.chunks, start=1)
+               if request in step]
+    return sorted(set(range(1, max(present))) - set(present))
+
+
+def ranks() -> Values:
+    with engine(num_blocks=24) as llm:
+        run = watch(llm, "ranks-run", "", ["ROMEO:\n", SPEECH, "JULIET:\n"],
+                    SamplingParams(temperature=0, max_tokens=6))
+        config = llm.model_config
+        token_bytes = llm.runner.token_bytes
+    first, second = run.messages[:2]
+    sent = [len(json.dumps(vars(message))) for message in run.messages]
+    computed = sum(first.counts)
+    return {
+        "message": pretty(second),
+        "first_bytes": f"{sent[0]:,}",
+        "later_bytes": f"{sent[1]:,}",
+        "kv_written": f"{computed * token_bytes:,}",
+        "layers": config.num_hidden_layers,
+        "reductions": 2 * config.num_hidden_layers + 3,
+        "heads": config.num_attention_heads,
+        "kv_heads": config.num_key_value_heads,
+    }
+
+
+def build() -> Values:
+    return {
+        "mutants": mutant_list(),
+        "num_mutants": len(MUTANTS),
+        "exercises": exercise_list(),
+    }

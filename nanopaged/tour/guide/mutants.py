@@ -1,0 +1,174 @@
+"""Ten ways to break the engine in one line, each with the test that catches it."""
+
+import html
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from nanopaged.tour.guide.markdown import Html
+from nanopaged.tour.guide.source import code_block, fold, highlight
+
+
+class Edit(NamedTuple):
+    """A change of a source file: `old`, which occurs once, becomes `new`."""
+
+    file: str  # in the package
+    old: str
+    new: str
+
+
+class Mutant(NamedTuple):
+    title: str
+    edit: Edit
+    test: str  # a test of the repository, as pytest names it
+    effect: str  # what would go wrong
+
+
+def apply(edits: Iterable[Edit], package: Path) -> None:
+    """Change the files of a copy of the package."""
+    for edit in edits:
+        path = package / edit.file
+        text = path.read_text(encoding="utf-8")
+        if text.count(edit.old) != 1:
+            raise ValueError(
+                f"{edit.file} must have this once, to change it: {edit.old!r}")
+        path.write_text(text.replace(edit.old, edit.new), encoding="utf-8")
+
+
+MUTANTS = [
+    Mutant(
+        "Write into a block that somebody else reads",
+        Edit(
+            "block_manager.py",
+            "if index < len(table) and self.blocks[table[index]].ref_count > 1:",
+            "if index < len(table) and self.blocks[table[index]].ref_count > 2:",
+        ),
+        "tests/test_block_manager.py::"
+        "test_fork_shares_every_block_and_a_write_copies_only_the_last_partial_one",
+        "Of two sequences that share a block, neither copies it. Both write their "
+        "next token into the same slot, and each then attends to the other's. "
+        "Nothing crashes: the answers are just wrong.",
+    ),
+    Mutant(
+        "Find a prompt in the cache to its very last token",
+        Edit(
+            "block_manager.py",
+            "num_full_blocks = (seq.num_tokens_to_compute - 1) // self.block_size",
+            "num_full_blocks = seq.num_tokens_to_compute // self.block_size",
+        ),
+        "tests/test_block_manager.py::test_the_last_token_is_always_computed",
+        "A prompt that fills its blocks exactly is found as a whole. Then there is "
+        "nothing left to compute, so there are no logits, and nothing to sample from.",
+    ),
+    Mutant(
+        "Trust the hash",
+        Edit(
+            "block_manager.py",
+            "if block_id is None or self.blocks[block_id].content != content:",
+            "if block_id is None:",
+        ),
+        "tests/test_block_manager.py::"
+        "test_under_a_constant_hash_a_collision_costs_a_miss_and_never_a_wrong_block",
+        "Whenever two hashes collide, a request continues somebody else's text. It "
+        "is rare by accident, and not rare for somebody who looks for collisions.",
+    ),
+    Mutant(
+        "Forget to forget",
+        Edit(
+            "block_manager.py",
+            "            del self.published[block.hash]\n",
+            "            pass\n",
+        ),
+        "tests/test_block_manager.py::test_the_least_recently_used_content_is_evicted"
+        "_first",
+        "A block is taken for other tokens, but the prefix cache still has an entry "
+        "that leads to it. Here the contents are compared, so no answer is wrong; but "
+        "what is cached under this hash later is never entered, and never found.",
+    ),
+    Mutant(
+        "Free the blocks of a sequence front first",
+        Edit(
+            "block_manager.py",
+            "for block_id in reversed(seq.block_table):",
+            "for block_id in seq.block_table:",
+        ),
+        "tests/test_block_manager.py::test_a_prefix_outlives_what_follows_it",
+        "The least recently used block is then the beginning of the prompt. It is "
+        "evicted first, and what is left of the prompt can no longer be found: a "
+        "prefix is looked up from its start. Answers stay right; the cache gets "
+        "useless.",
+    ),
+    Mutant(
+        "Let the oldest give way",
+        Edit(
+            "scheduler.py",
+            "self._preempt(self.running.pop(), batch)",
+            "self._preempt(self.running.pop(0), batch)",
+        ),
+        "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
+        "_first",
+        "The oldest request loses its work whenever a younger one needs a block. That "
+        "everybody finishes rests on the other rule: nobody younger takes a block from "
+        "the oldest, and alone it fits into the pool.",
+    ),
+    Mutant(
+        "Send the preempted to the end of the queue",
+        Edit(
+            "scheduler.py",
+            "self.waiting.appendleft(group)",
+            "self.waiting.append(group)",
+        ),
+        "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
+        "_first",
+        "Whoever came later overtakes. When the preempted request comes in again it "
+        "is the youngest, so it is the next one to lose its work.",
+    ),
+    Mutant(
+        "Let a part of a group run",
+        Edit(
+            "scheduler.py",
+            "counts = [count - 1 for count in counts]",
+            "counts = list(counts)",
+        ),
+        "tests/test_scheduler.py::"
+        "test_sequences_of_a_group_sample_in_the_same_step_or_not_at_all",
+        "If the budget ends in the middle of a group, its first sequences sample and "
+        "the others do not. A beam search then compares beams of different lengths.",
+    ),
+    Mutant(
+        "Look away from yourself",
+        Edit(
+            "attention.py",
+            "seen = np.arange(num_keys) <= last_keys[:, None]",
+            "seen = np.arange(num_keys) < last_keys[:, None]",
+        ),
+        "tests/test_attention.py::"
+        "test_a_sequence_reads_what_another_stores_in_the_same_step",
+        "A token no longer attends to itself. The text still looks like text, which "
+        "is why attention is tested against numbers and never by reading.",
+    ),
+    Mutant(
+        "Draw a token that cannot be",
+        Edit("sampler.py", "numbers, right=True)", "numbers, right=False)"),
+        "tests/test_sampler.py::test_a_token_of_probability_0_is_never_drawn",
+        "If the random number is exactly 0, the first token of the vocabulary is "
+        "drawn, even with probability 0. It happens once in 2^23 tokens on average, "
+        "and nobody will ever reproduce it.",
+    ),
+]
+
+
+def mutant_list() -> Html:
+    """The mutants as HTML; the effect is closed, so that one can guess first."""
+    items = []
+    for mutant in MUTANTS:
+        edit = mutant.edit
+        change = (f"<del>{highlight(edit.old.strip())}\n</del>"
+                  f"<ins>{highlight(edit.new.strip())}</ins>")
+        effect = (f"<p>{html.escape(mutant.effect)}</p>"
+                  + code_block(f"python -m pytest {html.escape(mutant.test)}"))
+        items.append(
+            f"<li><strong>{html.escape(mutant.title)}.</strong> "
+            f"In <code>{edit.file}</code>:\n{code_block(change)}\n"
+            f"{fold('What breaks, and which test sees it', effect)}</li>")
+    return Html(f'<ol class="mutants">{"".join(items)}</ol>')

@@ -1,0 +1,58 @@
+"""The page that plays a trace: one file, which opens without a network.
+
+`player.js` draws it and `player.css` says how it looks; this file only puts them and
+the trace together. Text from prompts is never markup: the trace is JSON in which "<" is
+escaped, so that no prompt can end it, and the player makes text nodes of it.
+"""
+
+import html
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from nanopaged.tour.recorder import Trace
+
+HEAD = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{title}</title>
+"""
+
+
+def page(trace: "Trace") -> str:
+    """A whole page that shows one trace."""
+    title = html.escape(trace.title).encode("ascii", "xmlcharrefreplace").decode()
+    head = HEAD.format(title=title)
+    body = f'<body class="np-page">\n{embed(trace, "step")}</body>\n'
+    return f"{head}{assets()}</head>\n{body}</html>\n"
+
+
+def embed(trace: "Trace", ident: str) -> str:
+    """One player, as a part of a larger page that has the `assets` once.
+
+    ident: an id that no other element of the page has. A link to "#ident=12" leads to
+    step 12 of this player.
+    """
+    header = json.dumps(trace.header(), separators=(",", ":"))
+    frames = ",\n".join(trace.frames)
+    data = f'{header[:-1]},"frames":[\n{frames}]}}'.replace("<", "\\u003c")
+    name = html.escape(ident)
+    return (
+        f'<section class="np-player" id="{name}">'
+        f'<script type="application/json">{data}</script>'
+        "<noscript>This run is played by JavaScript, which is off.</noscript>"
+        "</section>\n"
+    )
+
+
+def assets() -> str:
+    """The style and the script of all players on a page."""
+    here = files("nanopaged.tour")
+    style = here.joinpath("player.css").read_text(encoding="utf-8")
+    script = here.joinpath("player.js").read_text(encoding="utf-8")
+    return f"<style>\n{style}</style>\n<script>\n{script}</script>\n"
