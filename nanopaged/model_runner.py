@@ -118,7 +118,8 @@ class ModelRunner:
         output = self.sampler.sample(logits, rows, positions)
         # Only rank 0 knows the parameters of the requests, so its tokens count.
         tokens = self.ranks.broadcast(output.token_ids)
-        self.last_tokens[to_device(rows, self.device)] = tokens
+        # The next step may begin before anybody has seen that a token is missing.
+        self.last_tokens[to_device(rows, self.device)] = tokens.clamp(min=0)
         return output
 
     def _forward(self, message: ControlMessage) -> Tensor:

@@ -10,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from nanopaged.attention import Ints, to_device
+from nanopaged.model import fused
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
+SUMMED = 128  # probabilities that are summed up before any is looked at
+FAILED = -1  # instead of a token, where the logits have NaN or allow no token
 ROW = np.dtype(
     [("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p",
     "f4"), ("min_len", "i8"), ("stop_token_ids", "O"), ("num_logprobs", "i8")])
@@ -24,8 +28,9 @@ ROW = np.dtype(
 
 @dataclass
 class SamplerOutput:
-    token_ids: Tensor  # [num_samples], still on the device
-    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)  # by sample
+    token_ids: Tensor  # [num_samples], still on the device; FAILED: there is none
+    # By sample; FAILED tokens have none.
+    logprobs: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # This copy is queued before the next step, so `read` waits for this step alone.
@@ -75,28 +80,29 @@ class Sampler:
 
         is_drawn = params["temperature"] >= GREEDY
         if not is_drawn.any():
-            tokens = logits.max(-1).indices  # as argmax, in a third of the time
+            tokens = most_likely(logits)
         else:
             tokens = self.draw(logits, params, positions)
             if not is_drawn.all():
                 mask = to_device(is_drawn, logits.device)
-                tokens = torch.where(mask, tokens, logits.max(-1).indices)
+                tokens = torch.where(mask, tokens, most_likely(logits))
 
         output = SamplerOutput(tokens)
         for i, row in zip(with_logprobs.tolist(), logprobs, strict=True):
-            most_likely = row.topk(int(params["num_logprobs"][i]) - 1).indices
-            chosen = torch.cat((most_likely, tokens[i : i + 1]))
-            output.logprobs[
-                i] = dict(zip(chosen.tolist(), row[chosen].tolist(), strict=True))
+            likely = row.topk(int(params["num_logprobs"][i]) - 1).indices
+            chosen = torch.cat((likely, tokens[i : i + 1])).tolist()
+            if chosen[-1] != FAILED:
+                values = row[chosen].tolist()
+                output.logprobs[i] = dict(zip(chosen, values, strict=True))
         return output
 
     def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
         """Sample one token for each row: [num_samples]."""
         device = logits.device
-        temperature = np.maximum(params["temperature"], GREEDY)
-        # Float32 from here on.
-        logits = logits / to_device(temperature, device)[:, None]
+        temperature = np.maximum(params["temperature"], GREEDY)[:, None]
+        numbers = uniform(params["seed"], positions)[:, None]
 
+        lowest = None
         is_restricted = (
             params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
         indices = np.flatnonzero(is_restricted)
@@ -106,36 +112,87 @@ class Sampler:
             restricted = to_device(indices, device)
             limits = [to_device(params[name][indices, None], device)
                       for name in ("top_k", "top_p", "min_p")]
-            logits[restricted] = restrict(logits[restricted], most, *limits)
+            lowest = logits.new_full((len(logits), 1), -torch.inf)
+            lowest[restricted] = lowest_kept(
+                logits[restricted], to_device(temperature[indices], device), most,
+                *limits)
 
-        # In place: fresh pages cost more than sums.
-        cumulative = logits.softmax(-1).cumsum_(-1)
-        numbers = to_device(uniform(params["seed"], positions), device)[:, None]
-        numbers = numbers * cumulative[:, -1:]
-        return torch.searchsorted(cumulative, numbers, right=True)[:, 0]
+        tokens: Tensor = draw_tokens(
+            logits, lowest, to_device(temperature, device), to_device(numbers, device))
+        return tokens
 
 
-def restrict(logits: Tensor, most: int, top_k: Tensor, top_p: Tensor,
-             min_p: Tensor) -> Tensor:
-    """Logits with -inf for all but the likely tokens; top_k, top_p, min_p:
-    [num_samples, 1].
+def most_likely(logits: Tensor) -> Tensor:
+    """[num_samples, vocab_size] -> [num_samples], of equals the first."""
+    highest, tokens = logits.max(-1)  # as argmax, in a third of the time
+    return torch.where(highest.isfinite(), tokens, FAILED)
 
-    First the k most likely tokens stay; of these the fewest whose probabilities reach
-    top_p, with the one that crosses it; of these those with at least min_p times the
-    highest probability. The limit is a value, so that tied tokens stay or go together.
-    `most` is the largest top_k or the size of the vocabulary, known to the host, so
-    that it need not wait for the device.
+
+@fused
+def draw_tokens(logits: Tensor, lowest: Tensor | None, temperature: Tensor,
+                numbers: Tensor) -> Tensor:
+    """Draw a token for each row, by its number in [0, 1): [num_samples].
+
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. Logits below
+    `lowest` are excluded. Sums of 128 tokens each say in which of these groups the
+    token is, and only the sums within that group are needed then.
+    """
+    if lowest is not None:
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    probs = (logits / temperature).softmax(-1)  # float32; all NaN, if one of them is
+
+    padding = -probs.shape[1] % SUMMED
+    if padding:
+        probs = F.pad(probs, (0, padding))
+    probs = probs.view(len(probs), -1, SUMMED)  # [num_samples, num_groups, SUMMED]
+    groups = probs.sum(-1).double()  # [num_samples, num_groups]
+    total = groups.sum(-1, keepdim=True)
+    goal = numbers * total.float()
+
+    group, before = find(groups, goal)
+    probs = probs.gather(1, group[:, :, None].expand(-1, -1, SUMMED))[:, 0]
+    token, _ = find(probs, goal, before)
+    tokens = torch.where(total.isfinite(), group * SUMMED + token, FAILED)
+    return tokens[:, 0]
+
+
+def find(parts: Tensor, goal: Tensor,
+         before: float | Tensor = 0) -> tuple[Tensor, Tensor]:
+    """The first part with which the sum exceeds the goal, and the sum before it.
+
+    parts: [num_samples, num_parts]; the others: [num_samples, 1]. A part that is 0 is
+    never found: on a GPU sums are made in parallel, so that a sum may grow by rounding
+    where nothing is added, and the last one may miss the goal.
+    """
+    sums = before + parts.cumsum(-1, dtype=torch.float64)
+    index = torch.arange(parts.shape[1], device=parts.device)
+    last = torch.where(parts > 0, index, 0).amax(-1, keepdim=True)
+    exceeds = (parts > 0) & (sums.float() > goal)
+    found = torch.where(exceeds, index, last).amin(-1, keepdim=True)
+    return found, (sums - parts).gather(1, found)
+
+
+def lowest_kept(logits: Tensor, temperature: Tensor, most: int, top_k: Tensor,
+                top_p: Tensor, min_p: Tensor) -> Tensor:
+    """The lowest logit of the tokens that may be drawn: [num_samples, 1].
+
+    logits: [num_samples, vocab_size]; temperature, top_k, top_p, min_p: [num_samples,
+    1]. First the k most likely tokens stay; of these the fewest whose probabilities
+    reach top_p, with the one that crosses it; of these those with at least min_p times
+    the highest probability. The limit is a logit, so that tied tokens stay or go
+    together. `most` is the largest top_k or the size of the vocabulary, known to the
+    host, so that it need not wait for the device.
     """
     vocab_size = logits.shape[1]
     top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
     values = logits.topk(min(most, vocab_size), dim=-1).values  # sorted
-    weights = (values - values[:, :1]).exp()  # probabilities, relative to the highest
+    scaled = values / temperature
+    weights = (scaled - scaled[:, :1]).exp()  # probabilities, relative to the highest
     sums = weights.cumsum(-1)
     goal = torch.where(top_p < 1, top_p * sums.gather(1, top_k - 1), torch.inf)
     rank = torch.arange(values.shape[1], device=logits.device)
     is_kept = (rank < top_k) & (sums - weights < goal) & (weights >= min_p)
-    lowest = values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
-    return logits.masked_fill(logits < lowest, -torch.inf)
+    return values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
 
 
 def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from helpers import chi_square, new_group
 from nanopaged import SamplingParams
-from nanopaged.sampler import Sampler, restrict, uniform
+from nanopaged.sampler import Sampler, lowest_kept, uniform
 
 MASK = 2**64 - 1
 INF = math.inf
@@ -106,13 +106,8 @@ def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
     rows = torch.tensor([logits], dtype=torch.float32)
     most = top_k if top_k > 0 else len(logits)
     limits = column(top_k, torch.int64), column(top_p), column(min_p)
-    out = restrict(rows, most, *limits)[0].tolist()
-    tokens = [token for token, value in enumerate(out) if value > -INF]
-
-    assert [out[token] for token in tokens] == [
-        np.float32(logits[token]) for token in tokens
-    ]
-    return tokens
+    lowest = lowest_kept(rows, column(1.0), most, *limits)
+    return (rows >= lowest)[0].nonzero()[:, 0].tolist()
 
 
 LOGITS = [math.log(p) for p in (0.1, 0.4, 0.05, 0.25, 0.2)]
@@ -188,8 +183,9 @@ def test_every_row_is_restricted_by_its_own_limits():
     # The last: 0.65 / 0.85 reaches it.
     top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])
     min_p = torch.tensor([[0.0], [0.0], [0.3], [0.0], [0.0]])
-    out = restrict(logits, logits.shape[1], top_k, top_p, min_p)
-    tokens = [row.isfinite().nonzero()[:, 0].tolist() for row in out]
+    ones = torch.ones(5, 1)
+    lowest = lowest_kept(logits, ones, logits.shape[1], top_k, top_p, min_p)
+    tokens = [row.nonzero()[:, 0].tolist() for row in logits >= lowest]
 
     assert tokens == [[1, 3], [1, 3], [1, 3, 4], [1], [1, 3]]
 
@@ -244,6 +240,82 @@ def test_a_token_of_probability_0_is_never_drawn(number, monkeypatch):
         logits = torch.full((1, 7), -INF)
         logits[:, places] = 0.0
         assert sample(sampler, logits) == [places[0] if number < 0.5 else places[-1]]
+
+
+def first_above(probs, number):
+    """The token by its definition, in float64, and how near the number is to a sum."""
+    sums = probs.double().cumsum(-1)
+    sums /= sums[-1].item()
+    distance = (sums - number).abs().min().item()
+    return int((sums > number).nonzero()[0]), distance
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1024])
+def test_a_token_of_any_group_is_found(vocab_size):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 3 * torch.randn(1, vocab_size, generator=generator)
+    sampler = make_sampler((7, SamplingParams(temperature=0.8)))
+    positions = range(500)
+    tokens = sample(sampler, logits.expand(500, -1), [0] * 500, positions)
+
+    probs = (logits[0] / 0.8).softmax(-1)
+    for position, token in zip(positions, tokens, strict=True):
+        expected, distance = first_above(probs, splitmix64(7, position))
+        assert token == expected or distance < 1e-6
+
+
+@pytest.mark.parametrize("noise", [-1e-6, 1e-6])
+@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-23])
+def test_sums_that_are_rounded_badly_let_no_excluded_token_through(
+    noise, number, monkeypatch
+):
+    """As on a GPU, where a sum may shrink, or grow where a probability is 0."""
+    exact = torch.Tensor.cumsum
+
+    def rough(self, dim, **options):
+        sums = exact(self, dim, **options)
+        return sums * (1 + noise * (torch.arange(sums.shape[dim]) % 3))
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", rough)
+    monkeypatch.setattr(torch.Tensor, "cumsum_", rough)
+    numbers = np.full(1, number, np.float32)
+    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seeds, positions: numbers)
+    sampler = make_sampler((1, SamplingParams()))
+    for place in range(0, 1000, 37):
+        logits = torch.full((1, 1000), -INF)
+        logits[:, [place, (place * 7 + 200) % 1000]] = 0.0
+        (token,) = sample(sampler, logits)
+        assert logits[0, token] == 0
+
+
+# --- logits that allow no token ---
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0),
+        SamplingParams(),
+        SamplingParams(top_p=0.9, top_k=4, logprobs=2),
+        SamplingParams(temperature=0, logprobs=0),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("broken", ["one NaN", "all NaN", "nothing left"])
+def test_a_row_without_a_token_fails_alone(broken, params):
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
+    sampler = make_sampler(*[(seed, params) for seed in range(3)])
+    expected = sample(sampler, logits)
+
+    if broken == "one NaN":
+        logits[1, 290] = torch.nan
+    else:
+        logits[1] = torch.nan if broken == "all NaN" else -INF
+    output = sampler.sample(logits, np.arange(3), np.full(3, 3))
+
+    assert output.read() == [expected[0], -1, expected[2]]
+    has_logprobs = [] if params.logprobs is None else [0, 2]
+    assert list(output.logprobs) == has_logprobs
 
 
 def test_temperature_0_takes_the_most_likely():
