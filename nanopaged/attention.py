@@ -37,7 +37,7 @@ from torch import Tensor
 Ints: TypeAlias = NDArray[np.int64]
 
 MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
-MIN_SPLIT = 256  # keys: a shorter split is not worth its merge
+MIN_SPLIT = 256  # keys: on a CPU a shorter split is not worth its merge
 
 
 @dataclass
@@ -233,15 +233,18 @@ class NumbaAttention(TorchAttention):
 
 @dataclass
 class TritonMetadata(AttentionMetadata):
-    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, how many
+    """The work of a step, cut into items: see `TritonAttention.plan`."""
+
+    items: Tensor  # [num_items, 7]
+    merges: Tensor  # [num_merges, 4]
     block_tables: Tensor  # [num_seqs, max_blocks]
     num_rows: int  # of a tile: queries times group_size, rounded up
-    num_splits: int  # of a tile's keys
+    num_part_rows: int  # for the results of all parts
 
     @property
     def tensors(self) -> list[Tensor]:
         """What tells one step from another, if the shapes are the same."""
-        return [self.positions, self.slots, self.tiles, self.block_tables]
+        return [self.positions, self.slots, self.items, self.merges, self.block_tables]
 
 
 class TritonAttention(TorchAttention):
@@ -249,7 +252,7 @@ class TritonAttention(TorchAttention):
 
     A query at position -1 is padding: it is not stored, it sees no key, and its result
     is zero. With other contents in the metadata's tensors, `store` and `attend` compute
-    another step of the same shapes: CUDA graphs rest on this.
+    other decodes of as many sequences: CUDA graphs rest on this.
     """
 
     def __init__(self, *shape: Any) -> None:
@@ -273,48 +276,98 @@ class TritonAttention(TorchAttention):
         num_sms = 4
         if on_gpu:
             num_sms = torch.cuda.get_device_properties().multi_processor_count
-        # Programs that run at the same time
-        self.num_programs = kernels.PROGRAMS_PER_SM * num_sms
+        # Programs of one KV head that run at the same time, with few and many queries
+        self.few_places = max(1, kernels.PROGRAMS_PER_SM * num_sms // self.num_kv_heads)
+        self.many_places = max(1, num_sms // self.num_kv_heads)
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> TritonMetadata:
-        """Cut each sequence's queries into tiles, and choose the number of splits.
-
-        With tiles of 8 queries, starts=[40, 3] and counts=[1, 20] give the tiles
-
-            [[0, 0, 40, 1], [1, 17, 19, 4], [1, 9, 11, 8], [1, 1, 3, 8]]
-
-        Tokens 1 to 20 of the batch are sequence 1's, at positions 3 to 22: three tiles.
-        Most keys come first, so that a long tile does not start when all others end.
-        """
         positions, slots = self.place_tokens(block_tables, starts, counts)
-        seqs = np.repeat(np.arange(len(counts)), counts)
 
-        # A tile begins at every size-th query of a sequence.
-        few = counts.mean() <= self.few_queries
-        size = self.few_queries if few else self.many_queries
-        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)
-        sizes = np.diff(first_tokens, append=len(seqs))
-        first_positions = positions[first_tokens]
-        tiles = np.stack((seqs[first_tokens], first_tokens, first_positions, sizes), 1)
-        tiles = tiles[np.argsort(-first_positions - sizes)]
+        # Large tiles would be mostly empty where sequences have few queries.
+        size, num_places = self.few_queries, self.few_places
+        if counts.mean() > size:
+            size, num_places = self.many_queries, self.many_places
+        items, merges, num_part_rows = self.plan(
+            starts, counts, positions, size, num_places, block_tables.shape[1])
 
-        # Few tiles are split, so that they fill the chip, too; but no split is shorter
-        # than one tile of keys.
-        max_keys = block_tables.shape[1] * self.block_size
-        num_splits = min(
-            self.num_programs // (len(tiles) * self.num_kv_heads),
-            -(-max_keys // self.key_tile),
-            64,
-        )
         num_rows = next_power_of_2(size * self.group_size)
         return TritonMetadata(
             positions=to_device(positions, self.device),
             slots=to_device(slots, self.device),
-            tiles=to_device(tiles.astype(np.int32), self.device),
+            items=to_device(items.astype(np.int32), self.device),
+            merges=to_device(merges.astype(np.int32), self.device),
             block_tables=to_device(block_tables.astype(np.int32), self.device),
             num_rows=max(self.kernels.FEW_ROWS, num_rows),
-            num_splits=previous_power_of_2(max(1, num_splits)),
+            num_part_rows=num_part_rows,
         )
+
+    def plan(self, starts: Ints, counts: Ints, positions: Ints, size: int,
+             num_places: int, table_size: int) -> tuple[Ints, Ints, int]:
+        """Cut the queries into tiles, and the keys of long tiles into parts.
+
+        size: queries in a tile; num_places: programs per KV head that run at the same
+        time; table_size: entries of a block table. Returns the work items, whole tiles
+        or parts of them, what is to be merged, and the number of rows of partial
+        results:
+
+            items   [num_items, 7]: where the block table begins; first token, its
+                    position, number of queries; first key, end of the keys; row of the
+                    partial result, or -1 for a whole tile
+            merges  [num_merges, 4], for each token of a divided tile: the token, row of
+                    its first part, number of parts, rows between one and the next
+
+        An example: two decodes have 1,000 and 100 keys to read, with num_places=2 and
+        tiles of 64 keys. If all programs read as much, each would read 550 keys. A part
+        gets at most half of that, 275, so that no program is much longer than the rest.
+        So the first sequence has four parts, of 250 keys each:
+
+            items = [[0, 0, 999, 1,   0,  250,  0],
+                     [0, 0, 999, 1, 250,  500,  1],
+                     [0, 0, 999, 1, 500,  750,  2],
+                     [0, 0, 999, 1, 750, 1000,  3],
+                     [64, 1, 99, 1,   0,  100, -1]]
+            merges = [[0, 0, 4, 1]]
+
+        Most keys come first, so that a long item does not start when all others end.
+        Dividing adds 2 * num_places items at most. Decodes are filled up to that with
+        zeros: then shapes depend on the number of sequences alone, as graphs need it.
+        """
+        # A tile begins at every size-th query of a sequence.
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)
+        num_queries = np.diff(first_tokens, append=len(seqs))
+        first_positions = positions[first_tokens]
+        ends = first_positions + num_queries
+        tables = seqs[first_tokens] * table_size
+        tiles = np.stack((tables, first_tokens, first_positions, num_queries), 1)
+
+        most_added = 2 * num_places
+        limit = max(ceil_div(ends.sum(), most_added), self.key_tile)
+        num_parts = np.maximum(ceil_div(ends, limit), 1)
+        part_sizes = ceil_div(ends, num_parts)
+
+        tile = np.repeat(np.arange(len(tiles)), num_parts)  # of each item
+        first_items = np.cumsum(num_parts) - num_parts  # of each tile
+        first_keys = (np.arange(len(tile)) - first_items[tile]) * part_sizes[tile]
+        last_keys = np.minimum(first_keys + part_sizes[tile], ends[tile])
+        num_rows = np.where(num_parts > 1, num_queries, 0)[tile]
+        rows = np.cumsum(num_rows) - num_rows
+        items = np.column_stack(
+            (tiles[tile], first_keys, last_keys, np.where(num_rows > 0, rows, -1)))
+        items = items[np.argsort(first_keys - last_keys, kind="stable")]
+
+        tile = np.repeat(np.arange(len(tiles)), num_queries)  # of each token
+        tokens = np.flatnonzero(num_parts[tile] > 1)
+        tile = tile[tokens]
+        first_rows = rows[first_items[tile]] + tokens - first_tokens[tile]
+        merges = np.column_stack(
+            (tokens, first_rows, num_parts[tile], num_queries[tile]))
+        if counts.max() > 1:
+            return items, merges, int(num_rows.sum())
+
+        items = filled_up(items, len(tiles) + most_added)
+        merges = filled_up(merges, min(len(tiles), most_added))
+        return items, merges, 2 * most_added
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         self.kernels.store_kv[len(k), self.num_kv_heads](
@@ -322,23 +375,19 @@ class TritonAttention(TorchAttention):
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
-        num_splits = metadata.num_splits
+        num_heads = q.shape[1]
         out = q.new_empty(q.shape)
-        lse = torch.empty(*q.shape[:2], num_splits, device=q.device)
-        parts = out
-        if num_splits > 1:
-            parts = torch.empty(*lse.shape, self.head_dim, device=q.device)
+        lse = torch.empty(metadata.num_part_rows, num_heads, device=q.device)
+        parts = torch.empty(*lse.shape, self.head_dim, device=q.device)
 
-        num_tiles = len(metadata.tiles)
-        self.kernels.paged_attention[num_tiles * self.num_kv_heads, num_splits](
-            q, kv_cache, metadata.block_tables, metadata.tiles, parts, lse,
-            q.stride(0), metadata.block_tables.stride(0),
-            self.num_kv_heads, self.group_size, self.head_dim, self.block_size,
-            metadata.num_rows, self.key_tile, self.dim,
+        self.kernels.paged_attention[(len(metadata.items) * self.num_kv_heads,)](
+            q, kv_cache, metadata.block_tables, metadata.items, out, parts, lse,
+            q.stride(0), self.num_kv_heads, self.group_size, self.head_dim,
+            self.block_size, metadata.num_rows, self.key_tile, self.dim,
             num_warps=max(4, metadata.num_rows // 16), num_stages=3)
-        if num_splits > 1:
-            merge = self.kernels.merge_splits[q.shape[:2]]
-            merge(parts, lse, out, self.head_dim, num_splits, self.dim)
+        if len(metadata.merges):
+            self.kernels.merge_parts[len(metadata.merges), num_heads](
+                parts, lse, metadata.merges, out, self.head_dim, self.dim)
         return out.flatten(1)
 
 
@@ -422,8 +471,13 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def previous_power_of_2(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
+def ceil_div(numbers: Any, divisors: Any) -> Any:
+    return -(-numbers // divisors)
+
+
+def filled_up(rows: Ints, count: int) -> Ints:
+    """`rows`, followed by rows of zeros."""
+    return np.concatenate((rows, np.zeros((count - len(rows), rows.shape[1]), int)))
 
 
 BACKENDS: dict[str, Any] = {

@@ -60,31 +60,35 @@ def store_kv(k, v, slots, kv_cache,
         tl.store(k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v_row, mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
-                    q_stride, table_stride,
+@triton.jit
+def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
+                    q_stride,
                     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr):
-    """A tile of queries, one KV head, one split of the keys, in one pass over them.
+    """A tile of queries and one KV head: one pass over its keys, or a part of them.
 
-    Grid: [num_tiles * num_kv_heads, num_splits]. In torch: `TorchAttention.attend`.
+    Grid: [num_items * num_kv_heads]. In torch: `TorchAttention.attend`.
 
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
-    tiles         [num_tiles, 4]: sequence, first token, its position, number of queries
-    out           [num_tokens, num_heads, num_splits, head_dim]
-    lse           [num_tokens, num_heads, num_splits]: log2 of the split's sum
+    items         [num_items, 7]: see `TritonAttention.plan`
+    out           [num_tokens, num_heads, head_dim]: results of whole tiles
+    parts         [num_part_rows, num_heads, head_dim]: those of parts, in float32
+    lse           [num_part_rows, num_heads]: log2 of a part's sum
     """
-    tile = tl.program_id(0) // NUM_KV_HEADS
+    items += tl.program_id(0) // NUM_KV_HEADS * 7
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    split = tl.program_id(1)
-    num_splits = tl.num_programs(1)
-    seq = tl.load(tiles + tile * 4)
-    token = tl.load(tiles + tile * 4 + 1).to(tl.int64)
-    position = tl.load(tiles + tile * 4 + 2)
-    num_queries = tl.load(tiles + tile * 4 + 3)
+    num_queries = tl.load(items + 3)
+    if num_queries == 0:
+        return
+    block_table = block_tables + tl.load(items)
+    token = tl.load(items + 1).to(tl.int64)
+    position = tl.load(items + 2)
+    first_key = tl.load(items + 4)
+    end = tl.load(items + 5)
+    part_row = tl.load(items + 6)
 
     # Rows are queries x the group's heads: K and V are read once for all of them.
     row = tl.arange(0, ROWS)
@@ -97,18 +101,15 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
     q_at = query[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
     q_tile = tl.load(q + q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
-    # Split-KV (FlashDecoding): each split has the same number of whole tiles, but for
-    # the last ones, which may be empty. Keys after the tile's last query are not read.
-    end = position + num_queries
-    size = tl.cdiv(tl.cdiv(end, KEYS), num_splits) * KEYS
-    key = split * size + tl.arange(0, KEYS)  # positions
-    block_table = block_tables + seq * table_stride
-    block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)  # [KEYS]
+    # Positions of keys. Blocks are powers of two; without a sign, a division by one is
+    # a shift.
+    key = (first_key + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
+    block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     highest = tl.full([ROWS], -1e30, tl.float32)  # -inf minus itself is not a number
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    for _ in range(split * size, tl.minimum(end, (split + 1) * size), KEYS):
+    for _ in range(first_key, end, KEYS):
         # Look up where each key is: this is what paging costs.
         first_row = (block.to(tl.int64) * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
         kv_row = first_row + key % BLOCK_SIZE
@@ -120,7 +121,8 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
 
         scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         scores *= LOG2_E * HEAD_DIM**-0.5
-        seen = key[None, :] <= position + query[:, None]  # causal, by position
+        # Causal, by position; and an item ends before some of its queries do.
+        seen = key[None, :] < tl.minimum(position + query[:, None] + 1, end)
         scores = tl.where(seen, scores, -float("inf"))
 
         # Online softmax (Milakov and Gimelshein): sums are relative to the highest
@@ -139,28 +141,54 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     total = tl.maximum(total, 1e-30)  # a row that saw no key gets 0, with weight 0
-    out_row = ((token + query) * NUM_KV_HEADS * GROUP + head) * num_splits + split
-    out_at = out + out_row[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out_at, acc / total[:, None], mask=mask)
-    tl.store(lse + out_row, highest + tl.log2(total), mask=query < num_queries)
+    result = acc / total[:, None]
+    if part_row < 0:
+        out_row = (token + query) * NUM_KV_HEADS * GROUP + head
+        tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+    else:
+        out_row = (part_row.to(tl.int64) + query) * NUM_KV_HEADS * GROUP + head
+        tl.store(parts + out_row[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+        tl.store(lse + out_row, highest + tl.log2(total), mask=query < num_queries)
 
 
 @triton.jit
-def merge_splits(parts, lse, out,
-                 HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, DIM: tl.constexpr):
-    """The mean of a token's splits for one head, weighted by their sums (log-sum-exp).
+def merge_parts(parts, lse, merges, out,
+                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """The mean of a token's parts for one head, weighted by their sums (log-sum-exp).
 
-    Grid: [num_tokens, num_heads]. In torch: nothing there is split.
+    Grid: [num_merges, num_heads]. In torch: nothing there is divided.
 
-    parts, lse  `out` and `lse` of `paged_attention`
-    out         [num_tokens, num_heads, head_dim]
+    parts, lse, out  as in `paged_attention`
+    merges           [num_merges, 4]: see `TritonAttention.plan`
     """
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, NUM_SPLITS)
+    merges += tl.program_id(0) * 4
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    token = tl.load(merges).to(tl.int64)
+    first_row = tl.load(merges + 1)
+    num_parts = tl.load(merges + 2)
+    step = tl.load(merges + 3)
+    if num_parts == 0:
+        return
+
     dim = tl.arange(0, DIM)
-    weight = tl.load(lse + row * NUM_SPLITS + split)
-    weight = tl.exp2(weight - tl.max(weight, 0))
-    part_at = (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :]
-    part = tl.load(parts + part_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + row * HEAD_DIM + dim, mean, mask=dim < HEAD_DIM)
+    highest = tl.full([1], -1e30, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([DIM], tl.float32)
+    for first in range(0, num_parts, 16):
+        part = first + tl.arange(0, 16)
+        row = (first_row + part * step) * num_heads + head
+        mask = (part < num_parts)[:, None] & (dim < HEAD_DIM)[None, :]
+        values = tl.load(parts + row[:, None] * HEAD_DIM + dim[None, :], mask=mask,
+                         other=0.0)  # [16, DIM]
+        logs = tl.load(lse + row, mask=part < num_parts, other=-float("inf"))
+
+        higher = tl.maximum(highest, tl.max(logs, 0))
+        weights = tl.exp2(logs - higher)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        highest = higher
+
+    out_at = out + (token * num_heads + head) * HEAD_DIM + dim
+    tl.store(out_at, acc / total, mask=dim < HEAD_DIM)

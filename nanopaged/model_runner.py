@@ -137,7 +137,8 @@ class ModelRunner:
         graph = self.graphs[size]
         inputs += metadata.tensors
         for recorded, new in zip(graph.inputs, inputs, strict=True):
-            recorded[..., : new.shape[-1]].copy_(new)  # block tables may be narrower
+            # Block tables may be narrower: items say where they begin.
+            recorded.view(-1)[: new.numel()].copy_(new.view(-1))
         graph.replay()
         return graph.logits[:num_seqs]
 
