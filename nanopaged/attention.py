@@ -76,6 +76,8 @@ class TorchAttention:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
+        # How arrays get there. The model runner collects those of a step instead.
+        self.to_device: Any = partial(to_device, device=device)
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
         """Plan a step: sequence i has counts[i] new tokens, from starts[i] on."""
@@ -89,16 +91,16 @@ class TorchAttention:
                 tokens = first_tokens[seq] + np.arange(first, min(first + step, count))
                 num_keys = start + first + len(tokens)
                 num_blocks = -(-num_keys // self.block_size)
-                block_ids = to_device(block_tables[seq, :num_blocks], self.device)
+                block_ids = self.to_device(block_tables[seq, :num_blocks])
                 mask = None
                 if start:
                     last_keys = positions[tokens]
                     seen = np.arange(num_keys) <= last_keys[:, None]
-                    mask = to_device(seen, self.device)
+                    mask = self.to_device(seen)
                 rows = slice(tokens[0], tokens[-1] + 1)
                 chunks.append(Chunk(rows, block_ids, num_keys, mask))
 
-        on_device = to_device(positions, self.device), to_device(slots, self.device)
+        on_device = self.to_device(positions), self.to_device(slots)
         return TorchMetadata(*on_device, chunks)
 
     def place_tokens(
@@ -241,11 +243,6 @@ class TritonMetadata(AttentionMetadata):
     num_rows: int  # of a tile: queries times group_size, rounded up
     num_part_rows: int  # for the results of all parts
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What tells one step from another, if the shapes are the same."""
-        return [self.positions, self.slots, self.items, self.merges, self.block_tables]
-
 
 class TritonAttention(TorchAttention):
     """The same calls, by the kernels of `kernels.py`.
@@ -292,11 +289,12 @@ class TritonAttention(TorchAttention):
 
         num_rows = next_power_of_2(size * self.group_size)
         return TritonMetadata(
-            positions=to_device(positions, self.device),
-            slots=to_device(slots, self.device),
-            items=to_device(items.astype(np.int32), self.device),
-            merges=to_device(merges.astype(np.int32), self.device),
-            block_tables=to_device(block_tables.astype(np.int32), self.device),
+            positions=self.to_device(positions),
+            slots=self.to_device(slots),
+            items=self.to_device(items.astype(np.int32)),
+            merges=self.to_device(merges.astype(np.int32)),
+            # Last, as they may become wider: in a graph the others stay in place.
+            block_tables=self.to_device(block_tables.astype(np.int32)),
             num_rows=max(self.kernels.FEW_ROWS, num_rows),
             num_part_rows=num_part_rows,
         )
@@ -435,9 +433,9 @@ class FlashAttention(TritonAttention):
         first_keys = np.cumsum([0, *ends], dtype=np.int32)
         return FlashMetadata(
             **vars(metadata),
-            lengths=to_device(ends.astype(np.int32), self.device),
-            first_queries=to_device(first_queries, self.device),
-            first_keys=to_device(first_keys, self.device),
+            lengths=self.to_device(ends.astype(np.int32)),
+            first_queries=self.to_device(first_queries),
+            first_keys=self.to_device(first_keys),
             most_queries=most_queries,
             most_keys=int(ends.max()),
         )

@@ -215,6 +215,17 @@ class CausalLM(nn.Module):
         token_ids: [num_tokens]; sampling_indices: [num_samples], the tokens after which
         one is sampled; kv_caches: the caches of all layers, stacked.
         """
+        return self.head(self.last_states(
+            token_ids, sampling_indices, kv_caches, metadata))
+
+    @torch.inference_mode()
+    def head(self, x: Tensor) -> Tensor:
+        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
+        return self.ranks.gather(self.lm_head(x))
+
+    def last_states(self, token_ids: Tensor, sampling_indices: Tensor,
+                    kv_caches: Tensor, metadata: Any) -> Tensor:
+        """All but the head: [num_samples, hidden_size]."""
         x = self.embed(token_ids)
         residual = torch.zeros_like(x)
         # cos and sin of the angles, [num_tokens, 1, head_dim]
@@ -224,8 +235,8 @@ class CausalLM(nn.Module):
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, rotation, kv_cache, metadata)
 
-        x = self.model.norm((x + residual)[sampling_indices])
-        return self.ranks.gather(self.lm_head(x))
+        states: Tensor = self.model.norm((x + residual)[sampling_indices])
+        return states
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size]; a rank without a token's embedding adds zeros."""

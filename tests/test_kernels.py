@@ -384,8 +384,9 @@ def test_new_contents_in_old_metadata_make_another_step(num_places):
         new = case.prepare(backend)
         assert metadata.num_rows == new.num_rows
         assert metadata.num_part_rows == new.num_part_rows
-        for old_tensor, new_tensor in zip(metadata.tensors, new.tensors, strict=True):
-            old_tensor.copy_(new_tensor)
+        for name, value in vars(new).items():
+            if isinstance(value, torch.Tensor):
+                vars(metadata)[name].copy_(value)
         case.prepare = lambda _: metadata
         case.check(backend)
 

@@ -1054,7 +1054,7 @@ def test_after_ctrl_c_in_a_step_the_engine_is_shut_down(llama, mark):
     def interrupted(batch):
         raise KeyboardInterrupt
 
-    llm.runner._forward = interrupted
+    llm.runner._prepare = interrupted
     pids = pids_of(llm)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([5, 6, 7], use_tqdm=False)

@@ -1,0 +1,171 @@
+"""What a GPU will do, as far as a machine without one can know.
+
+Kernels are stubs that note how they were called, or run in Triton's interpreter; the
+model runs on small tensors, or on `meta` ones, which have shapes but no contents.
+"""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from helpers import record_calls
+from nanopaged import model, sampler
+from nanopaged.model_runner import ModelRunner, Staging
+from nanopaged.scheduler import ControlMessage
+
+pytest.importorskip("triton", reason="pip install triton")
+
+FUSIONS = [
+    (model, "add_norm"),
+    (model, "silu_mul"),
+    (model, "norm_rotate"),
+    (sampler, "draw_tokens"),
+]
+
+
+class StubKernels:
+    """In place of `kernels.py`: notes what Triton would compile, and does nothing."""
+
+    def __init__(self, kernels, note):
+        vars(self).update(vars(kernels))
+        for name in ("store_kv", "paged_attention", "merge_parts"):
+            setattr(self, name, self.launcher(name, note))
+
+    def launcher(self, name, note):
+        class Kernel:
+            def __getitem__(self, grid):
+                def launch(*arguments, **options):
+                    kinds = [getattr(x, "dtype", x) for x in arguments]
+                    note((name, *kinds, *options.items()))
+
+                return launch
+
+        return Kernel()
+
+
+@pytest.fixture
+def noted(monkeypatch):
+    """`noted(llm)`: a set of what the engine has compiled up to now, as on a GPU."""
+    torch._dynamo.reset()
+    seen = set()
+
+    def compiled(module, name):
+        def backend(graph, inputs):
+            seen.add((name, len(seen)))
+            return graph.forward
+
+        function = getattr(module, name).__wrapped__
+        monkeypatch.setattr(module, name, torch.compile(function, backend=backend))
+
+    def watch(llm):
+        backend = llm.runner.backend
+        backend.kernels = StubKernels(backend.kernels, seen.add)
+        for module, name in FUSIONS:
+            compiled(module, name)
+        return seen
+
+    yield watch
+    torch._dynamo.reset()
+
+
+def random_message(rng, config):
+    """A step of chunks and decodes, some of which sample."""
+    message = ControlMessage()
+    num_seqs = rng.choice([1, 2, rng.randint(1, config.max_num_seqs)])
+    left = config.max_num_batched_tokens
+    for row in rng.sample(range(config.max_num_seqs), num_seqs):
+        count = 1 if rng.random() < 0.7 else rng.randint(1, min(left, 60))
+        left -= count
+        message.token_ids += [rng.randrange(100)] * count
+        message.counts.append(count)
+        message.ends.append(count + rng.randrange(60))
+        message.rows.append(row)
+        if rng.random() < 0.9:
+            message.samples.append(len(message.rows) - 1)
+            message.sampled_rows.append(row)
+    return message
+
+
+@pytest.mark.parametrize(
+    "num_steps", [50, pytest.param(1000, marks=pytest.mark.slow)]
+)
+def test_serving_compiles_nothing_that_the_start_has_not(
+    llama, engine, noted, num_steps
+):
+    llm = engine(
+        llama,
+        num_blocks=64,
+        max_model_len=120,
+        max_num_seqs=17,
+        max_num_batched_tokens=512,
+        attention_backend="triton",
+    )
+    seen = noted(llm)
+    llm.runner.warm_up()
+    at_start = set(seen)
+    assert {name for name, *_ in at_start} >= {"paged_attention", "draw_tokens"}
+
+    rng = random.Random(0)
+    params = llm.runner.sampler.params
+    for _ in range(num_steps):
+        params["temperature"] = rng.choice([0, 0.7])
+        params["top_p"] = rng.choice([1, 0.9])
+        params["top_k"] = rng.choice([0, 5])
+        llm.runner.run(random_message(rng, llm.config))
+    assert seen == at_start
+
+
+@pytest.mark.parametrize("num_blocks", [None, 32])
+def test_the_start_warms_up_whether_or_not_the_pool_has_a_given_size(
+    llama, engine, monkeypatch, num_blocks
+):
+    calls = []
+
+    def measure(runner):
+        calls.append(runner.num_layers)  # on a GPU it runs `warm_up`
+        return 1 << 20
+
+    monkeypatch.setattr(ModelRunner, "_measure_free_bytes", measure)
+    llm = engine(llama, num_blocks=num_blocks, max_model_len=16)
+    assert len(calls) == 1
+    assert num_blocks in (None, llm.runner.num_blocks)
+
+
+def test_graphs_hold_no_logits(llama, engine):
+    """They would be of one more size for each graph, and the pool could not share them.
+    """
+    llm = engine(llama, max_num_seqs=64, attention_backend="triton")
+    record_calls(llm.runner)
+    graphs = llm.runner.graphs
+    assert {*graphs} == {1, 2, 4, 8, 16, 32, 48, 64}
+    for size, graph in graphs.items():
+        assert graph.last_states.shape == (size, llm.model_config.hidden_size)
+
+
+def test_staged_arrays_arrive_as_they_were_added():
+    staging = Staging(4096, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    for _ in range(3):  # the same buffer, step after step
+        staging.begin()
+        arrays = [
+            rng.integers(0, 99, (3, 5)),
+            rng.integers(0, 99, 7).astype(np.int32),
+            rng.random((4, 1), np.float32),
+            rng.random(9) < 0.5,
+            np.zeros((0, 4), np.int32),
+        ]
+        tensors = [staging.add(array) for array in arrays]
+        staging.send()
+        for array, tensor in zip(arrays, tensors, strict=True):
+            assert tensor.data_ptr() % 16 == 0
+            assert torch.equal(tensor, torch.from_numpy(array))
+
+
+def test_an_array_that_does_not_fit_arrives_by_itself():
+    staging = Staging(64, torch.device("cpu"))
+    small, large = np.arange(3), np.arange(100)
+    tensors = [staging.add(small), staging.add(large)]
+    staging.send()
+    assert [tensor.tolist() for tensor in tensors] == [small.tolist(), large.tolist()]
