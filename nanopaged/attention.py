@@ -122,6 +122,16 @@ class TorchAttention:
         offsets = metadata.slots % self.block_size
         kv_cache[block_ids, :, :, offsets] = torch.stack((k, v), 1)
 
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
+        """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
+        moves: [num_moves, 2], blocks of the source and of the target.
+        """
+        sources = to_device(moves[:, 0].copy(), source.device)
+        targets = to_device(moves[:, 1].copy(), target.device)
+        for from_layer, to_layer in zip(source, target, strict=True):
+            blocks = from_layer.index_select(0, sources).to(target.device)
+            to_layer.index_copy_(0, targets, blocks)
+
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
@@ -371,6 +381,17 @@ class TritonAttention(TorchAttention):
         self.kernels.store_kv[len(k), self.num_kv_heads](
             k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
             self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
+
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
+        # A block that was copied may be given up, and taken for a copy, in one step.
+        in_turn = source is target and np.isin(*moves.T).any()
+        count = 1 if in_turn else len(moves)
+        on_device = to_device(moves, self.device)
+        for first in range(0, len(moves), count):
+            some = on_device[first : first + count]
+            self.kernels.copy_blocks[len(some), len(source)](
+                source, target, some, source.shape[1], target.shape[1],
+                SIZE=source[0, 0].numel(), STEP=2048)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         num_heads = q.shape[1]

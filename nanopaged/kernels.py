@@ -60,6 +60,26 @@ def store_kv(k, v, slots, kv_cache,
         tl.store(k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v_row, mask=mask)
 
 
+@triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
+def copy_blocks(source, target, moves, source_blocks, target_blocks,
+                SIZE: tl.constexpr, STEP: tl.constexpr):
+    """Copy blocks of all layers, also from and to pinned memory of the CPU.
+
+    Grid: [num_moves, num_layers]. In torch: `TorchAttention.copy_blocks`.
+
+    source, target  [num_layers, source_blocks or target_blocks, SIZE]
+    moves           [num_moves, 2]: a block of the source and one of the target
+    """
+    move = moves + tl.program_id(0) * 2
+    layer = tl.program_id(1).to(tl.int64)
+    source += (layer * source_blocks + tl.load(move)) * SIZE
+    target += (layer * target_blocks + tl.load(move + 1)) * SIZE
+    for first in range(0, SIZE, STEP):
+        at = first + tl.arange(0, STEP)
+        values = tl.load(source + at, mask=at < SIZE)
+        tl.store(target + at, values, mask=at < SIZE)
+
+
 @triton.jit
 def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
                     q_stride,

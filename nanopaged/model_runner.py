@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS, to_device
+from nanopaged.attention import BACKENDS
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -210,19 +210,11 @@ class ModelRunner:
         return tokens, last_indices, self.kv_caches, metadata
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
-        """Copy blocks of every layer. Those in CPU memory are numbered after the
-        device's.
-        """
-        if not moves:
-            return
-        source_ids, target_ids = np.array(moves).T.copy()  # each [num_moves]
-        if source is self.swap_space:
-            source_ids -= self.num_blocks
-        if target is self.swap_space:
-            target_ids -= self.num_blocks
-        blocks = source.index_select(1, to_device(source_ids, source.device))
-        blocks = blocks.to(target.device)
-        target.index_copy_(1, to_device(target_ids, target.device), blocks)
+        """Copy blocks; those in CPU memory are numbered after the device's."""
+        if moves:
+            pools = np.array([pool is self.swap_space for pool in (source, target)])
+            self.backend.copy_blocks(
+                source, target, np.array(moves) - pools * self.num_blocks)
 
     # -- CUDA graphs -------------------------------------------------------------------
 
@@ -267,8 +259,11 @@ class ModelRunner:
 
     def _make_pool(self, num_blocks: int, device: torch.device) -> Tensor:
         shape = (self.num_layers, num_blocks, *self.block_shape)
-        if device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=device)
+        if self.device.type == "cuda":
+            # Pinned memory of the CPU: a GPU copies from and to it without waiting.
+            is_pinned = device.type == "cpu"
+            return torch.zeros(
+                shape, dtype=self.dtype, device=device, pin_memory=is_pinned)
         # NumPy's zeros are calloc's: the system hands out a page when it is first
         # written.
         zeros = np.zeros(shape, f"i{self.dtype.itemsize}")
@@ -344,6 +339,7 @@ class ModelRunner:
                 self.run(ControlMessage(
                     token_ids=[0] * sum(counts), counts=counts, ends=counts,
                     rows=[0] * len(counts), samples=samples, sampled_rows=samples))
+        self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
         self.sampler = Sampler(len(params))
 
     def describe(self) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from helpers import record_calls
 from nanopaged import model, sampler
+from nanopaged.attention import TorchAttention, TritonAttention
 from nanopaged.model_runner import ModelRunner, Staging
 from nanopaged.scheduler import ControlMessage
 
@@ -30,7 +31,7 @@ class StubKernels:
 
     def __init__(self, kernels, note):
         vars(self).update(vars(kernels))
-        for name in ("store_kv", "paged_attention", "merge_parts"):
+        for name in ("store_kv", "paged_attention", "merge_parts", "copy_blocks"):
             setattr(self, name, self.launcher(name, note))
 
     def launcher(self, name, note):
@@ -38,6 +39,8 @@ class StubKernels:
             def __getitem__(self, grid):
                 def launch(*arguments, **options):
                     kinds = [getattr(x, "dtype", x) for x in arguments]
+                    if name == "copy_blocks":
+                        del kinds[3:]  # numbers of blocks, which are not compiled in
                     note((name, *kinds, *options.items()))
 
                 return launch
@@ -73,6 +76,8 @@ def noted(monkeypatch):
 def random_message(rng, config):
     """A step of chunks and decodes, some of which sample."""
     message = ControlMessage()
+    if rng.random() < 0.1:
+        message.copies = [(rng.randrange(60), 60 + i) for i in range(rng.randint(1, 4))]
     num_seqs = rng.choice([1, 2, rng.randint(1, config.max_num_seqs)])
     left = config.max_num_batched_tokens
     for row in rng.sample(range(config.max_num_seqs), num_seqs):
@@ -169,3 +174,64 @@ def test_an_array_that_does_not_fit_arrives_by_itself():
     tensors = [staging.add(small), staging.add(large)]
     staging.send()
     assert [tensor.tolist() for tensor in tensors] == [small.tolist(), large.tolist()]
+
+
+# --- copies and swaps ---
+
+MOVES = {
+    "apart": [(0, 5), (3, 1), (0, 2)],
+    "a block is given up and taken": [(3, 1), (0, 3)],
+    "one": [(4, 0)],
+}
+
+
+def move_blocks(kind, moves, source, target=None):
+    """Blocks of [num_layers, num_blocks, 2, 3, 4, 5] elements."""
+    backend = kind(6, 3, 5, 4, source.dtype, torch.device("cpu"))
+    backend.copy_blocks(source, source if target is None else target, np.array(moves))
+
+
+@pytest.mark.parametrize("kind", [TorchAttention, TritonAttention])
+@pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
+def test_copies_of_blocks_are_made_in_order(kind, moves):
+    pool = torch.randn(7, 6, 2, 3, 4, 5)
+    expected = pool.clone()
+    for source, target in moves:
+        expected[:, target] = expected[:, source]
+    move_blocks(kind, moves, pool)
+    assert torch.equal(pool, expected)
+
+
+@pytest.mark.parametrize("kind", [TorchAttention, TritonAttention])
+def test_swaps_are_between_pools_of_different_sizes(kind):
+    source, target = torch.randn(3, 6, 2, 3, 4, 5), torch.randn(3, 9, 2, 3, 4, 5)
+    expected = target.clone()
+    expected[:, [8, 0]] = source[:, [1, 5]]
+    move_blocks(kind, [(1, 8), (5, 0)], source, target)
+    assert torch.equal(target, expected)
+
+
+def test_copies_hold_no_more_than_a_layer_at_a_time(monkeypatch):
+    sizes = []
+    index_select = torch.Tensor.index_select
+
+    def watched(self, dim, index):
+        result = index_select(self, dim, index)
+        sizes.append(result.numel())
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "index_select", watched)
+    pool = torch.randn(7, 6, 2, 3, 4, 5)
+    move_blocks(TorchAttention, MOVES["apart"], pool)
+    assert sizes == [3 * pool[0, 0].numel()] * 7
+
+
+def test_on_a_gpu_the_swap_space_is_pinned(monkeypatch):
+    made = []
+    monkeypatch.setattr(torch, "zeros", lambda shape, **options: made.append(options))
+    runner = object.__new__(ModelRunner)
+    runner.num_layers, runner.block_shape, runner.dtype = 2, (2, 1, 4, 8), torch.float16
+    runner.device = torch.device("cuda")
+    for device in (runner.device, torch.device("cpu")):
+        runner._make_pool(3, device)
+    assert [options["pin_memory"] for options in made] == [False, True]
