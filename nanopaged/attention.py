@@ -36,6 +36,9 @@ from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.int64]
 
+# Compute capability. GPUs before Ampere have neither the shared memory nor the
+# asynchronous loads on which the tiles of `kernels.py` rest.
+KERNELS_NEED = (8, 0)
 MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
 MIN_SPLIT = 256  # keys: on a CPU a shorter split is not worth its merge
 
@@ -270,14 +273,22 @@ class TritonAttention(TorchAttention):
             raise ValueError(
                 "attention_backend 'triton' or 'flash' needs triton (`pip install "
                 f"triton`) and device 'cuda', got {self.device.type!r}: use 'torch'")
+        capability = torch.cuda.get_device_capability() if on_gpu else KERNELS_NEED
+        if capability < KERNELS_NEED:
+            raise ValueError(
+                "attention_backend 'triton' or 'flash' needs a GPU of compute "
+                f"capability {KERNELS_NEED}, got {capability}: use 'torch'")
         from nanopaged import kernels
 
         self.kernels = kernels
         size = self.dtype.itemsize
-        self.few_queries = max(1, kernels.FEW_ROWS // self.group_size)
-        self.many_queries = max(1, kernels.MANY_ROWS[size] // self.group_size)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
+        # Accumulators and queries of twice the width leave room for half the rows.
+        self.width = max(1, self.dim // 128)
+        many_rows = kernels.MANY_ROWS[size] // self.width
+        self.few_queries = max(1, kernels.FEW_ROWS // self.group_size)
+        self.many_queries = max(1, many_rows // self.group_size)
         self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * size)))
 
         num_sms = 4
@@ -399,11 +410,14 @@ class TritonAttention(TorchAttention):
         lse = torch.empty(metadata.num_part_rows, num_heads, device=q.device)
         parts = torch.empty(*lse.shape, self.head_dim, device=q.device)
 
+        num_rows = metadata.num_rows
+        is_large = num_rows > self.kernels.FEW_ROWS and self.width > 1
+        num_stages = 2 if is_large else 3  # so that it fits into 99 KiB
         self.kernels.paged_attention[(len(metadata.items) * self.num_kv_heads,)](
             q, kv_cache, metadata.block_tables, metadata.items, out, parts, lse,
             q.stride(0), self.num_kv_heads, self.group_size, self.head_dim,
-            self.block_size, metadata.num_rows, self.key_tile, self.dim,
-            num_warps=max(4, metadata.num_rows // 16), num_stages=3)
+            self.block_size, num_rows, self.key_tile, self.dim,
+            num_warps=max(4, num_rows * self.width // 16), num_stages=num_stages)
         if len(metadata.merges):
             self.kernels.merge_parts[len(metadata.merges), num_heads](
                 parts, lse, metadata.merges, out, self.head_dim, self.dim)

@@ -24,8 +24,9 @@ TILE_BYTES = 16 << 10  # 64 keys of head_dim 128 in bf16
 PROGRAMS_PER_SM = 3
 FEW_ROWS = 16  # the least that tl.dot takes: all the query heads of a decode
 # For chunks, operations count. With 128 rows and 8 warps, K and V are read once for
-# 128 / group_size queries, and the accumulators take 64 registers a thread. Float32 is
-# for tests: tensor cores do not have it.
+# 128 / group_size queries, and the accumulators take 64 registers a thread. With 96 KiB
+# they fit into every GPU from Ampere on. Float32 is for tests: tensor cores do not have
+# it.
 MANY_ROWS = {2: 128, 4: 32}  # by bytes of an element
 LOG2_E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
 

@@ -27,6 +27,10 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @cache
     def compiled() -> Callable[..., Any]:
+        # Three kernels for each model: its first batch size, any other, a single token.
+        # Past the limit, 8 by default, functions run uncompiled and nobody is told.
+        limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._dynamo.config.recompile_limit = limit
         return torch.compile(function)
 
     @wraps(function)

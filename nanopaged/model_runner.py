@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS
+from nanopaged.attention import BACKENDS, KERNELS_NEED
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -400,18 +400,28 @@ def pick_device(name: str) -> torch.device:
 def pick_attention(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
-    best = "triton" if device.type == "cuda" else "numba"
-    return best if find_spec(best) else "torch"
+    if device.type == "cpu":
+        return "numba" if find_spec("numba") else "torch"
+    capability = torch.cuda.get_device_capability()
+    if capability < KERNELS_NEED:
+        logger.warning(
+            "attention: by torch, and slow: the kernels need a GPU of compute "
+            "capability %s, got %s", KERNELS_NEED, capability)
+        return "torch"
+    return "triton" if find_spec("triton") else "torch"
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None,
                device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; for half precision on a CPU, one that it has instructions
-    for.
+    """The checkpoint's dtype; if that is of half precision, one that the processor has
+    instructions for.
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if fast else torch.float32
+    if device.type == "cuda" and model_dtype == torch.bfloat16:
+        fast = torch.cuda.get_device_capability() >= (8, 0)
+        return torch.bfloat16 if fast else torch.float16
     return model_dtype or torch.float32

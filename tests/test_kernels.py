@@ -6,6 +6,7 @@ Whatever must not be read is NaN: slots that were never written and blocks that 
 sequence holds. Past a sequence's end, block tables name blocks that do not exist.
 """
 
+import json
 import random
 import sys
 
@@ -16,6 +17,7 @@ import torch
 import nanopaged
 from helpers import run_python
 from nanopaged.attention import TritonAttention
+from nanopaged.model_runner import pick_attention, pick_dtype
 from test_attention import GARBAGE, Case
 
 pytest.importorskip("triton", reason="pip install triton")
@@ -170,9 +172,7 @@ def test_dividing_the_keys_changes_nothing(dtype, heads, block_size):
     case.check(backend)
 
 
-@pytest.mark.parametrize(
-    "num_places, expected", [(1, [2]), (2, [4]), (10, [4])]
-)
+@pytest.mark.parametrize("num_places, expected", [(1, [2]), (2, [4]), (10, [4])])
 def test_few_sequences_are_divided_so_that_they_fill_the_chip(num_places, expected):
     case = TritonCase([(500, 1), (60, 1)], (4, 2, 64), dtype=BF16)
     backend = case.backend(num_places)
@@ -465,60 +465,133 @@ def test_without_triton_the_error_says_how_to_install_it(monkeypatch):
 # --- as compiled for GPUs ---
 
 COMPILE = """
-import re, subprocess, sys, tempfile
+import json, re, subprocess, sys, tempfile
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from nanopaged import kernels
 
-MANY = kernels.MANY_ROWS[2]
-sizes = dict(NUM_KV_HEADS=8, HEAD_DIM=128, BLOCK_SIZE=16, DIM=128)
-attention = dict(sizes, GROUP=2, KEYS=kernels.TILE_BYTES // 256)
-cases = [
-    ("store_kv", "store_kv", sizes, 1, 3),
-    ("paged_attention, decodes", "paged_attention", attention | {"ROWS": 16}, 4, 3),
-    ("paged_attention, chunks", "paged_attention",
-     attention | {"ROWS": MANY}, MANY // 16, 3),
-    ("merge_parts", "merge_parts", dict(HEAD_DIM=128, DIM=128), 4, 3),
-]
-floats = {"lse", "parts"}
-ints = {"slots": "i64", "block_tables": "i32", "items": "i32",
-        "merges": "i32"}
-for arch in (80, 90):
-    for title, name, constants, num_warps, num_stages in cases:
-        kernel = getattr(kernels, name)
-        signature, attributes = {}, {}
-        for i, arg in enumerate(kernel.arg_names):
-            kind = "fp32" if arg in floats else ints.get(arg, "bf16")
-            signature[arg] = ("constexpr" if arg in constants else
-                              "i32" if arg.endswith("_stride") else "*" + kind)
-            if arg not in constants:
-                attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(kernel, signature, constants, attributes)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
-        target = GPUTarget("cuda", arch, 32)
-        compiled = triton.compile(source, target=target, options=options)
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True)
+for arch, title, name, kinds, constants, options in json.loads(sys.argv[1]):
+    kernel = getattr(kernels, name)
+    signature = {arg: kinds.get(arg, "constexpr") for arg in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]]
+                  for i, arg in enumerate(kernel.arg_names)
+                  if arg in kinds and not arg.endswith("_blocks")}
+    source = ASTSource(kernel, signature, constants, attributes)
+    target = GPUTarget("cuda", arch, 32)
+    compiled = triton.compile(source, target=target, options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        tool = lambda knob, *words: subprocess.run(
+            [knob.path, *words, file.name], capture_output=True, text=True, check=True)
+        usage = tool(triton.knobs.nvidia.cuobjdump, "-res-usage")
         report = usage.stdout + usage.stderr
         registers, stack, local = (re.search(rf"{what}:(\\d+)", report)[1]
                                    for what in ("REG", "STACK", "LOCAL"))
         spills = int(stack) + int(local)
-        print(f"sm_{arch};{title};{registers};{spills};{compiled.metadata.shared}")
+        print(json.dumps([arch, title, int(registers), spills,
+                          compiled.metadata.shared]))
+        if len(sys.argv) > 2:
+            sass = tool(triton.knobs.nvidia.nvdisasm, "-c").stdout
+            open(f"{sys.argv[2]}/{arch} {title}.sass", "w").write(sass)
 """
+# What a program may have, in KiB.
+SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
+ARCHS = [*SHARED_MEMORY]
+
+
+class Launches(dict):
+    """In place of `kernels.py`: how each kernel is launched, by title."""
+
+    def __init__(self, kernels):
+        super().__init__()
+        self.kernels = kernels
+
+    def __getattr__(self, name):
+        kernel = getattr(self.kernels, name)
+        if not hasattr(kernel, "arg_names"):
+            return kernel
+
+        def launch(*arguments, **options):
+            values = dict(zip(kernel.arg_names, arguments, strict=False))
+            for arg in set(options) & {*kernel.arg_names}:
+                values[arg] = options.pop(arg)
+            kinds = {
+                arg: "*" + KINDS[x.dtype] if isinstance(x, torch.Tensor) else "i32"
+                for arg, x in values.items()
+                if not arg.isupper()
+            }
+            constants = {arg: x for arg, x in values.items() if arg.isupper()}
+            title = name
+            if name == "paged_attention":
+                title += ", decodes" if values["ROWS"] == 16 else ", chunks"
+            self[title] = (name, kinds, constants, options)
+
+        return Grid(launch)
+
+
+class Grid:
+    def __init__(self, launch):
+        self.launch = launch
+
+    def __getitem__(self, grid):
+        return self.launch
+
+
+KINDS = {
+    F32: "fp32",
+    F16: "fp16",
+    BF16: "bf16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def launches(heads, dtype):
+    """All launches of a decode, a chunk and a copy, as the backend makes them."""
+    noted = {}
+    for seqs in ([(100, 1)], [(0, 200)]):
+        case = TritonCase(seqs, heads, 16, dtype)
+        backend = case.backend()
+        backend.kernels = Launches(backend.kernels)
+        case.run(backend)
+        backend.copy_blocks(case.cache[None], case.cache[None], np.array([[0, 1]]))
+        noted |= backend.kernels
+    return noted
+
+
+def compile_all(archs, shapes, folder=None):
+    """(arch, dtype, head_dim, kernel) -> registers, spilled bytes, shared memory.
+
+    In a process in which Triton does not interpret. This needs no GPU.
+    """
+    cases = [
+        (arch, f"{dtype} {heads[2]} {title}", *launch)
+        for heads, dtype in shapes
+        for title, launch in launches(heads, dtype).items()
+        for arch in archs
+    ]
+    folders = [str(folder)] if folder else []
+    arguments = COMPILE, json.dumps(cases), *folders
+    stdout = run_python("-c", *arguments, TRITON_INTERPRET=None)
+    figures = {}
+    for line in stdout.splitlines():
+        arch, title, *rest = json.loads(line)
+        figures[(arch, *title.split(" ", 2))] = rest
+    return figures
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """(arch, kernel) -> registers and spilled bytes a thread, shared memory."""
-    # In its own process, where Triton does not interpret. This needs no GPU.
-    cache = str(tmp_path_factory.mktemp("triton"))
-    stdout = run_python("-c", COMPILE, TRITON_INTERPRET=None, TRITON_CACHE_DIR=cache)
-    rows = (line.split(";") for line in stdout.splitlines())
-    return {(arch, title): tuple(map(int, figures)) for arch, title, *figures in rows}
+def sass(tmp_path_factory):
+    return tmp_path_factory.mktemp("sass")
+
+
+@pytest.fixture(scope="module")
+def compiled(sass):
+    """(arch, kernel) -> registers, spilled bytes a thread, shared memory."""
+    figures = compile_all([80, 90], [((16, 8, 128), BF16)], sass)
+    return {(arch, kernel): rest for (arch, _, _, kernel), rest in figures.items()}
 
 
 def test_every_kernel_compiles_for_ampere_and_hopper(compiled, capsys):
@@ -527,22 +600,52 @@ def test_every_kernel_compiles_for_ampere_and_hopper(compiled, capsys):
             f"\n{'head_dim 128, bfloat16':32} registers  spills  shared memory, bytes"
         )
         for (arch, title), (registers, spills, shared) in compiled.items():
-            print(f"{arch} {title:26} {registers:9} {spills:7} {shared:14}")
-    assert len(compiled) == 8
-    # An A100's limit.
-    assert all(shared <= 160 << 10 for _, _, shared in compiled.values())
+            print(f"sm_{arch} {title:26} {registers:9} {spills:7} {shared:14}")
+    assert len(compiled) == 10
+    for (arch, _), (_, _, shared) in compiled.items():
+        assert shared <= SHARED_MEMORY[arch] << 10
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    "kernel", ["store_kv", "paged_attention, decodes", "merge_parts"]
+    "kernel", ["store_kv", "paged_attention, decodes", "merge_parts", "copy_blocks"]
 )
 def test_what_a_decode_runs_spills_nothing(compiled, arch, kernel):
     assert compiled[arch, kernel][1] == 0
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-def test_three_programs_of_a_decode_fit_into_a_multiprocessor(compiled, arch):
+@pytest.mark.parametrize("arch, programs", [(80, 2), (90, 3)])
+def test_programs_of_a_decode_fit_into_a_multiprocessor(compiled, arch, programs):
     registers, _, shared = compiled[arch, "paged_attention, decodes"]
-    assert 3 * 128 * registers <= 64 << 10
-    assert 3 * (shared + 1024) <= {"sm_80": 1 << 20, "sm_90": 228 << 10}[arch]
+    assert programs * 128 * registers <= 64 << 10
+    assert programs * (shared + 1024) <= {80: 164 << 10, 90: 228 << 10}[arch]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_every_gpu_has_room_for_the_kernels(dim, dtype):
+    figures = compile_all(ARCHS, [((16, 8, dim), dtype)])
+    assert len(figures) == 5 * len(ARCHS)
+    for (arch, _, _, kernel), (_, spills, shared) in figures.items():
+        assert shared <= SHARED_MEMORY[arch] << 10, (arch, kernel)
+        if "chunks" not in kernel and dtype != F32:
+            assert spills == 0, (arch, kernel)
+
+
+@pytest.mark.parametrize(
+    "capability, expected", [((7, 5), "torch"), ((8, 0), "triton"), ((12, 0), "triton")]
+)
+def test_gpus_without_room_for_the_kernels_get_torch_and_are_told(
+    monkeypatch, caplog, capability, expected
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    device = torch.device("cuda")
+    assert pick_attention("auto", device) == expected
+    told = f"the kernels need a GPU of compute capability (8, 0), got {capability}"
+    assert (told in caplog.text) == (expected == "torch")
+    half = pick_dtype("auto", BF16, device)
+    assert half == (BF16 if expected == "triton" else F16)
+    if expected == "torch":
+        with pytest.raises(ValueError, match=r"capability \(8, 0\), got \(7, 5\)"):
+            TritonAttention(2, 1, 64, 16, F16, device)
