@@ -151,9 +151,9 @@ class Ranks:
         """Every rank's columns side by side: [n, columns] -> [n, size * columns]."""
         if self.size == 1:
             return x
-        gathered = x.new_empty(self.size, *x.shape)
-        self.group._allgather_base(gathered, x.contiguous()).wait()
-        return gathered.transpose(0, 1).flatten(1)
+        rows = x.new_empty(self.size * len(x), x.shape[1])  # rank by rank
+        self.group._allgather_base(rows, x.contiguous()).wait()
+        return rows.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def send(self, message: ControlMessage) -> None:
         """Tell the other ranks what the next step is. Loading JSON executes nothing.
