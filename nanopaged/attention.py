@@ -120,6 +120,23 @@ class TorchAttention:
         slots = block_tables[seqs, indices] * self.block_size + offsets
         return positions, np.where(positions < 0, -1, slots)
 
+    def rotate_and_store(self, qkv: Tensor, weights: list[Tensor], eps: float,
+                         rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                         metadata: Any) -> Tensor:
+        """Normalise and rotate Q and K, and store K and V; returns Q.
+
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weights: of the norms
+        of Q's heads and K's, [head_dim] each, or none; rotation: see `norm_rotate`.
+        """
+        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
+        qk = qkv[:, : -self.num_kv_heads]
+        if weights:
+            weights = [weights[0].expand(num_heads, -1),
+                       weights[1].expand(self.num_kv_heads, -1)]
+        qk = norm_rotate(qk, weights, eps, *rotation)
+        self.store(qk[:, num_heads:], qkv[:, -self.num_kv_heads :], kv_cache, metadata)
+        return qk[:, :num_heads]
+
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         block_ids = metadata.slots // self.block_size
         offsets = metadata.slots % self.block_size
@@ -156,6 +173,21 @@ class TorchAttention:
         causal = chunk.mask is None
         result = F.scaled_dot_product_attention(q, k, v, chunk.mask, is_causal=causal)
         return result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
+                sin: Tensor) -> Tensor:
+    """Normalise the heads of Q and K, if there are weights for it, then rotate them
+    (RoFormer).
+
+    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads and
+    K's; cos, sin: [num_tokens, 1, head_dim], of angles that grow with the position. The
+    halves of a head turn like (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    """
+    if weights:
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
 
 
 @dataclass
@@ -388,10 +420,19 @@ class TritonAttention(TorchAttention):
         merges = filled_up(merges, min(len(tiles), most_added))
         return items, merges, 2 * most_added
 
-    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
-        self.kernels.store_kv[len(k), self.num_kv_heads](
-            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
-            self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
+    def rotate_and_store(self, qkv: Tensor, weights: list[Tensor], eps: float,
+                         rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                         metadata: Any) -> Tensor:
+        num_tokens, num_rows, head_dim = qkv.shape
+        num_heads = num_rows - 2 * self.num_kv_heads
+        q = qkv.new_empty(num_tokens, num_heads, head_dim)
+        q_weight, k_weight = weights or (None, None)
+        rows = next_power_of_2(num_rows)
+        self.kernels.rotate_and_store[(num_tokens,)](
+            qkv, q_weight, k_weight, *rotation, metadata.slots, q, kv_cache, eps,
+            num_heads, self.num_kv_heads, head_dim, self.block_size, rows, self.dim,
+            num_warps=min(16, max(1, rows * self.dim // 1024)))
+        return q
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         # A block that was copied may be given up, and taken for a copy, in one step.

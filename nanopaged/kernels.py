@@ -32,33 +32,61 @@ LOG2_E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one inst
 
 
 @triton.jit
-def store_kv(k, v, slots, kv_cache,
-             k_stride, v_stride,
-             NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-             BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
-    """Write one head of a token's K and V to its slot.
+def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, q, kv_cache, eps,
+                     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+                     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                     ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Normalise and rotate a token's Q and K; Q goes to `q`, K and V to the cache.
 
-    Grid: [num_tokens, num_kv_heads]. In torch: `TorchAttention.store`.
+    Grid: [num_tokens]. In torch: `TorchAttention.rotate_and_store`. A row is a head of
+    Q, K or V, one after the other: ROWS is their number rounded up.
 
-    k, v      [num_tokens, num_kv_heads, head_dim]; tokens are a stride apart, as these
-              may be columns of a wider matrix
-    slots     [num_tokens]; -1: the token is padding, and is not stored
-    kv_cache  [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    qkv                 [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    q_weight, k_weight  [head_dim]; None: there are no norms
+    cos, sin            [num_tokens, head_dim]
+    slots               [num_tokens]; -1: the token is padding, and is not stored
+    q                   [num_tokens, num_heads, head_dim]
+    kv_cache            [num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    # A head's halves turn into each other: the second operand is half a head away.
+    other_dim = tl.where(dim < HEAD_DIM // 2, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
+    in_dim = dim < HEAD_DIM
+    mask = (row < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_dim[None, :]
+    qkv += token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    x = tl.load(qkv + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    other = tl.load(qkv + row[:, None] * HEAD_DIM + other_dim[None, :], mask=mask,
+                    other=0.0)
+
+    a = x.to(tl.float32)  # [ROWS, DIM]
+    b = other.to(tl.float32)
+    if q_weight is not None:
+        scale = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + eps)[:, None]
+        is_q = (row < NUM_HEADS)[:, None]
+        q_a = tl.load(q_weight + dim, mask=in_dim).to(tl.float32)
+        k_a = tl.load(k_weight + dim, mask=in_dim).to(tl.float32)
+        q_b = tl.load(q_weight + other_dim, mask=in_dim).to(tl.float32)
+        k_b = tl.load(k_weight + other_dim, mask=in_dim).to(tl.float32)
+        a *= scale * tl.where(is_q, q_a[None, :], k_a[None, :])
+        b *= scale * tl.where(is_q, q_b[None, :], k_b[None, :])
+    cosine = tl.load(cos + token * HEAD_DIM + dim, mask=in_dim).to(tl.float32)
+    sine = tl.load(sin + token * HEAD_DIM + dim, mask=in_dim).to(tl.float32)
+    sine = tl.where(dim < HEAD_DIM // 2, -sine, sine)
+    rotated = (a * cosine[None, :] + b * sine[None, :]).to(x.dtype)
+
+    q_at = q + (token * NUM_HEADS + row[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(q_at, rotated, mask=mask & (row < NUM_HEADS)[:, None])
+
     slot = tl.load(slots + token).to(tl.int64)  # 32 bits cannot count a pool's elements
     if slot >= 0:
-        dim = tl.arange(0, DIM)
-        mask = dim < HEAD_DIM
-        k_row = tl.load(k + token * k_stride + head * HEAD_DIM + dim, mask=mask)
-        v_row = tl.load(v + token * v_stride + head * HEAD_DIM + dim, mask=mask)
-
-        block = slot // BLOCK_SIZE
-        row = (block * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        k_at = kv_cache + row * HEAD_DIM + dim
-        tl.store(k_at, k_row, mask=mask)
-        tl.store(k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v_row, mask=mask)
+        kv_row = row - NUM_HEADS  # K's heads, then V's, as in a block
+        first_row = (slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + kv_row) * BLOCK_SIZE
+        at = (first_row + slot % BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
+        is_v = (row >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        values = tl.where(is_v, x, rotated)
+        tl.store(kv_cache + at, values, mask=mask & (kv_row >= 0)[:, None])
 
 
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks"])

@@ -55,22 +55,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-@fused
-def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
-                sin: Tensor) -> Tensor:
-    """Normalise the heads of Q and K, if there are weights for it, then rotate them
-    (RoFormer).
-
-    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads and
-    K's; cos, sin: [num_tokens, 1, head_dim], of angles that grow with the position. The
-    halves of a head turn like (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-    """
-    if weights:
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
-
-
 class Linear(nn.Linear):
     """y = x W^T + b, where W stacks the matrices `parts` of the checkpoint: name ->
     rows.
@@ -113,12 +97,10 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.ranks = ranks
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
-        q_size = self.num_heads * self.head_dim
-        kv_size = self.num_kv_heads * self.head_dim
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         # The results of the ranks are added up, so only rank 0 adds the bias.
@@ -132,17 +114,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: Any) -> Tensor:
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         weights = []
         if self.has_norms:
-            weights = [self.q_norm.weight.expand(num_heads, -1),
-                       self.k_norm.weight.expand(num_kv_heads, -1)]
-        qk = norm_rotate(qk, weights, self.eps, *rotation)
-        q, k = qk.split([num_heads, num_kv_heads], dim=1)
-
-        self.backend.store(k, v, kv_cache, metadata)
+            weights = [self.q_norm.weight, self.k_norm.weight]
+        q = self.backend.rotate_and_store(
+            qkv, weights, self.eps, rotation, kv_cache, metadata)
         attended = self.backend.attend(q, kv_cache, metadata)
         return self.ranks.all_reduce(self.o_proj(attended))
 

@@ -118,8 +118,10 @@ class Sampler:
         """One token for each row of logits, [num_samples, vocab_size]."""
         params = plan.params
         with_logprobs = np.flatnonzero(params["num_logprobs"])
-        logprobs = logits[
-            to_device(with_logprobs, logits.device)].float().log_softmax(-1)
+        logprobs = torch.empty(0)
+        if with_logprobs.size:
+            indices = to_device(with_logprobs, logits.device)
+            logprobs = logits[indices].float().log_softmax(-1)
         for i in np.flatnonzero(plan.positions < params["min_len"]).tolist():
             logits[i, params["stop_token_ids"][i]] = -torch.inf
 

@@ -5,10 +5,13 @@ model runs on small tensors, or on `meta` ones, which have shapes but no content
 """
 
 import random
+from collections import namedtuple
+from functools import partial, wraps
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import record_calls
 from nanopaged import model, sampler
@@ -18,10 +21,10 @@ from nanopaged.scheduler import ControlMessage
 
 pytest.importorskip("triton", reason="pip install triton")
 
+KERNELS = ["rotate_and_store", "paged_attention", "merge_parts", "copy_blocks"]
 FUSIONS = [
     (model, "add_norm"),
     (model, "silu_mul"),
-    (model, "norm_rotate"),
     (sampler, "draw_tokens"),
 ]
 
@@ -31,7 +34,7 @@ class StubKernels:
 
     def __init__(self, kernels, note):
         vars(self).update(vars(kernels))
-        for name in ("store_kv", "paged_attention", "merge_parts", "copy_blocks"):
+        for name in KERNELS:
             setattr(self, name, self.launcher(name, note))
 
     def launcher(self, name, note):
@@ -235,3 +238,122 @@ def test_on_a_gpu_the_swap_space_is_pinned(monkeypatch):
     for device in (runner.device, torch.device("cpu")):
         runner._make_pool(3, device)
     assert [options["pin_memory"] for options in made] == [False, True]
+
+
+# --- what a decode step launches ---
+
+NO_LAUNCH = ("empty", "view", "reshape", "detach", "alias", "lift", "is_pinned")
+
+
+class Launches(TorchDispatchMode):
+    """Counts what would run on a GPU; a fused function counts as one kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+        self.is_fused = False
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        name = function._overloadpacket.__name__
+        is_view = function.is_view or any(part in name for part in NO_LAUNCH)
+        on_device = any(
+            isinstance(x, torch.Tensor) and x.is_meta for x in (*arguments, result)
+        )
+        if on_device and not is_view and not self.is_fused:
+            from_host = name == "copy_" and arguments[1].is_cpu
+            self.names.append("copy to the device" if from_host else name)
+        return result
+
+    def fused(self, function):
+        @wraps(function)
+        def run(*arguments):
+            self.is_fused = True
+            result = function.__wrapped__(*arguments)
+            self.is_fused = False
+            self.names.append(function.__name__)
+            return result
+
+        return run
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """`launches(llm)`: the engine's tensors have no contents from here on; what a
+    step launches is counted.
+    """
+    mode = Launches()
+
+    def watch(llm):
+        meta, runner = torch.device("meta"), llm.runner
+        for module, name in FUSIONS:
+            monkeypatch.setattr(module, name, mode.fused(getattr(module, name)))
+        runner.model.to(meta)
+        runner.kv_caches = runner.kv_caches.to(meta)
+        runner.last_tokens = runner.last_tokens.to(meta)
+        runner.device = runner.backend.device = meta
+        runner.staging = Staging(1 << 22, meta)
+        backend = runner.backend
+        backend.to_device = runner.staging.add
+        note = lambda kinds: mode.names.append(kinds[0])  # noqa: E731
+        backend.kernels = StubKernels(backend.kernels, note)
+        # The copy to the host, which a step ends with, needs contents.
+        output = namedtuple("Output", "token_ids")
+        monkeypatch.setattr(sampler, "SamplerOutput", output)
+        return mode
+
+    return watch
+
+
+def decodes(count):
+    rows = list(range(count))
+    return ControlMessage(
+        token_ids=[-1] * count,
+        counts=[1] * count,
+        ends=[50 + row % 7 for row in rows],
+        rows=rows,
+        samples=rows,
+        sampled_rows=rows,
+    )
+
+
+def test_a_decode_step_of_256_makes_one_copy_and_few_launches(
+    make_model, engine, launches
+):
+    """On `meta` tensors a wait for the device would raise, and so would a mix of
+    devices.
+    """
+    nodes = {}
+    for num_layers in (1, 3):
+        path = make_model("qwen3", num_hidden_layers=num_layers)
+        llm = engine(
+            path,
+            num_blocks=32,
+            max_model_len=64,
+            max_num_seqs=256,
+            max_num_batched_tokens=256,
+            attention_backend="triton",
+        )
+        mode = launches(llm)
+        recorded = []
+
+        def record(run, recorded=recorded, mode=mode):
+            mode.names.clear()
+            states = run()
+            recorded.append(len(mode.names))
+            return partial(mode.names.append, "graph"), states
+
+        llm.runner.sampler.params["temperature"] = 0.6
+        llm.runner.sampler.params["top_p"] = 1
+        with mode:
+            llm.runner.capture_graphs(record)
+            mode.names.clear()
+            llm.runner.run(decodes(256))
+        nodes[num_layers] = recorded[0]  # of the largest graph
+        assert mode.names.count("copy to the device") == 1
+        assert len(mode.names) <= 8
+
+    per_layer = (nodes[3] - nodes[1]) // 2
+    # Four matrix products, two norms, one activation; rotation, attention, merge.
+    assert per_layer == 10
+    assert nodes[1] - per_layer <= 14

@@ -16,7 +16,7 @@ import torch
 
 import nanopaged
 from helpers import run_python
-from nanopaged.attention import TritonAttention
+from nanopaged.attention import TorchAttention, TritonAttention
 from nanopaged.model_runner import pick_attention, pick_dtype
 from test_attention import GARBAGE, Case
 
@@ -61,14 +61,7 @@ class TritonCase(Case):
         backend.few_places = backend.many_places = num_places
         return backend
 
-    def new(self):
-        """K and V as in the model: columns of one matrix [num_tokens, q, k and v]."""
-        k, v = super().new().to(DEVICE)
-        both = torch.cat((k, v), 1)
-        return both[:, : k.shape[1]], both[:, k.shape[1] :]
-
     def run(self, backend=None):
-        self.q = self.q.to(DEVICE)
         return super().run(backend).cpu()
 
     def check(self, backend=None):
@@ -403,8 +396,37 @@ def test_store_writes_its_slots_and_nothing_else(dtype, heads, block_size):
     backend = case.backend()
     for row, (past, new) in enumerate(case.seqs):
         case.write(expected, row, past, past + new)
-    backend.store(*case.new(), case.cache, case.prepare(backend))
+    case.store(backend, case.prepare(backend))
     assert torch.equal(case.cache.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("with_norms", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(
+    "heads", [(4, 2, 64), (3, 1, 80), (5, 5, 96), (16, 8, 128), (1, 1, 256)], ids=str
+)
+def test_heads_are_normalised_and_rotated_as_in_torch(heads, dtype, with_norms):
+    num_heads, num_kv_heads, dim = heads
+    case = TritonCase([(0, 3), (16, 2)], heads, dtype=dtype)
+    draw = case.draw
+    qkv = draw(5, num_heads + 2 * num_kv_heads)
+    weights = [draw() for _ in range(2 * with_norms)]
+    rotation = draw(5, 1), draw(5, 1)
+
+    results = []
+    for kind, to_dtype in ((TritonAttention, dtype), (TorchAttention, torch.float64)):
+        inputs, *lists = (
+            [x.to(DEVICE, to_dtype) for x in tensors]
+            for tensors in ([qkv, case.cache.nan_to_num(7)], weights, rotation)
+        )
+        backend = kind(*heads, 16, to_dtype, DEVICE)
+        qkv_, cache = inputs
+        metadata = case.prepare(backend)
+        q = backend.rotate_and_store(qkv_, lists[0], 1e-6, lists[1], cache, metadata)
+        results.append([q.double(), cache.double()])
+    for ours, exact in zip(*results, strict=True):
+        atol = TOLERANCE[dtype] * exact.abs().max().item()
+        torch.testing.assert_close(ours, exact, rtol=0, atol=atol)
 
 
 # --- the engine ---
@@ -476,7 +498,7 @@ for arch, title, name, kinds, constants, options in json.loads(sys.argv[1]):
     signature = {arg: kinds.get(arg, "constexpr") for arg in kernel.arg_names}
     attributes = {(i,): [["tt.divisibility", 16]]
                   for i, arg in enumerate(kernel.arg_names)
-                  if arg in kinds and not arg.endswith("_blocks")}
+                  if kinds.get(arg, "")[:1] == "*" or arg == "q_stride"}
     source = ASTSource(kernel, signature, constants, attributes)
     target = GPUTarget("cuda", arch, 32)
     compiled = triton.compile(source, target=target, options=options)
@@ -518,17 +540,21 @@ class Launches(dict):
             for arg in set(options) & {*kernel.arg_names}:
                 values[arg] = options.pop(arg)
             kinds = {
-                arg: "*" + KINDS[x.dtype] if isinstance(x, torch.Tensor) else "i32"
+                arg: "*" + KINDS[x.dtype] if isinstance(x, torch.Tensor) else scalar(x)
                 for arg, x in values.items()
-                if not arg.isupper()
+                if not arg.isupper() and x is not None
             }
-            constants = {arg: x for arg, x in values.items() if arg.isupper()}
+            constants = {arg: x for arg, x in values.items() if arg not in kinds}
             title = name
             if name == "paged_attention":
                 title += ", decodes" if values["ROWS"] == 16 else ", chunks"
             self[title] = (name, kinds, constants, options)
 
         return Grid(launch)
+
+
+def scalar(x):
+    return "fp32" if isinstance(x, float) else "i32"
 
 
 class Grid:
@@ -556,6 +582,7 @@ def launches(heads, dtype):
         backend = case.backend()
         backend.kernels = Launches(backend.kernels)
         case.run(backend)
+        case.store(backend, case.prepare(backend), with_norms=True)
         backend.copy_blocks(case.cache[None], case.cache[None], np.array([[0, 1]]))
         noted |= backend.kernels
     return noted
@@ -608,7 +635,8 @@ def test_every_kernel_compiles_for_ampere_and_hopper(compiled, capsys):
 
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize(
-    "kernel", ["store_kv", "paged_attention, decodes", "merge_parts", "copy_blocks"]
+    "kernel",
+    ["rotate_and_store", "paged_attention, decodes", "merge_parts", "copy_blocks"],
 )
 def test_what_a_decode_runs_spills_nothing(compiled, arch, kernel):
     assert compiled[arch, kernel][1] == 0
