@@ -36,8 +36,11 @@ from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.int64]
 
+# Compute capability. GPUs before Ampere have neither the shared memory nor the
+# asynchronous loads on which the tiles of `kernels.py` rest.
+KERNELS_NEED = (8, 0)
 MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
-MIN_SPLIT = 256  # keys: a shorter split is not worth its merge
+MIN_SPLIT = 256  # keys: on a CPU a shorter split is not worth its merge
 
 
 @dataclass
@@ -76,6 +79,8 @@ class TorchAttention:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
+        # How arrays get there. The model runner collects those of a step instead.
+        self.to_device: Any = partial(to_device, device=device)
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
         """Plan a step: sequence i has counts[i] new tokens, from starts[i] on."""
@@ -89,16 +94,16 @@ class TorchAttention:
                 tokens = first_tokens[seq] + np.arange(first, min(first + step, count))
                 num_keys = start + first + len(tokens)
                 num_blocks = -(-num_keys // self.block_size)
-                block_ids = to_device(block_tables[seq, :num_blocks], self.device)
+                block_ids = self.to_device(block_tables[seq, :num_blocks])
                 mask = None
                 if start:
                     last_keys = positions[tokens]
                     seen = np.arange(num_keys) <= last_keys[:, None]
-                    mask = to_device(seen, self.device)
+                    mask = self.to_device(seen)
                 rows = slice(tokens[0], tokens[-1] + 1)
                 chunks.append(Chunk(rows, block_ids, num_keys, mask))
 
-        on_device = to_device(positions, self.device), to_device(slots, self.device)
+        on_device = self.to_device(positions), self.to_device(slots)
         return TorchMetadata(*on_device, chunks)
 
     def place_tokens(
@@ -115,10 +120,37 @@ class TorchAttention:
         slots = block_tables[seqs, indices] * self.block_size + offsets
         return positions, np.where(positions < 0, -1, slots)
 
+    def rotate_and_store(self, qkv: Tensor, weights: list[Tensor], eps: float,
+                         rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                         metadata: Any) -> Tensor:
+        """Normalise and rotate Q and K, and store K and V; returns Q.
+
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weights: of the norms
+        of Q's heads and K's, [head_dim] each, or none; rotation: see `norm_rotate`.
+        """
+        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
+        qk = qkv[:, : -self.num_kv_heads]
+        if weights:
+            weights = [weights[0].expand(num_heads, -1),
+                       weights[1].expand(self.num_kv_heads, -1)]
+        qk = norm_rotate(qk, weights, eps, *rotation)
+        self.store(qk[:, num_heads:], qkv[:, -self.num_kv_heads :], kv_cache, metadata)
+        return qk[:, :num_heads]
+
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
         block_ids = metadata.slots // self.block_size
         offsets = metadata.slots % self.block_size
         kv_cache[block_ids, :, :, offsets] = torch.stack((k, v), 1)
+
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
+        """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
+        moves: [num_moves, 2], blocks of the source and of the target.
+        """
+        sources = to_device(moves[:, 0].copy(), source.device)
+        targets = to_device(moves[:, 1].copy(), target.device)
+        for from_layer, to_layer in zip(source, target, strict=True):
+            blocks = from_layer.index_select(0, sources).to(target.device)
+            to_layer.index_copy_(0, targets, blocks)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
@@ -141,6 +173,21 @@ class TorchAttention:
         causal = chunk.mask is None
         result = F.scaled_dot_product_attention(q, k, v, chunk.mask, is_causal=causal)
         return result.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
+                sin: Tensor) -> Tensor:
+    """Normalise the heads of Q and K, if there are weights for it, then rotate them
+    (RoFormer).
+
+    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads and
+    K's; cos, sin: [num_tokens, 1, head_dim], of angles that grow with the position. The
+    halves of a head turn like (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
+    """
+    if weights:
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
+    x1, x2 = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
 
 
 @dataclass
@@ -233,15 +280,13 @@ class NumbaAttention(TorchAttention):
 
 @dataclass
 class TritonMetadata(AttentionMetadata):
-    tiles: Tensor  # [num_tiles, 4]: sequence, first token, its position, how many
+    """The work of a step, cut into items: see `TritonAttention.plan`."""
+
+    items: Tensor  # [num_items, 7]
+    merges: Tensor  # [num_merges, 4]
     block_tables: Tensor  # [num_seqs, max_blocks]
     num_rows: int  # of a tile: queries times group_size, rounded up
-    num_splits: int  # of a tile's keys
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """What tells one step from another, if the shapes are the same."""
-        return [self.positions, self.slots, self.tiles, self.block_tables]
+    num_part_rows: int  # for the results of all parts
 
 
 class TritonAttention(TorchAttention):
@@ -249,7 +294,7 @@ class TritonAttention(TorchAttention):
 
     A query at position -1 is padding: it is not stored, it sees no key, and its result
     is zero. With other contents in the metadata's tensors, `store` and `attend` compute
-    another step of the same shapes: CUDA graphs rest on this.
+    other decodes of as many sequences: CUDA graphs rest on this.
     """
 
     def __init__(self, *shape: Any) -> None:
@@ -260,85 +305,163 @@ class TritonAttention(TorchAttention):
             raise ValueError(
                 "attention_backend 'triton' or 'flash' needs triton (`pip install "
                 f"triton`) and device 'cuda', got {self.device.type!r}: use 'torch'")
+        capability = torch.cuda.get_device_capability() if on_gpu else KERNELS_NEED
+        if capability < KERNELS_NEED:
+            raise ValueError(
+                "attention_backend 'triton' or 'flash' needs a GPU of compute "
+                f"capability {KERNELS_NEED}, got {capability}: use 'torch'")
         from nanopaged import kernels
 
         self.kernels = kernels
         size = self.dtype.itemsize
-        self.few_queries = max(1, kernels.FEW_ROWS // self.group_size)
-        self.many_queries = max(1, kernels.MANY_ROWS[size] // self.group_size)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
+        # Accumulators and queries of twice the width leave room for half the rows.
+        self.width = max(1, self.dim // 128)
+        many_rows = kernels.MANY_ROWS[size] // self.width
+        self.few_queries = max(1, kernels.FEW_ROWS // self.group_size)
+        self.many_queries = max(1, many_rows // self.group_size)
         self.key_tile = max(16, min(128, kernels.TILE_BYTES // (self.dim * size)))
 
         num_sms = 4
         if on_gpu:
             num_sms = torch.cuda.get_device_properties().multi_processor_count
-        # Programs that run at the same time
-        self.num_programs = kernels.PROGRAMS_PER_SM * num_sms
+        # Programs of one KV head that run at the same time, with few and many queries
+        self.few_places = max(1, kernels.PROGRAMS_PER_SM * num_sms // self.num_kv_heads)
+        self.many_places = max(1, num_sms // self.num_kv_heads)
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> TritonMetadata:
-        """Cut each sequence's queries into tiles, and choose the number of splits.
-
-        With tiles of 8 queries, starts=[40, 3] and counts=[1, 20] give the tiles
-
-            [[0, 0, 40, 1], [1, 17, 19, 4], [1, 9, 11, 8], [1, 1, 3, 8]]
-
-        Tokens 1 to 20 of the batch are sequence 1's, at positions 3 to 22: three tiles.
-        Most keys come first, so that a long tile does not start when all others end.
-        """
         positions, slots = self.place_tokens(block_tables, starts, counts)
-        seqs = np.repeat(np.arange(len(counts)), counts)
 
-        # A tile begins at every size-th query of a sequence.
-        few = counts.mean() <= self.few_queries
-        size = self.few_queries if few else self.many_queries
-        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)
-        sizes = np.diff(first_tokens, append=len(seqs))
-        first_positions = positions[first_tokens]
-        tiles = np.stack((seqs[first_tokens], first_tokens, first_positions, sizes), 1)
-        tiles = tiles[np.argsort(-first_positions - sizes)]
+        # Large tiles would be mostly empty where sequences have few queries.
+        size, num_places = self.few_queries, self.few_places
+        if counts.mean() > size:
+            size, num_places = self.many_queries, self.many_places
+        items, merges, num_part_rows = self.plan(
+            starts, counts, positions, size, num_places, block_tables.shape[1])
 
-        # Few tiles are split, so that they fill the chip, too; but no split is shorter
-        # than one tile of keys.
-        max_keys = block_tables.shape[1] * self.block_size
-        num_splits = min(
-            self.num_programs // (len(tiles) * self.num_kv_heads),
-            -(-max_keys // self.key_tile),
-            64,
-        )
         num_rows = next_power_of_2(size * self.group_size)
         return TritonMetadata(
-            positions=to_device(positions, self.device),
-            slots=to_device(slots, self.device),
-            tiles=to_device(tiles.astype(np.int32), self.device),
-            block_tables=to_device(block_tables.astype(np.int32), self.device),
+            positions=self.to_device(positions),
+            slots=self.to_device(slots),
+            items=self.to_device(items.astype(np.int32)),
+            merges=self.to_device(merges.astype(np.int32)),
+            # Last, as they may become wider: in a graph the others stay in place.
+            block_tables=self.to_device(block_tables.astype(np.int32)),
             num_rows=max(self.kernels.FEW_ROWS, num_rows),
-            num_splits=previous_power_of_2(max(1, num_splits)),
+            num_part_rows=num_part_rows,
         )
 
-    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
-        self.kernels.store_kv[len(k), self.num_kv_heads](
-            k, v, metadata.slots, kv_cache, k.stride(0), v.stride(0),
-            self.num_kv_heads, self.head_dim, self.block_size, self.dim, num_warps=1)
+    def plan(self, starts: Ints, counts: Ints, positions: Ints, size: int,
+             num_places: int, table_size: int) -> tuple[Ints, Ints, int]:
+        """Cut the queries into tiles, and the keys of long tiles into parts.
+
+        size: queries in a tile; num_places: programs per KV head that run at the same
+        time; table_size: entries of a block table. Returns the work items, whole tiles
+        or parts of them, what is to be merged, and the number of rows of partial
+        results:
+
+            items   [num_items, 7]: where the block table begins; first token, its
+                    position, number of queries; first key, end of the keys; row of the
+                    partial result, or -1 for a whole tile
+            merges  [num_merges, 4], for each token of a divided tile: the token, row of
+                    its first part, number of parts, rows between one and the next
+
+        An example: two decodes have 1,000 and 100 keys to read, with num_places=2 and
+        tiles of 64 keys. If all programs read as much, each would read 550 keys. A part
+        gets at most half of that, 275, so that no program is much longer than the rest.
+        So the first sequence has four parts, of 250 keys each:
+
+            items = [[0, 0, 999, 1,   0,  250,  0],
+                     [0, 0, 999, 1, 250,  500,  1],
+                     [0, 0, 999, 1, 500,  750,  2],
+                     [0, 0, 999, 1, 750, 1000,  3],
+                     [64, 1, 99, 1,   0,  100, -1]]
+            merges = [[0, 0, 4, 1]]
+
+        Most keys come first, so that a long item does not start when all others end.
+        Dividing adds 2 * num_places items at most. Decodes are filled up to that with
+        zeros: then shapes depend on the number of sequences alone, as graphs need it.
+        """
+        # A tile begins at every size-th query of a sequence.
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)
+        num_queries = np.diff(first_tokens, append=len(seqs))
+        first_positions = positions[first_tokens]
+        ends = first_positions + num_queries
+        tables = seqs[first_tokens] * table_size
+        tiles = np.stack((tables, first_tokens, first_positions, num_queries), 1)
+
+        most_added = 2 * num_places
+        limit = max(ceil_div(ends.sum(), most_added), self.key_tile)
+        num_parts = np.maximum(ceil_div(ends, limit), 1)
+        part_sizes = ceil_div(ends, num_parts)
+
+        tile = np.repeat(np.arange(len(tiles)), num_parts)  # of each item
+        first_items = np.cumsum(num_parts) - num_parts  # of each tile
+        first_keys = (np.arange(len(tile)) - first_items[tile]) * part_sizes[tile]
+        last_keys = np.minimum(first_keys + part_sizes[tile], ends[tile])
+        num_rows = np.where(num_parts > 1, num_queries, 0)[tile]
+        rows = np.cumsum(num_rows) - num_rows
+        items = np.column_stack(
+            (tiles[tile], first_keys, last_keys, np.where(num_rows > 0, rows, -1)))
+        items = items[np.argsort(first_keys - last_keys, kind="stable")]
+
+        tile = np.repeat(np.arange(len(tiles)), num_queries)  # of each token
+        tokens = np.flatnonzero(num_parts[tile] > 1)
+        tile = tile[tokens]
+        first_rows = rows[first_items[tile]] + tokens - first_tokens[tile]
+        merges = np.column_stack(
+            (tokens, first_rows, num_parts[tile], num_queries[tile]))
+        if counts.max() > 1:
+            return items, merges, int(num_rows.sum())
+
+        items = filled_up(items, len(tiles) + most_added)
+        merges = filled_up(merges, min(len(tiles), most_added))
+        return items, merges, 2 * most_added
+
+    def rotate_and_store(self, qkv: Tensor, weights: list[Tensor], eps: float,
+                         rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
+                         metadata: Any) -> Tensor:
+        num_tokens, num_rows, head_dim = qkv.shape
+        num_heads = num_rows - 2 * self.num_kv_heads
+        q = qkv.new_empty(num_tokens, num_heads, head_dim)
+        q_weight, k_weight = weights or (None, None)
+        rows = next_power_of_2(num_rows)
+        self.kernels.rotate_and_store[(num_tokens,)](
+            qkv, q_weight, k_weight, *rotation, metadata.slots, q, kv_cache, eps,
+            num_heads, self.num_kv_heads, head_dim, self.block_size, rows, self.dim,
+            num_warps=min(16, max(1, rows * self.dim // 1024)))
+        return q
+
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
+        # A block that was copied may be given up, and taken for a copy, in one step.
+        in_turn = source is target and np.isin(*moves.T).any()
+        count = 1 if in_turn else len(moves)
+        on_device = to_device(moves, self.device)
+        for first in range(0, len(moves), count):
+            some = on_device[first : first + count]
+            self.kernels.copy_blocks[len(some), len(source)](
+                source, target, some, source.shape[1], target.shape[1],
+                SIZE=source[0, 0].numel(), STEP=2048)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
-        num_splits = metadata.num_splits
+        num_heads = q.shape[1]
         out = q.new_empty(q.shape)
-        lse = torch.empty(*q.shape[:2], num_splits, device=q.device)
-        parts = out
-        if num_splits > 1:
-            parts = torch.empty(*lse.shape, self.head_dim, device=q.device)
+        lse = torch.empty(metadata.num_part_rows, num_heads, device=q.device)
+        parts = torch.empty(*lse.shape, self.head_dim, device=q.device)
 
-        num_tiles = len(metadata.tiles)
-        self.kernels.paged_attention[num_tiles * self.num_kv_heads, num_splits](
-            q, kv_cache, metadata.block_tables, metadata.tiles, parts, lse,
-            q.stride(0), metadata.block_tables.stride(0),
-            self.num_kv_heads, self.group_size, self.head_dim, self.block_size,
-            metadata.num_rows, self.key_tile, self.dim,
-            num_warps=max(4, metadata.num_rows // 16), num_stages=3)
-        if num_splits > 1:
-            merge = self.kernels.merge_splits[q.shape[:2]]
-            merge(parts, lse, out, self.head_dim, num_splits, self.dim)
+        num_rows = metadata.num_rows
+        is_large = num_rows > self.kernels.FEW_ROWS and self.width > 1
+        num_stages = 2 if is_large else 3  # so that it fits into 99 KiB
+        self.kernels.paged_attention[(len(metadata.items) * self.num_kv_heads,)](
+            q, kv_cache, metadata.block_tables, metadata.items, out, parts, lse,
+            q.stride(0), self.num_kv_heads, self.group_size, self.head_dim,
+            self.block_size, num_rows, self.key_tile, self.dim,
+            num_warps=max(4, num_rows * self.width // 16), num_stages=num_stages)
+        if len(metadata.merges):
+            self.kernels.merge_parts[len(metadata.merges), num_heads](
+                parts, lse, metadata.merges, out, self.head_dim, self.dim)
         return out.flatten(1)
 
 
@@ -386,9 +509,9 @@ class FlashAttention(TritonAttention):
         first_keys = np.cumsum([0, *ends], dtype=np.int32)
         return FlashMetadata(
             **vars(metadata),
-            lengths=to_device(ends.astype(np.int32), self.device),
-            first_queries=to_device(first_queries, self.device),
-            first_keys=to_device(first_keys, self.device),
+            lengths=self.to_device(ends.astype(np.int32)),
+            first_queries=self.to_device(first_queries),
+            first_keys=self.to_device(first_keys),
             most_queries=most_queries,
             most_keys=int(ends.max()),
         )
@@ -422,8 +545,13 @@ def next_power_of_2(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def previous_power_of_2(number: int) -> int:
-    return 1 << (number.bit_length() - 1)
+def ceil_div(numbers: Any, divisors: Any) -> Any:
+    return -(-numbers // divisors)
+
+
+def filled_up(rows: Ints, count: int) -> Ints:
+    """`rows`, followed by rows of zeros."""
+    return np.concatenate((rows, np.zeros((count - len(rows), rows.shape[1]), int)))
 
 
 BACKENDS: dict[str, Any] = {

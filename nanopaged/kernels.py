@@ -24,67 +24,120 @@ TILE_BYTES = 16 << 10  # 64 keys of head_dim 128 in bf16
 PROGRAMS_PER_SM = 3
 FEW_ROWS = 16  # the least that tl.dot takes: all the query heads of a decode
 # For chunks, operations count. With 128 rows and 8 warps, K and V are read once for
-# 128 / group_size queries, and the accumulators take 64 registers a thread. Float32 is
-# for tests: tensor cores do not have it.
+# 128 / group_size queries, and the accumulators take 64 registers a thread. With 96 KiB
+# they fit into every GPU from Ampere on. Float32 is for tests: tensor cores do not have
+# it.
 MANY_ROWS = {2: 128, 4: 32}  # by bytes of an element
 LOG2_E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
 
 
 @triton.jit
-def store_kv(k, v, slots, kv_cache,
-             k_stride, v_stride,
-             NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-             BLOCK_SIZE: tl.constexpr, DIM: tl.constexpr):
-    """Write one head of a token's K and V to its slot.
+def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, q, kv_cache, eps,
+                     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+                     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                     ROWS: tl.constexpr, DIM: tl.constexpr):
+    """Normalise and rotate a token's Q and K; Q goes to `q`, K and V to the cache.
 
-    Grid: [num_tokens, num_kv_heads]. In torch: `TorchAttention.store`.
+    Grid: [num_tokens]. In torch: `TorchAttention.rotate_and_store`. A row is a head of
+    Q, K or V, one after the other: ROWS is their number rounded up.
 
-    k, v      [num_tokens, num_kv_heads, head_dim]; tokens are a stride apart, as these
-              may be columns of a wider matrix
-    slots     [num_tokens]; -1: the token is padding, and is not stored
-    kv_cache  [num_blocks, 2, num_kv_heads, block_size, head_dim]
+    qkv                 [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
+    q_weight, k_weight  [head_dim]; None: there are no norms
+    cos, sin            [num_tokens, head_dim]
+    slots               [num_tokens]; -1: the token is padding, and is not stored
+    q                   [num_tokens, num_heads, head_dim]
+    kv_cache            [num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM)
+    # A head's halves turn into each other: the second operand is half a head away.
+    other_dim = tl.where(dim < HEAD_DIM // 2, dim + HEAD_DIM // 2, dim - HEAD_DIM // 2)
+    in_dim = dim < HEAD_DIM
+    mask = (row < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & in_dim[None, :]
+    qkv += token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    x = tl.load(qkv + row[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
+    other = tl.load(qkv + row[:, None] * HEAD_DIM + other_dim[None, :], mask=mask,
+                    other=0.0)
+
+    a = x.to(tl.float32)  # [ROWS, DIM]
+    b = other.to(tl.float32)
+    if q_weight is not None:
+        scale = tl.rsqrt(tl.sum(a * a, 1) / HEAD_DIM + eps)[:, None]
+        is_q = (row < NUM_HEADS)[:, None]
+        q_a = tl.load(q_weight + dim, mask=in_dim).to(tl.float32)
+        k_a = tl.load(k_weight + dim, mask=in_dim).to(tl.float32)
+        q_b = tl.load(q_weight + other_dim, mask=in_dim).to(tl.float32)
+        k_b = tl.load(k_weight + other_dim, mask=in_dim).to(tl.float32)
+        a *= scale * tl.where(is_q, q_a[None, :], k_a[None, :])
+        b *= scale * tl.where(is_q, q_b[None, :], k_b[None, :])
+    cosine = tl.load(cos + token * HEAD_DIM + dim, mask=in_dim).to(tl.float32)
+    sine = tl.load(sin + token * HEAD_DIM + dim, mask=in_dim).to(tl.float32)
+    sine = tl.where(dim < HEAD_DIM // 2, -sine, sine)
+    rotated = (a * cosine[None, :] + b * sine[None, :]).to(x.dtype)
+
+    q_at = q + (token * NUM_HEADS + row[:, None]) * HEAD_DIM + dim[None, :]
+    tl.store(q_at, rotated, mask=mask & (row < NUM_HEADS)[:, None])
+
     slot = tl.load(slots + token).to(tl.int64)  # 32 bits cannot count a pool's elements
     if slot >= 0:
-        dim = tl.arange(0, DIM)
-        mask = dim < HEAD_DIM
-        k_row = tl.load(k + token * k_stride + head * HEAD_DIM + dim, mask=mask)
-        v_row = tl.load(v + token * v_stride + head * HEAD_DIM + dim, mask=mask)
-
-        block = slot // BLOCK_SIZE
-        row = (block * 2 * NUM_KV_HEADS + head) * BLOCK_SIZE + slot % BLOCK_SIZE
-        k_at = kv_cache + row * HEAD_DIM + dim
-        tl.store(k_at, k_row, mask=mask)
-        tl.store(k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, v_row, mask=mask)
+        kv_row = row - NUM_HEADS  # K's heads, then V's, as in a block
+        first_row = (slot // BLOCK_SIZE * 2 * NUM_KV_HEADS + kv_row) * BLOCK_SIZE
+        at = (first_row + slot % BLOCK_SIZE)[:, None] * HEAD_DIM + dim[None, :]
+        is_v = (row >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        values = tl.where(is_v, x, rotated)
+        tl.store(kv_cache + at, values, mask=mask & (kv_row >= 0)[:, None])
 
 
-@triton.jit(do_not_specialize=["table_stride"])
-def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
-                    q_stride, table_stride,
+@triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
+def copy_blocks(source, target, moves, source_blocks, target_blocks,
+                SIZE: tl.constexpr, STEP: tl.constexpr):
+    """Copy blocks of all layers, also from and to pinned memory of the CPU.
+
+    Grid: [num_moves, num_layers]. In torch: `TorchAttention.copy_blocks`.
+
+    source, target  [num_layers, source_blocks or target_blocks, SIZE]
+    moves           [num_moves, 2]: a block of the source and one of the target
+    """
+    move = moves + tl.program_id(0) * 2
+    layer = tl.program_id(1).to(tl.int64)
+    source += (layer * source_blocks + tl.load(move)) * SIZE
+    target += (layer * target_blocks + tl.load(move + 1)) * SIZE
+    for first in range(0, SIZE, STEP):
+        at = first + tl.arange(0, STEP)
+        values = tl.load(source + at, mask=at < SIZE)
+        tl.store(target + at, values, mask=at < SIZE)
+
+
+@triton.jit
+def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
+                    q_stride,
                     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
                     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr):
-    """A tile of queries, one KV head, one split of the keys, in one pass over them.
+    """A tile of queries and one KV head: one pass over its keys, or a part of them.
 
-    Grid: [num_tiles * num_kv_heads, num_splits]. In torch: `TorchAttention.attend`.
+    Grid: [num_items * num_kv_heads]. In torch: `TorchAttention.attend`.
 
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
-    tiles         [num_tiles, 4]: sequence, first token, its position, number of queries
-    out           [num_tokens, num_heads, num_splits, head_dim]
-    lse           [num_tokens, num_heads, num_splits]: log2 of the split's sum
+    items         [num_items, 7]: see `TritonAttention.plan`
+    out           [num_tokens, num_heads, head_dim]: results of whole tiles
+    parts         [num_part_rows, num_heads, head_dim]: those of parts, in float32
+    lse           [num_part_rows, num_heads]: log2 of a part's sum
     """
-    tile = tl.program_id(0) // NUM_KV_HEADS
+    items += tl.program_id(0) // NUM_KV_HEADS * 7
     kv_head = tl.program_id(0) % NUM_KV_HEADS
-    split = tl.program_id(1)
-    num_splits = tl.num_programs(1)
-    seq = tl.load(tiles + tile * 4)
-    token = tl.load(tiles + tile * 4 + 1).to(tl.int64)
-    position = tl.load(tiles + tile * 4 + 2)
-    num_queries = tl.load(tiles + tile * 4 + 3)
+    num_queries = tl.load(items + 3)
+    if num_queries == 0:
+        return
+    block_table = block_tables + tl.load(items)
+    token = tl.load(items + 1).to(tl.int64)
+    position = tl.load(items + 2)
+    first_key = tl.load(items + 4)
+    end = tl.load(items + 5)
+    part_row = tl.load(items + 6)
 
     # Rows are queries x the group's heads: K and V are read once for all of them.
     row = tl.arange(0, ROWS)
@@ -97,18 +150,15 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
     q_at = query[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
     q_tile = tl.load(q + q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
-    # Split-KV (FlashDecoding): each split has the same number of whole tiles, but for
-    # the last ones, which may be empty. Keys after the tile's last query are not read.
-    end = position + num_queries
-    size = tl.cdiv(tl.cdiv(end, KEYS), num_splits) * KEYS
-    key = split * size + tl.arange(0, KEYS)  # positions
-    block_table = block_tables + seq * table_stride
-    block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)  # [KEYS]
+    # Positions of keys. Blocks are powers of two; without a sign, a division by one is
+    # a shift.
+    key = (first_key + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
+    block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     highest = tl.full([ROWS], -1e30, tl.float32)  # -inf minus itself is not a number
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    for _ in range(split * size, tl.minimum(end, (split + 1) * size), KEYS):
+    for _ in range(first_key, end, KEYS):
         # Look up where each key is: this is what paging costs.
         first_row = (block.to(tl.int64) * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
         kv_row = first_row + key % BLOCK_SIZE
@@ -120,7 +170,8 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
 
         scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         scores *= LOG2_E * HEAD_DIM**-0.5
-        seen = key[None, :] <= position + query[:, None]  # causal, by position
+        # Causal, by position; and an item ends before some of its queries do.
+        seen = key[None, :] < tl.minimum(position + query[:, None] + 1, end)
         scores = tl.where(seen, scores, -float("inf"))
 
         # Online softmax (Milakov and Gimelshein): sums are relative to the highest
@@ -139,28 +190,54 @@ def paged_attention(q, kv_cache, block_tables, tiles, out, lse,
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     total = tl.maximum(total, 1e-30)  # a row that saw no key gets 0, with weight 0
-    out_row = ((token + query) * NUM_KV_HEADS * GROUP + head) * num_splits + split
-    out_at = out + out_row[:, None] * HEAD_DIM + dim[None, :]
-    tl.store(out_at, acc / total[:, None], mask=mask)
-    tl.store(lse + out_row, highest + tl.log2(total), mask=query < num_queries)
+    result = acc / total[:, None]
+    if part_row < 0:
+        out_row = (token + query) * NUM_KV_HEADS * GROUP + head
+        tl.store(out + out_row[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+    else:
+        out_row = (part_row.to(tl.int64) + query) * NUM_KV_HEADS * GROUP + head
+        tl.store(parts + out_row[:, None] * HEAD_DIM + dim[None, :], result, mask=mask)
+        tl.store(lse + out_row, highest + tl.log2(total), mask=query < num_queries)
 
 
 @triton.jit
-def merge_splits(parts, lse, out,
-                 HEAD_DIM: tl.constexpr, NUM_SPLITS: tl.constexpr, DIM: tl.constexpr):
-    """The mean of a token's splits for one head, weighted by their sums (log-sum-exp).
+def merge_parts(parts, lse, merges, out,
+                HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+    """The mean of a token's parts for one head, weighted by their sums (log-sum-exp).
 
-    Grid: [num_tokens, num_heads]. In torch: nothing there is split.
+    Grid: [num_merges, num_heads]. In torch: nothing there is divided.
 
-    parts, lse  `out` and `lse` of `paged_attention`
-    out         [num_tokens, num_heads, head_dim]
+    parts, lse, out  as in `paged_attention`
+    merges           [num_merges, 4]: see `TritonAttention.plan`
     """
-    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    split = tl.arange(0, NUM_SPLITS)
+    merges += tl.program_id(0) * 4
+    head = tl.program_id(1)
+    num_heads = tl.num_programs(1)
+    token = tl.load(merges).to(tl.int64)
+    first_row = tl.load(merges + 1)
+    num_parts = tl.load(merges + 2)
+    step = tl.load(merges + 3)
+    if num_parts == 0:
+        return
+
     dim = tl.arange(0, DIM)
-    weight = tl.load(lse + row * NUM_SPLITS + split)
-    weight = tl.exp2(weight - tl.max(weight, 0))
-    part_at = (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + dim[None, :]
-    part = tl.load(parts + part_at, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    mean = tl.sum(part * weight[:, None], 0) / tl.sum(weight, 0)
-    tl.store(out + row * HEAD_DIM + dim, mean, mask=dim < HEAD_DIM)
+    highest = tl.full([1], -1e30, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([DIM], tl.float32)
+    for first in range(0, num_parts, 16):
+        part = first + tl.arange(0, 16)
+        row = (first_row + part * step) * num_heads + head
+        mask = (part < num_parts)[:, None] & (dim < HEAD_DIM)[None, :]
+        values = tl.load(parts + row[:, None] * HEAD_DIM + dim[None, :], mask=mask,
+                         other=0.0)  # [16, DIM]
+        logs = tl.load(lse + row, mask=part < num_parts, other=-float("inf"))
+
+        higher = tl.maximum(highest, tl.max(logs, 0))
+        weights = tl.exp2(logs - higher)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + tl.sum(weights, 0)
+        acc = acc * shrink + tl.sum(values * weights[:, None], 0)
+        highest = higher
+
+    out_at = out + (token * num_heads + head) * HEAD_DIM + dim
+    tl.store(out_at, acc / total, mask=dim < HEAD_DIM)

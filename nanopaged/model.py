@@ -27,6 +27,10 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @cache
     def compiled() -> Callable[..., Any]:
+        # Three kernels for each model: its first batch size, any other, a single token.
+        # Past the limit, 8 by default, functions run uncompiled and nobody is told.
+        limit = max(torch._dynamo.config.recompile_limit, 64)
+        torch._dynamo.config.recompile_limit = limit
         return torch.compile(function)
 
     @wraps(function)
@@ -49,22 +53,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> [num_tokens, size]"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-@fused
-def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
-                sin: Tensor) -> Tensor:
-    """Normalise the heads of Q and K, if there are weights for it, then rotate them
-    (RoFormer).
-
-    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads and
-    K's; cos, sin: [num_tokens, 1, head_dim], of angles that grow with the position. The
-    halves of a head turn like (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-    """
-    if weights:
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
 
 
 class Linear(nn.Linear):
@@ -109,12 +97,10 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.ranks = ranks
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
-        q_size = self.num_heads * self.head_dim
-        kv_size = self.num_kv_heads * self.head_dim
+        q_size = config.num_attention_heads * self.head_dim
+        kv_size = config.num_key_value_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
         # The results of the ranks are added up, so only rank 0 adds the bias.
@@ -128,17 +114,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: Any) -> Tensor:
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
-        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([num_heads + num_kv_heads, num_kv_heads], dim=1)
         weights = []
         if self.has_norms:
-            weights = [self.q_norm.weight.expand(num_heads, -1),
-                       self.k_norm.weight.expand(num_kv_heads, -1)]
-        qk = norm_rotate(qk, weights, self.eps, *rotation)
-        q, k = qk.split([num_heads, num_kv_heads], dim=1)
-
-        self.backend.store(k, v, kv_cache, metadata)
+            weights = [self.q_norm.weight, self.k_norm.weight]
+        q = self.backend.rotate_and_store(
+            qkv, weights, self.eps, rotation, kv_cache, metadata)
         attended = self.backend.attend(q, kv_cache, metadata)
         return self.ranks.all_reduce(self.o_proj(attended))
 
@@ -215,6 +196,17 @@ class CausalLM(nn.Module):
         token_ids: [num_tokens]; sampling_indices: [num_samples], the tokens after which
         one is sampled; kv_caches: the caches of all layers, stacked.
         """
+        return self.head(self.last_states(
+            token_ids, sampling_indices, kv_caches, metadata))
+
+    @torch.inference_mode()
+    def head(self, x: Tensor) -> Tensor:
+        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
+        return self.ranks.gather(self.lm_head(x))
+
+    def last_states(self, token_ids: Tensor, sampling_indices: Tensor,
+                    kv_caches: Tensor, metadata: Any) -> Tensor:
+        """All but the head: [num_samples, hidden_size]."""
         x = self.embed(token_ids)
         residual = torch.zeros_like(x)
         # cos and sin of the angles, [num_tokens, 1, head_dim]
@@ -224,8 +216,8 @@ class CausalLM(nn.Module):
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, rotation, kv_cache, metadata)
 
-        x = self.model.norm((x + residual)[sampling_indices])
-        return self.ranks.gather(self.lm_head(x))
+        states: Tensor = self.model.norm((x + residual)[sampling_indices])
+        return states
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size]; a rank without a token's embedding adds zeros."""

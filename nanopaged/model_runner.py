@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS, to_device
+from nanopaged.attention import BACKENDS, KERNELS_NEED
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -36,9 +37,43 @@ CPU_POOL_BYTES = 4 << 30  # if num_blocks is not given; unused pages cost nothin
 class Graph(NamedTuple):
     """A recorded forward pass, which always reads and writes the same tensors."""
 
-    inputs: list[Tensor]
     replay: Callable[[], object]
-    logits: Tensor
+    last_states: Tensor  # [num_seqs, hidden_size]
+
+
+class Staging:
+    """The arrays of a step, on their way to a GPU in a single copy.
+
+    Each copy takes about 10 us, however small it is. So `add` returns a tensor whose
+    contents arrive with `send`. Arrays of the same sizes, added in the same order, get
+    the same places in every step: recorded graphs find their inputs there.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.device = device
+        self.on_device = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.begin()
+
+    def begin(self) -> None:
+        # Torch keeps pinned memory that was freed, until copies from it are done.
+        is_gpu = self.device.type == "cuda"
+        num_bytes = len(self.on_device)
+        self.on_host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_gpu)
+        self.used = 0
+
+    def add(self, values: NDArray[Any]) -> Tensor:
+        tensor = torch.from_numpy(values)
+        end = self.used + values.nbytes
+        if end > len(self.on_device):  # on a CPU, or a large mask
+            return tensor.to(self.device)
+        place = slice(self.used, end)
+        self.used = -(-end // 16) * 16  # kernels are compiled for such addresses
+        self.on_host.numpy()[place] = values.reshape(-1).view(np.uint8)
+        return self.on_device[place].view(tensor.dtype).view(values.shape)
+
+    def send(self) -> None:
+        sent = slice(0, self.used)
+        self.on_device[sent].copy_(self.on_host[sent], non_blocking=True)
 
 
 class ModelRunner:
@@ -81,6 +116,13 @@ class ModelRunner:
         self.last_tokens = torch.zeros(
             config.max_num_seqs, dtype=torch.int64, device=self.device)
 
+        num_bytes = 0
+        if self.device.type == "cuda":
+            most_tokens = config.max_num_batched_tokens
+            num_bytes = 128 * most_tokens + 4 * self.block_tables.size + (1 << 20)
+        self.staging = Staging(num_bytes, self.device)
+        self.backend.to_device = self.staging.add
+
         self.graphs: dict[int, Graph] = {}  # by number of sequences
         self.num_blocks, self.num_swap_blocks = self._size_pools()
         self.kv_caches = self._make_pool(self.num_blocks, self.device)
@@ -112,34 +154,27 @@ class ModelRunner:
         if not message.rows:  # everybody waits for tokens that are not read yet
             return SamplerOutput(self.last_tokens[:0])
 
-        logits = self._forward(message)
+        self.staging.begin()
+        size = self._graph_size(message)
+        inputs = self._prepare(padded(message, size) if size else message)
         rows = np.array(message.sampled_rows, np.int64)
         positions = np.array(message.ends)[message.samples]  # of the new tokens
-        output = self.sampler.sample(logits, rows, positions)
+        plan = self.sampler.plan(rows, positions, self.staging.add)
+        sampled_rows = self.staging.add(rows)
+        self.staging.send()
+
+        if size:
+            graph = self.graphs[size]
+            graph.replay()
+            logits = self.model.head(graph.last_states[: len(rows)])
+        else:
+            logits = self.model(*self._with_tokens(*inputs))
+        output = self.sampler.sample(logits, plan)
         # Only rank 0 knows the parameters of the requests, so its tokens count.
         tokens = self.ranks.broadcast(output.token_ids)
         # The next step may begin before anybody has seen that a token is missing.
-        self.last_tokens[to_device(rows, self.device)] = tokens.clamp(min=0)
+        self.last_tokens[sampled_rows] = tokens.clamp(min=0)
         return output
-
-    def _forward(self, message: ControlMessage) -> Tensor:
-        """The logits [num_samples, vocab_size], if possible by replaying a graph."""
-        num_seqs = len(message.rows)
-        size = self._graph_size(message)
-        if size:
-            message = padded(message, size)
-        width = -(-max(message.ends) // self.config.block_size)  # columns in use
-        inputs, metadata = self._prepare(message, width)
-        if not size:
-            logits: Tensor = self.model(*inputs, self.kv_caches, metadata)
-            return logits
-
-        graph = self.graphs[size]
-        inputs += metadata.tensors
-        for recorded, new in zip(graph.inputs, inputs, strict=True):
-            recorded[..., : new.shape[-1]].copy_(new)  # block tables may be narrower
-        graph.replay()
-        return graph.logits[:num_seqs]
 
     def _graph_size(self, message: ControlMessage) -> int:
         """The smallest graph for this step; 0 if it must run without one."""
@@ -149,40 +184,37 @@ class ModelRunner:
             return 0  # not every entry is a decode
         return min((size for size in self.graphs if size >= num_seqs), default=0)
 
-    def _prepare(
-        self, message: ControlMessage, width: int | None = None
-    ) -> tuple[list[Tensor], Any]:
-        """[token ids, sampling indices] for the model, and metadata for attention."""
+    def _prepare(self, message: ControlMessage) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """Token ids and the row of each, the last indices of entries that sample, and
+        metadata for attention.
+        """
         rows = np.array(message.rows, np.int64)
         counts = np.array(message.counts, np.int64)
         ends = np.array(message.ends, np.int64)
+        last_indices = (np.cumsum(counts) - 1)[message.samples]
+        width = max(1, -(-ends.max() // self.config.block_size))  # columns in use
         block_tables = self.block_tables[rows, :width]
-        metadata = self.backend.prepare(block_tables, ends - counts, counts)
+        return (
+            self.staging.add(np.array(message.token_ids, np.int64)),
+            self.staging.add(np.repeat(rows, counts)),
+            self.staging.add(last_indices),
+            self.backend.prepare(block_tables, ends - counts, counts),
+        )
 
-        # Pending tokens come from where the last step left them on the device.
-        token_ids = to_device(np.array(message.token_ids, np.int64), self.device)
-        last_tokens = self.last_tokens[to_device(np.repeat(rows, counts), self.device)]
-        tokens = torch.where(token_ids == PENDING, last_tokens, token_ids)
-
-        # Logits are wanted after the last token of an entry only.
-        last_indices = np.cumsum(counts) - 1
-        sampling_indices = to_device(last_indices[message.samples], self.device)
-        return [tokens, sampling_indices], metadata
+    def _with_tokens(self, token_ids: Tensor, rows: Tensor, last_indices: Tensor,
+                     metadata: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        """What the model wants. Pending tokens come from where the last step left them.
+        """
+        pending = self.last_tokens[rows]
+        tokens = torch.where(token_ids == PENDING, pending, token_ids)
+        return tokens, last_indices, self.kv_caches, metadata
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
-        """Copy blocks of every layer. Those in CPU memory are numbered after the
-        device's.
-        """
-        if not moves:
-            return
-        source_ids, target_ids = np.array(moves).T.copy()  # each [num_moves]
-        if source is self.swap_space:
-            source_ids -= self.num_blocks
-        if target is self.swap_space:
-            target_ids -= self.num_blocks
-        blocks = source.index_select(1, to_device(source_ids, source.device))
-        blocks = blocks.to(target.device)
-        target.index_copy_(1, to_device(target_ids, target.device), blocks)
+        """Copy blocks; those in CPU memory are numbered after the device's."""
+        if moves:
+            pools = np.array([pool is self.swap_space for pool in (source, target)])
+            self.backend.copy_blocks(
+                source, target, np.array(moves) - pools * self.num_blocks)
 
     # -- CUDA graphs -------------------------------------------------------------------
 
@@ -190,16 +222,23 @@ class ModelRunner:
         """Record the forward pass of decodes for some batch sizes; others are padded.
 
         `record` runs a function and returns what repeats it, and its result. A graph
-        repeats the same kernels on the same tensors, so each step copies its inputs
-        into them.
+        repeats the same kernels on the same tensors. Each step puts its inputs into the
+        same places of the staging buffer. The head is not recorded: its logits, of a
+        size each, would take more memory than everything else in the graphs.
         """
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
         for size in tqdm(sorted(sizes, reverse=True), "CUDA graphs"):
-            inputs, metadata = self._prepare(padded(ControlMessage(), size))
-            forward = partial(self.model, *inputs, self.kv_caches, metadata)
-            replay, logits = record(forward)
-            self.graphs[size] = Graph([*inputs, *metadata.tensors], replay, logits)
+            self.staging.begin()
+            inputs = self._prepare(padded(ControlMessage(), size))
+            self.staging.send()
+            self.graphs[size] = Graph(*record(partial(self._decode, inputs)))
+
+    @torch.inference_mode()
+    def _decode(self, inputs: Any) -> Tensor:
+        """All but the head: [num_seqs, hidden_size]."""
+        states: Tensor = self.model.last_states(*self._with_tokens(*inputs))
+        return states
 
     # -- Memory ------------------------------------------------------------------------
 
@@ -220,8 +259,11 @@ class ModelRunner:
 
     def _make_pool(self, num_blocks: int, device: torch.device) -> Tensor:
         shape = (self.num_layers, num_blocks, *self.block_shape)
-        if device.type == "cuda":
-            return torch.zeros(shape, dtype=self.dtype, device=device)
+        if self.device.type == "cuda":
+            # Pinned memory of the CPU: a GPU copies from and to it without waiting.
+            is_pinned = device.type == "cpu"
+            return torch.zeros(
+                shape, dtype=self.dtype, device=device, pin_memory=is_pinned)
         # NumPy's zeros are calloc's: the system hands out a page when it is first
         # written.
         zeros = np.zeros(shape, f"i{self.dtype.itemsize}")
@@ -237,9 +279,8 @@ class ModelRunner:
         block_bytes = self.token_bytes * config.block_size
         max_num_seqs, blocks_per_seq = self.block_tables.shape
         most = max_num_seqs * blocks_per_seq
-        num_blocks = config.num_blocks
-        if num_blocks is None:
-            num_blocks = min(self._measure_free_bytes() // block_bytes, most)
+        num_blocks = min(self._measure_free_bytes() // block_bytes, most)
+        num_blocks = config.num_blocks or num_blocks
         num_swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
 
         # All ranks have the same block ids, so the smallest pools decide.
@@ -263,29 +304,43 @@ class ModelRunner:
         """
         if self.device.type == "cpu":
             return CPU_POOL_BYTES
-        num_seqs = self.config.max_num_seqs
-        num_tokens = self.config.max_num_batched_tokens
-        ones = [1] * num_tokens
-        largest = ControlMessage(
-            token_ids=ones, counts=ones, ends=ones, rows=[0] * num_tokens,
-            samples=list(range(num_seqs)))
         self.kv_caches = self._make_pool(1, self.device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:
-            # No row is set yet. Their parameters, all 0, make the sampler sort all
-            # tokens, and that takes the most memory.
-            logits = self._forward(largest)
-            self.sampler.draw(logits, self.sampler.params, np.arange(num_seqs))
+            self.warm_up()
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"max_num_batched_tokens={num_tokens} and max_num_seqs={num_seqs} do "
-                f"not fit into the device's memory, lower one: {error}") from error
+                f"max_num_batched_tokens={self.config.max_num_batched_tokens} and "
+                f"max_num_seqs={self.config.max_num_seqs} do not fit into the device's "
+                f"memory, lower one: {error}") from error
         step_bytes = torch.cuda.max_memory_allocated() - before
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = (1 - self.config.gpu_memory_utilization) * total
         return int(free - reserved) - 2 * step_bytes
+
+    def warm_up(self) -> None:
+        """Run the largest step, and others of every kind.
+
+        They compile all kernels, so that no request waits for that. Everything is read
+        from and stored to block 0.
+        """
+        most_tokens = self.config.max_num_batched_tokens
+        decodes = [1] * most_tokens
+        chunk = [min(most_tokens, self.max_model_len)]
+        params = self.sampler.params
+        for counts in (decodes, chunk, [1, 1], [1]):
+            samples = list(range(min(len(counts), len(params))))
+            # Greedy; drawn; drawn after sorting all tokens, which takes most memory.
+            for temperature, top_p in ((0, 1), (1, 1), (1, 0.5)):
+                params["temperature"] = temperature
+                params["top_p"] = top_p
+                self.run(ControlMessage(
+                    token_ids=[0] * sum(counts), counts=counts, ends=counts,
+                    rows=[0] * len(counts), samples=samples, sampled_rows=samples))
+        self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
+        self.sampler = Sampler(len(params))
 
     def describe(self) -> str:
         """What was decided, for the log."""
@@ -318,8 +373,8 @@ def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Any, Tensor
     run()  # a first call may set things up that must not be recorded
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool):
-        logits = run()
-    return graph.replay, logits
+        result = run()
+    return graph.replay, result
 
 
 def keep_freed_memory() -> None:
@@ -345,18 +400,28 @@ def pick_device(name: str) -> torch.device:
 def pick_attention(name: str, device: torch.device) -> str:
     if name != "auto":
         return name
-    best = "triton" if device.type == "cuda" else "numba"
-    return best if find_spec(best) else "torch"
+    if device.type == "cpu":
+        return "numba" if find_spec("numba") else "torch"
+    capability = torch.cuda.get_device_capability()
+    if capability < KERNELS_NEED:
+        logger.warning(
+            "attention: by torch, and slow: the kernels need a GPU of compute "
+            "capability %s, got %s", KERNELS_NEED, capability)
+        return "torch"
+    return "triton" if find_spec("triton") else "torch"
 
 
 def pick_dtype(name: str, model_dtype: torch.dtype | None,
                device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype; for half precision on a CPU, one that it has instructions
-    for.
+    """The checkpoint's dtype; if that is of half precision, one that the processor has
+    instructions for.
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if fast else torch.float32
+    if device.type == "cuda" and model_dtype == torch.bfloat16:
+        fast = torch.cuda.get_device_capability() >= (8, 0)
+        return torch.bfloat16 if fast else torch.float16
     return model_dtype or torch.float32

@@ -149,9 +149,9 @@ class Ranks:
         """Every rank's columns side by side: [n, columns] -> [n, size * columns]."""
         if self.size == 1:
             return x
-        columns = x.new_zeros(len(x), self.size, x.shape[1])
-        columns[:, self.rank] = x
-        return self.all_reduce(columns).flatten(1)
+        rows = x.new_empty(self.size * len(x), x.shape[1])  # rank by rank
+        self.group._allgather_base(rows, x.contiguous()).wait()
+        return rows.view(self.size, *x.shape).transpose(0, 1).flatten(1)
 
     def send(self, message: ControlMessage) -> None:
         """Tell the other ranks what the next step is. Loading JSON executes nothing.
@@ -205,7 +205,8 @@ class Ranks:
             process.join()
         self.workers = None
         self.store = None
-        # A rank that fails keeps its connection until it has printed why. NCCL's group
-        # would wait for the recorded graphs.
-        if self.rank == 0 and not torch.cuda.is_available():
+        # A rank that fails keeps its connection until it has printed why.
+        if self.rank == 0 and self.group is not None:
+            if torch.cuda.is_available():
+                self.group.abort()  # anything else waits for the recorded graphs
             self.group = None

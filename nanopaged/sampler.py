@@ -5,6 +5,7 @@ nothing else in the batch. One uniform number decides (inverse-transform samplin
 takes the first token at which the cumulative probability exceeds it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,23 @@ class SamplerOutput:
         return self.host_ids.tolist()
 
 
+@dataclass
+class SamplingPlan:
+    """What is known of a step's samples before their logits.
+
+    Tensors are on the device; one that nothing needs is None.
+    """
+
+    params: Any  # [num_samples] of ROW
+    positions: Ints  # [num_samples]: of the tokens
+    is_drawn: Tensor | None = None  # [num_samples]; None: all are, or none is
+    temperature: Tensor | None = None  # [num_samples, 1]
+    numbers: Tensor | None = None  # [num_samples, 1]: random, in [0, 1)
+    restricted: Tensor | None = None  # [num_restricted]: samples with limits
+    limits: list[Tensor] = field(default_factory=list)  # [num_restricted, 1] each
+    most: int | None = None  # the largest top_k, if all have one
+
+
 class Sampler:
     """Holds the parameters of every running sequence, by row."""
 
@@ -66,41 +84,24 @@ class Sampler:
             seq.row] = (seed, params.temperature, params.top_k, params.top_p,
             params.min_p, group.min_len, sorted(group.stop_token_ids), num_logprobs)
 
-    def sample(self, logits: Tensor, rows: Ints, positions: Ints) -> SamplerOutput:
-        """One token for each row of logits.
+    def plan(self, rows: Ints, positions: Ints,
+             to_device: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
+             ) -> SamplingPlan:
+        """What is known before there are logits.
 
-        logits: [num_samples, vocab_size]; rows: of the sequences that get the tokens;
-        positions: of the tokens.
+        rows: of the sequences that get the tokens; positions: of the tokens.
         """
         params = self.params[rows]
-        with_logprobs = np.flatnonzero(params["num_logprobs"])
-        logprobs = logits[
-            to_device(with_logprobs, logits.device)].float().log_softmax(-1)
-        for i in np.flatnonzero(positions < params["min_len"]).tolist():
-            logits[i, params["stop_token_ids"][i]] = -torch.inf
-
+        plan = SamplingPlan(params, positions)
         is_drawn = params["temperature"] >= GREEDY
         if not is_drawn.any():
-            tokens = most_likely(logits)
-        else:
-            tokens = self.draw(logits, params, positions)
-            if not is_drawn.all():
-                mask = to_device(is_drawn, logits.device)
-                tokens = torch.where(mask, tokens, most_likely(logits))
+            return plan
 
-        output = SamplerOutput(tokens)
-        for i, row in zip(with_logprobs.tolist(), logprobs, strict=True):
-            count = int(params["num_logprobs"][i]) - 1
-            token = int(tokens[i])
-            if token != FAILED:
-                output.logprobs[i] = report_logprobs(row, token, count)
-        return output
-
-    def draw(self, logits: Tensor, params: Any, positions: Ints) -> Tensor:
-        """Sample one token for each row: [num_samples]."""
-        device = logits.device
+        if not is_drawn.all():
+            plan.is_drawn = to_device(is_drawn)
         temperature = np.maximum(params["temperature"], GREEDY)[:, None]
-        numbers = uniform(params["seed"], positions)[:, None]
+        plan.temperature = to_device(temperature)
+        plan.numbers = to_device(uniform(params["seed"], positions)[:, None])
 
         lowest = None
         is_restricted = (
@@ -108,18 +109,38 @@ class Sampler:
         indices = np.flatnonzero(is_restricted)
         if indices.size:
             top_k = params["top_k"][indices]
-            most = int(top_k.max()) if top_k.min() > 0 else logits.shape[1]
-            restricted = to_device(indices, device)
-            limits = [to_device(params[name][indices, None], device)
-                      for name in ("top_k", "top_p", "min_p")]
-            lowest = logits.new_full((len(logits), 1), -torch.inf)
-            lowest[restricted] = lowest_kept(
-                logits[restricted], to_device(temperature[indices], device), most,
-                *limits)
+            plan.most = int(top_k.max()) if top_k.min() > 0 else None
+            plan.restricted = to_device(indices)
+            plan.limits = [to_device(temperature[indices])]
+            for name in ("top_k", "top_p", "min_p"):
+                plan.limits.append(to_device(params[name][indices, None]))
+        return plan
 
-        tokens: Tensor = draw_tokens(
-            logits, lowest, to_device(temperature, device), to_device(numbers, device))
-        return tokens
+    def sample(self, logits: Tensor, plan: SamplingPlan) -> SamplerOutput:
+        """One token for each row of logits, [num_samples, vocab_size]."""
+        params = plan.params
+        with_logprobs = np.flatnonzero(params["num_logprobs"])
+        logprobs = torch.empty(0)
+        if with_logprobs.size:
+            indices = to_device(with_logprobs, logits.device)
+            logprobs = logits[indices].float().log_softmax(-1)
+        for i in np.flatnonzero(plan.positions < params["min_len"]).tolist():
+            logits[i, params["stop_token_ids"][i]] = -torch.inf
+
+        if plan.temperature is None:
+            tokens = most_likely(logits)
+        else:
+            tokens = draw(logits, plan)
+            if plan.is_drawn is not None:
+                tokens = torch.where(plan.is_drawn, tokens, most_likely(logits))
+
+        output = SamplerOutput(tokens)
+        for i, row in zip(with_logprobs.tolist(), logprobs, strict=True):
+            token = int(tokens[i])
+            if token != FAILED:
+                count = int(params["num_logprobs"][i]) - 1
+                output.logprobs[i] = report_logprobs(row, token, count)
+        return output
 
 
 def report_logprobs(logprobs: Tensor, token: int, count: int) -> Logprobs:
@@ -134,6 +155,17 @@ def report_logprobs(logprobs: Tensor, token: int, count: int) -> Logprobs:
     for rank, (other, value) in enumerate(pairs, start=1):
         report.setdefault(other, Logprob(value, rank))
     return report
+
+
+def draw(logits: Tensor, plan: SamplingPlan) -> Tensor:
+    """Draw a token for each row: [num_samples]."""
+    lowest = None
+    if plan.restricted is not None:
+        lowest = logits.new_full((len(logits), 1), -torch.inf)
+        lowest[plan.restricted] = lowest_kept(
+            logits[plan.restricted], plan.most or logits.shape[1], *plan.limits)
+    tokens: Tensor = draw_tokens(logits, lowest, plan.temperature, plan.numbers)
+    return tokens
 
 
 def most_likely(logits: Tensor) -> Tensor:
@@ -186,7 +218,7 @@ def find(parts: Tensor, goal: Tensor,
     return found, (sums - parts).gather(1, found)
 
 
-def lowest_kept(logits: Tensor, temperature: Tensor, most: int, top_k: Tensor,
+def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
                 top_p: Tensor, min_p: Tensor) -> Tensor:
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 

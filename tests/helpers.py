@@ -20,6 +20,7 @@ import torch
 
 import nanopaged
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.model_runner import Staging
 from nanopaged.sequence import SequenceGroup
 
 ROOT = Path(nanopaged.__file__).parent.parent
@@ -283,14 +284,18 @@ def record_calls(runner):
     replayed = []
 
     def record(run):
-        logits = run()
+        result = run()
 
         @torch.inference_mode()
         def replay():
-            replayed.append(len(logits))
-            logits.copy_(run())
+            replayed.append(len(result))
+            result.copy_(run())
 
-        return replay, logits
+        return replay, result
+
+    # As on a GPU, where all steps use the same tensors.
+    runner.staging = Staging(1 << 20, runner.device)
+    runner.backend.to_device = runner.staging.add
 
     runner.capture_graphs(record)
     return replayed

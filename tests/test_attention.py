@@ -109,8 +109,18 @@ class Case:
     def run(self, backend=None):
         backend = backend or self.backend()
         metadata = self.prepare(backend)
-        backend.store(*self.new(), self.cache, metadata)
-        return backend.attend(self.q, self.cache, metadata)
+        q = self.store(backend, metadata)
+        return backend.attend(q, self.cache, metadata)
+
+    def store(self, backend, metadata, with_norms=False):
+        """K and V, without a rotation; returns Q."""
+        qkv = torch.cat((self.q, *self.new()), 1).to(self.cache.device)
+        cos = qkv.new_ones(len(qkv), 1, self.heads[2])
+        rotation = cos, torch.zeros_like(cos)
+        weights = [cos[0, 0]] * 2 if with_norms else []
+        return backend.rotate_and_store(
+            qkv, weights, 1e-6, rotation, self.cache, metadata
+        )
 
     def check(self, backend=None):
         expected, out = self.expected(), self.run(backend)

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import nanopaged
 from helpers import all_tokens_of, generate, greedy, tokens_of
@@ -141,6 +142,45 @@ def test_what_all_ranks_need_whole_is_not_cut():
     """A norm, for example: its target is as large as the tensor."""
     for rank in range(4):
         assert as_rank(rank, 4, sizes()).start_of(1680, 1680) == 0
+
+
+class StubGroup:
+    """Of NCCL: notes what it sends. All ranks have the same columns."""
+
+    def __init__(self):
+        self.calls = []
+
+    def _allgather_base(self, gathered, x):
+        self.calls.append(("gather", x.nbytes))
+        size = len(gathered) // len(x)
+        gathered.copy_(torch.cat([x + 10 * rank for rank in range(size)]))
+        return self
+
+    def abort(self):
+        self.calls.append("abort")
+
+    def wait(self):
+        pass
+
+
+def test_to_gather_columns_no_rank_sends_more_than_its_own():
+    ranks = as_rank(1, 3, sizes(6, 3))
+    ranks.group = StubGroup()
+    x = torch.arange(4).view(2, 2)
+    expected = [[0, 1, 10, 11, 20, 21], [2, 3, 12, 13, 22, 23]]
+    assert ranks.gather(x).tolist() == expected
+    assert ranks.group.calls == [("gather", x.nbytes)]
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_the_group_ends_without_waiting_for_recorded_graphs(monkeypatch, on_gpu):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    ranks = as_rank(0, 1, sizes())
+    ranks.group = group = StubGroup()
+    ranks.close()
+    ranks.close()
+    assert group.calls == ["abort"] * on_gpu
+    assert ranks.group is None
 
 
 @pytest.fixture
@@ -1054,7 +1094,7 @@ def test_after_ctrl_c_in_a_step_the_engine_is_shut_down(llama, mark):
     def interrupted(batch):
         raise KeyboardInterrupt
 
-    llm.runner._forward = interrupted
+    llm.runner._prepare = interrupted
     pids = pids_of(llm)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([5, 6, 7], use_tqdm=False)

@@ -38,7 +38,7 @@ def sample(sampler, logits, rows=None, positions=None):
     """The token of every row; the logits are not modified."""
     rows = np.arange(len(logits)) if rows is None else np.array(rows)
     positions = np.full(len(rows), 3) if positions is None else np.array(positions)
-    return sampler.sample(logits.clone(), rows, positions).token_ids.tolist()
+    return sampler.sample(logits.clone(), sampler.plan(rows, positions)).read()
 
 
 # --- random numbers ---
@@ -106,7 +106,7 @@ def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
     rows = torch.tensor([logits], dtype=torch.float32)
     most = top_k if top_k > 0 else len(logits)
     limits = column(top_k, torch.int64), column(top_p), column(min_p)
-    lowest = lowest_kept(rows, column(1.0), most, *limits)
+    lowest = lowest_kept(rows, most, column(1.0), *limits)
     return (rows >= lowest)[0].nonzero()[:, 0].tolist()
 
 
@@ -184,7 +184,7 @@ def test_every_row_is_restricted_by_its_own_limits():
     top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])
     min_p = torch.tensor([[0.0], [0.0], [0.3], [0.0], [0.0]])
     ones = torch.ones(5, 1)
-    lowest = lowest_kept(logits, ones, logits.shape[1], top_k, top_p, min_p)
+    lowest = lowest_kept(logits, logits.shape[1], ones, top_k, top_p, min_p)
     tokens = [row.nonzero()[:, 0].tolist() for row in logits >= lowest]
 
     assert tokens == [[1, 3], [1, 3], [1, 3, 4], [1], [1, 3]]
@@ -311,7 +311,7 @@ def test_a_row_without_a_token_fails_alone(broken, params):
         logits[1, 290] = torch.nan
     else:
         logits[1] = torch.nan if broken == "all NaN" else -INF
-    output = sampler.sample(logits, np.arange(3), np.full(3, 3))
+    output = sampler.sample(logits, sampler.plan(np.arange(3), np.full(3, 3)))
 
     assert output.read() == [expected[0], -1, expected[2]]
     has_logprobs = [] if params.logprobs is None else [0, 2]
@@ -381,11 +381,10 @@ def test_a_row_draws_the_same_in_any_batch(levels, requests, vocab_size, seed):
     rows = rng.permutation(len(requests))
     positions = rng.integers(3, 8, len(requests))
 
-    together = sampler.sample(logits.clone(), rows, positions)
+    together = sampler.sample(logits.clone(), sampler.plan(rows, positions))
     for i in range(len(requests)):
-        alone = sampler.sample(
-            logits[i : i + 1].clone(), rows[i : i + 1], positions[i : i + 1]
-        )
+        plan = sampler.plan(rows[i : i + 1], positions[i : i + 1])
+        alone = sampler.sample(logits[i : i + 1].clone(), plan)
         assert alone.token_ids[0] == together.token_ids[i]
         assert alone.logprobs.get(0) == together.logprobs.get(i)
 
@@ -407,7 +406,7 @@ def test_a_reused_row_forgets_its_first_request():
     assert sample(used, logits, rows, positions) == sample(
         fresh, logits, rows, positions
     )
-    assert used.sample(logits, rows, positions).logprobs == {}
+    assert used.sample(logits, used.plan(rows, positions)).logprobs == {}
 
 
 # --- min_tokens ---
@@ -442,7 +441,9 @@ def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token():
         stop=(int(logits[3].argmax()),),
     )
     for position in range(3, 40):
-        out = sampler.sample(logits.clone(), np.arange(4), np.full(4, position))
+        out = sampler.sample(
+            logits.clone(), sampler.plan(np.arange(4), np.full(4, position))
+        )
         assert list(out.logprobs) == [0, 2, 3]
         for row, count in ((0, 3), (2, 0), (3, 9)):
             token = int(out.token_ids[row])
@@ -456,7 +457,7 @@ def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token():
 def test_logits_in_half_precision_give_logprobs_in_full():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(4)).bfloat16()
     sampler = make_sampler((0, SamplingParams(logprobs=2)))
-    out = sampler.sample(logits.clone(), np.arange(1), np.array([3]))
+    out = sampler.sample(logits.clone(), sampler.plan(np.arange(1), np.array([3])))
     expected = logits.float().log_softmax(-1)[0]
     for token, logprob in floats(out.logprobs[0]).items():
         assert logprob == pytest.approx(expected[token].item(), abs=1e-6)

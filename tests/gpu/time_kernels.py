@@ -277,14 +277,14 @@ def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def store_task(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Task:
-    """K and V of a step's tokens go to their slots; they are columns of one matrix."""
+    """Q and K of a step's tokens are normalised and rotated, K and V go to their slots.
+    """
     num_heads, kv_heads, head_dim = shapes.heads
     count = shapes.num_stored
-    sizes = [num_heads * head_dim, kv_heads * head_dim, kv_heads * head_dim]
-    qkv = torch.randn(count, sum(sizes), device=device, dtype=dtype)
-    _, k, v = qkv.split(sizes, dim=1)
-    k = k.view(count, kv_heads, head_dim)
-    v = v.view(count, kv_heads, head_dim)
+    options: Any = {"device": device, "dtype": dtype}
+    qkv = torch.randn(count, num_heads + 2 * kv_heads, head_dim, **options)
+    weights = [torch.rand(head_dim, **options) for _ in range(2)]
+    rotation = torch.randn(2, count, 1, head_dim, **options).unbind()
     num_blocks = -(-count // shapes.block_size)
     tables = np.random.default_rng(0).permutation(num_blocks)[None]
     where = tables, np.zeros(1, np.int64), np.array([count])
@@ -293,16 +293,16 @@ def store_task(shapes: Shapes, dtype: torch.dtype, device: torch.device) -> Task
         backend = kind(*shapes.heads, shapes.block_size, dtype, device)
         metadata = backend.prepare(*where)
         shape = num_blocks, 2, kv_heads, shapes.block_size, head_dim
-        cache = torch.zeros(shape, device=device, dtype=dtype)
+        cache = torch.zeros(shape, **options)
 
         def store() -> Tensor:
-            backend.store(k, v, cache, metadata)
+            backend.rotate_and_store(qkv, weights, 1e-6, rotation, cache, metadata)
             return cache
 
         return store
 
-    work = 2 * 2 * k.numel() * dtype.itemsize  # K and V, read and written
-    torch_way = {"index_put": into(TorchAttention)}
+    work = 2 * qkv.nbytes  # read and written
+    torch_way = {"torch": into(TorchAttention)}
     return Task(into(TritonAttention), work, "copy_bytes_per_s", torch_way)
 
 
