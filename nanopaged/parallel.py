@@ -14,6 +14,7 @@ import json
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -136,7 +137,7 @@ class Ranks:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of the ranks' tensors, in place."""
         if self.size > 1:
-            self.group.allreduce(x).wait()
+            self._wait(self.group.allreduce(x), x)
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
@@ -150,8 +151,16 @@ class Ranks:
         if self.size == 1:
             return x
         rows = x.new_empty(self.size * len(x), x.shape[1])  # rank by rank
-        self.group._allgather_base(rows, x.contiguous()).wait()
+        self._wait(self.group._allgather_base(rows, x.contiguous()), x)
         return rows.view(self.size, *x.shape).transpose(0, 1).flatten(1)
+
+    def _wait(self, work: Any, x: Tensor) -> None:
+        """On a CPU, wait in Python: Gloo's own wait would not notice Ctrl-C."""
+        if not x.is_cuda:
+            is_done = threading.Event()
+            work.get_future().add_done_callback(lambda _: is_done.set())
+            is_done.wait()
+        work.wait()  # raises if it has failed; a GPU waits, and the host goes on
 
     def send(self, message: ControlMessage) -> None:
         """Tell the other ranks what the next step is. Loading JSON executes nothing.

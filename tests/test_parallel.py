@@ -159,6 +159,11 @@ class StubGroup:
     def abort(self):
         self.calls.append("abort")
 
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result(None)
+        return future
+
     def wait(self):
         pass
 
