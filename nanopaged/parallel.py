@@ -156,11 +156,14 @@ class Ranks:
 
     def _wait(self, work: Any, x: Tensor) -> None:
         """On a CPU, wait in Python: Gloo's own wait would not notice Ctrl-C."""
-        if not x.is_cuda:
-            is_done = threading.Event()
-            work.get_future().add_done_callback(lambda _: is_done.set())
-            is_done.wait()
-        work.wait()  # raises if it has failed; a GPU waits, and the host goes on
+        try:
+            if not x.is_cuda:
+                is_done = threading.Event()
+                work.get_future().add_done_callback(lambda _: is_done.set())
+                is_done.wait()
+            work.wait()  # raises if it has failed; a GPU waits, and the host goes on
+        finally:
+            del work  # in a traceback it would keep the connections open
 
     def send(self, message: ControlMessage) -> None:
         """Tell the other ranks what the next step is. Loading JSON executes nothing.
