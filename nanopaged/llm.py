@@ -362,41 +362,22 @@ class LLM(AbstractContextManager["LLM"]):
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can."""
         self._check_open()
-        vocab_size = self.model_config.vocab_size
-        longest = self.runner.max_model_len
         beams = None
         if isinstance(params, BeamSearchParams):
             beams = copy(params)
             params = self._beam_sampling_params(beams)
         params = check_type("sampling_params", params, SamplingParams).clone()
-        max_num_seqs = self.config.max_num_seqs
-        check_int(f"n, with max_num_seqs={max_num_seqs},", params.n, 1, max_num_seqs)
-        if params.logprobs == -1:
-            params.logprobs = vocab_size
-        most = self.config.max_logprobs
-        if most < 0 or beams is not None:
-            most = vocab_size
-        check_int(f"logprobs, with max_logprobs={self.config.max_logprobs} and "
-                  f"{vocab_size} tokens,", params.logprobs or 0, 0, most)
+        self._check_limits(params, is_beam_search=beams is not None)
 
+        vocab_size = self.model_config.vocab_size
         text, ids, salt = encode(prompt, self.tokenizer, vocab_size)
         if salt is not None:
             params.cache_salt = salt
+        longest = self.runner.max_model_len
         what = f"number of prompt tokens, with max_model_len={longest},"
         check_int(what, len(ids), 1, longest - 1)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(
-                f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r}")
-        stop_ids = check_token_ids(
-            "stop_token_ids", params.stop_token_ids or [], vocab_size)
-        eos_ids = [] if params.ignore_eos else self.eos_token_ids
-        all_stop_ids = {*stop_ids, *eos_ids}
-        if params.min_tokens and len(all_stop_ids) == vocab_size:
-            raise ValueError(
-                "min_tokens must be 0 if every token is a stop token, got "
-                f"{params.min_tokens}")
-        group = SequenceGroup(
-            text, ids, params, all_stop_ids, longest, self.tokenizer, beams)
+        group = SequenceGroup(text, ids, params, self._stop_token_ids(params), longest,
+                              self.tokenizer, beams)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
         num_blocks = self.block_manager.most_blocks(
@@ -407,6 +388,36 @@ class LLM(AbstractContextManager["LLM"]):
                 f"{num_blocks} blocks, but num_blocks is {self.runner.num_blocks}: "
                 "lower n, beam_width or max_tokens, or raise num_blocks")
         return group
+
+    def _check_limits(self, params: SamplingParams, is_beam_search: bool) -> None:
+        """What parameters may ask of this engine and this model."""
+        max_num_seqs = self.config.max_num_seqs
+        check_int(f"n, with max_num_seqs={max_num_seqs},", params.n, 1, max_num_seqs)
+
+        vocab_size = self.model_config.vocab_size
+        max_logprobs = self.config.max_logprobs
+        no_limit = max_logprobs < 0 or is_beam_search
+        if params.logprobs == -1:
+            params.logprobs = vocab_size
+        check_int(
+            f"logprobs, with max_logprobs={max_logprobs} and {vocab_size} tokens,",
+            params.logprobs or 0, 0, vocab_size if no_limit else max_logprobs)
+        if params.stop and self.tokenizer is None:
+            raise ValueError(
+                f"stop needs a tokenizer: use stop_token_ids, got {params.stop!r:.80}")
+
+    def _stop_token_ids(self, params: SamplingParams) -> set[int]:
+        """The request's own, and EOS."""
+        vocab_size = self.model_config.vocab_size
+        stop_ids = set(check_token_ids(
+            "stop_token_ids", params.stop_token_ids or [], vocab_size))
+        if not params.ignore_eos:
+            stop_ids.update(self.eos_token_ids)
+        if params.min_tokens and len(stop_ids) == vocab_size:
+            raise ValueError(
+                "min_tokens must be 0 if every token is a stop token, got "
+                f"{params.min_tokens}")
+        return stop_ids
 
     def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
         """A beam search is a group of `beam_width` sequences that report candidates.
