@@ -134,13 +134,11 @@ class TorchAttention:
             weights = [weights[0].expand(num_heads, -1),
                        weights[1].expand(self.num_kv_heads, -1)]
         qk = norm_rotate(qk, weights, eps, *rotation)
-        self.store(qk[:, num_heads:], qkv[:, -self.num_kv_heads :], kv_cache, metadata)
-        return qk[:, :num_heads]
 
-    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, metadata: Any) -> None:
+        kv = torch.stack((qk[:, num_heads:], qkv[:, -self.num_kv_heads :]), 1)
         block_ids = metadata.slots // self.block_size
-        offsets = metadata.slots % self.block_size
-        kv_cache[block_ids, :, :, offsets] = torch.stack((k, v), 1)
+        kv_cache[block_ids, :, :, metadata.slots % self.block_size] = kv
+        return qk[:, :num_heads]
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
@@ -293,8 +291,8 @@ class TritonAttention(TorchAttention):
     """The same calls, by the kernels of `kernels.py`.
 
     A query at position -1 is padding: it is not stored, it sees no key, and its result
-    is zero. With other contents in the metadata's tensors, `store` and `attend` compute
-    other decodes of as many sequences: CUDA graphs rest on this.
+    is zero. With other contents in the metadata's tensors, the same calls compute other
+    decodes of as many sequences: CUDA graphs rest on this.
     """
 
     def __init__(self, *shape: Any) -> None:

@@ -195,10 +195,10 @@ def draw_tokens(logits: Tensor, lowest: Tensor | None, temperature: Tensor,
     goal = numbers * total.float()
 
     group, before = find(groups, goal)
-    probs = probs.gather(1, group[:, :, None].expand(-1, -1, SUMMED))[:, 0]
+    probs = probs.gather(1, group.unsqueeze(2).expand(-1, -1, SUMMED)).squeeze(1)
     token, _ = find(probs, goal, before)
     tokens = torch.where(total.isfinite(), group * SUMMED + token, FAILED)
-    return tokens[:, 0]
+    return tokens.squeeze(1)
 
 
 def find(parts: Tensor, goal: Tensor,

@@ -20,6 +20,8 @@ from nanopaged.model_runner import ModelRunner, Staging
 from nanopaged.scheduler import ControlMessage
 
 pytest.importorskip("triton", reason="pip install triton")
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu has the real thing", allow_module_level=True)
 
 KERNELS = ["rotate_and_store", "paged_attention", "merge_parts", "copy_blocks"]
 FUSIONS = [

@@ -8,6 +8,7 @@ sequence holds. Past a sequence's end, block tables name blocks that do not exis
 
 import json
 import random
+import re
 import sys
 
 import numpy as np
@@ -677,3 +678,30 @@ def test_gpus_without_room_for_the_kernels_get_torch_and_are_told(
     if expected == "torch":
         with pytest.raises(ValueError, match=r"capability \(8, 0\), got \(7, 5\)"):
             TritonAttention(2, 1, 64, 16, F16, device)
+
+
+def rounds(sass):
+    """The instructions of every loop, as lists of lines."""
+    lines = [line.strip() for line in sass.splitlines()]
+    labels = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+    loops = []
+    for i, line in enumerate(lines):
+        target = re.search(r"BRA[^`]*`\((\S+)\)", line)
+        first = labels.get(target[1], i) if target else i
+        if first < i:
+            loops.append([x for x in lines[first:i] if x.startswith("/*")])
+    return loops
+
+
+@pytest.mark.slow
+def test_the_machine_code_of_a_decode_stays_lean(compiled, sass):
+    """Of sm_90, for a round of 64 keys; vLLM's kernel takes 616 instructions."""
+    assert compiled
+    code = (sass / "90 torch.bfloat16 128 paged_attention, decodes.sass").read_text()
+    assert not re.search(r"\b(LDL|STL)\b", code), "registers are spilled"
+    loop = max(rounds(code), key=len)
+    loads = [line for line in loop if "LDGSTS" in line]
+    assert all(".128" in line for line in loads)
+    assert len(loads) == 16
+    assert sum("BAR.SYNC" in line for line in loop) <= 7
+    assert len(loop) <= 400, len(loop)
