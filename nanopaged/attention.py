@@ -45,7 +45,9 @@ MIN_SPLIT = 256  # keys: on a CPU a shorter split is not worth its merge
 
 @dataclass
 class AttentionMetadata:
-    """Where this step's tokens stand, and their K and V go: the same in every layer."""
+    """Where this step's tokens stand and where their K and V go, the same in all
+    layers.
+    """
 
     positions: Tensor  # [num_tokens]: of a token in its sequence
     slots: Tensor  # [num_tokens]: the slot mapping
@@ -233,7 +235,8 @@ class NumbaAttention(TorchAttention):
         seqs = np.flatnonzero(counts == 1)
         ends = starts[seqs] + 1
 
-        # Split the keys until no split is more than a quarter of a thread's share.
+        # All sequences are split alike: into as many parts as the longest one needs, so
+        # that no split is more than a quarter of a thread's share of all keys.
         share = ends.sum() * self.num_kv_heads / self.num_threads
         num_splits = -(-ends.max(initial=0) // max(share // 4, MIN_SPLIT))
         decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
@@ -314,7 +317,8 @@ class TritonAttention(TorchAttention):
         size = self.dtype.itemsize
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
-        # Accumulators and queries of twice the width leave room for half the rows.
+        # With a head_dim of 256, queries and accumulators are twice as wide as with
+        # 128, and there is room for half the rows.
         self.width = max(1, self.dim // 128)
         many_rows = kernels.MANY_ROWS[size] // self.width
         self.few_queries = max(1, kernels.FEW_ROWS // self.group_size)
@@ -344,7 +348,8 @@ class TritonAttention(TorchAttention):
             slots=self.to_device(slots),
             items=self.to_device(items.astype(np.int32)),
             merges=self.to_device(merges.astype(np.int32)),
-            # Last, as they may become wider: in a graph the others stay in place.
+            # Last: with longer sequences tables become wider, and what came before them
+            # must stay in place for graphs. `items` says where each table begins.
             block_tables=self.to_device(block_tables.astype(np.int32)),
             num_rows=max(self.kernels.FEW_ROWS, num_rows),
             num_part_rows=num_part_rows,
@@ -366,20 +371,22 @@ class TritonAttention(TorchAttention):
                     its first part, number of parts, rows between one and the next
 
         An example: two decodes have 1,000 and 100 keys to read, with num_places=2 and
-        tiles of 64 keys. If all programs read as much, each would read 550 keys. A part
-        gets at most half of that, 275, so that no program is much longer than the rest.
-        So the first sequence has four parts, of 250 keys each:
+        table_size=80. If all programs read equally much, each would read 550 keys. A
+        part gets at most half of that, 275, so that no program takes much longer than
+        the others. So the first sequence has four parts, of 250 keys each:
 
             items = [[0, 0, 999, 1,   0,  250,  0],
                      [0, 0, 999, 1, 250,  500,  1],
                      [0, 0, 999, 1, 500,  750,  2],
                      [0, 0, 999, 1, 750, 1000,  3],
-                     [64, 1, 99, 1,   0,  100, -1]]
+                     [80, 1, 99, 1,   0,  100, -1]]
             merges = [[0, 0, 4, 1]]
 
-        Most keys come first, so that a long item does not start when all others end.
-        Dividing adds 2 * num_places items at most. Decodes are filled up to that with
-        zeros: then shapes depend on the number of sequences alone, as graphs need it.
+        Items with the most keys come first, so that a long one does not start when all
+        others end. All parts but the last of a tile are as long as the limit, roughly,
+        so dividing adds at most 2 * num_places items. Decodes are filled up to that
+        with zeros: then shapes depend on the number of sequences alone, as graphs need
+        it.
         """
         # A tile begins at every size-th query of a sequence.
         seqs = np.repeat(np.arange(len(counts)), counts)
@@ -433,7 +440,8 @@ class TritonAttention(TorchAttention):
         return q
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        # A block that was copied may be given up, and taken for a copy, in one step.
+        # Within a pool, moves may depend on their order: in [(1, 2), (3, 1)] block 1 is
+        # copied, given up, and taken for another copy. Then they are made one by one.
         in_turn = source is target and np.isin(*moves.T).any()
         count = 1 if in_turn else len(moves)
         on_device = to_device(moves, self.device)
@@ -473,10 +481,11 @@ class FlashMetadata(TritonMetadata):
 
 
 class FlashAttention(TritonAttention):
-    """Steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn or of torch.
+    """Computes steps with prompts by FlashAttention-2 (Dao 2023), flash-attn's or
+    torch's.
 
     It reads the pool in place, too, if blocks are large enough for it. Steps of decodes
-    alone, which CUDA graphs record, are Triton's, and so is float32.
+    alone, which CUDA graphs record, are left to Triton, and so is float32.
     """
 
     def __init__(self, *shape: Any) -> None:

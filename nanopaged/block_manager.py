@@ -9,9 +9,9 @@ changes a reference count or a block table.
 An example with block_size=4 and the free blocks 0, 1, 2, 3:
 
     a prompt of 6 tokens comes       [0, 1]   its step publishes block 0, which is full
-    one with the same first 4        [0, 2]   block 0 has two references now
-    the first sequence forks         [0, 1]   two sequences hold blocks 0 and 1
-    one of them writes token 7       [0, 3]   not into block 1, which both share, but
+    one with the same 4 first tokens [0, 2]   block 0 has two references now
+    the first sequence forks         [0, 1]   its child has the same block table
+    one of them writes its 7th token [0, 3]   not into block 1, which both share, but
                                               into a copy of it: copy-on-write
 """
 
@@ -127,7 +127,8 @@ class BlockManager:
                 writers[seq.block_table[index]] += 1
 
         # Writers take their copies one by one, and each drops a reference. Whoever is
-        # the only holder by then writes in place.
+        # the only holder by then writes in place: 3 writers that are all the holders
+        # take 2 copies.
         for block_id, num_writers in writers.items():
             num_new += min(num_writers, self.blocks[block_id].ref_count - 1)
         return num_new
@@ -146,6 +147,7 @@ class BlockManager:
             table[index] = self._take(self.free_blocks)
             self.blocks[shared].ref_count -= 1
             copies.append((shared, table[index]))
+            # The model runner must be sent this entry of the table again.
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)
 
         while len(table) * self.block_size < seq.num_tokens_to_compute:
@@ -227,23 +229,25 @@ class BlockManager:
             seq.num_published_blocks = index + 1
 
     def _name(self, block_id: int, content: Content) -> None:
-        """Give a block its name, and enter it into the prefix cache if it can be.
-
-        There are three cases. If the hash is new, the block enters the cache:
-        setdefault returns the block itself, whose content is still None, so it gets a
-        new name. If the hash leads to a block with the same content, this block gets
-        that block's name, so that what follows either of them is found; it also gets
-        its place in the cache if nobody holds the other, which may soon be taken. If it
-        leads to other content, the hashes collide: this block gets a new name, but
-        nobody finds it.
-        """
+        """Give a block its name, and let others find it if they can."""
         block = self.blocks[block_id]
-        block.hash = self._hash(content)
-        first = self.blocks[self.published.setdefault(block.hash, block_id)]
-        block.name = first.name if first.content == content else next(self.names)
-        if first.content == content and first.ref_count == 0:
-            self.published[block.hash] = block_id
         block.content = content
+        block.hash = self._hash(content)
+        if block.hash not in self.published:
+            self.published[block.hash] = block_id
+            block.name = next(self.names)
+            return
+
+        other = self.blocks[self.published[block.hash]]
+        if other.content != content:
+            # The hashes collide: nobody finds this block.
+            block.name = next(self.names)
+            return
+        # With the same name, what follows either of the two is found. If nobody holds
+        # the other, it may soon be taken: then this one is found in its place.
+        block.name = other.name
+        if other.ref_count == 0:
+            self.published[block.hash] = block_id
 
     def reset_prefix_cache(self) -> bool:
         """Forget what blocks hold; False, and nothing changes, if any is in use."""
@@ -274,7 +278,7 @@ class BlockManager:
         """Take the first block of a free list, and forget what it holds."""
         block_id, _ = free_list.popitem(last=False)
         block = self.blocks[block_id]
-        if self._is_published(block_id):
+        if self._can_be_found(block_id):
             del self.published[block.hash]
         block.content = None
         block.ref_count = 1
@@ -298,11 +302,11 @@ class BlockManager:
                 free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
                 # A block that nobody can find again is the first to be taken.
-                free_list.move_to_end(block_id, last=self._is_published(block_id))
+                free_list.move_to_end(block_id, last=self._can_be_found(block_id))
         seq.block_table = []
         seq.num_published_blocks = 0
         seq.num_sent_blocks = 0
 
-    def _is_published(self, block_id: int) -> bool:
+    def _can_be_found(self, block_id: int) -> bool:
         block = self.blocks[block_id]
         return block.content is not None and self.published.get(block.hash) == block_id

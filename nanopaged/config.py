@@ -5,6 +5,7 @@ again. A wrong type is a `TypeError`, a wrong value a `ValueError`; both name th
 the value and what would be right. Numbers may be NumPy's, and become Python's.
 """
 
+import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +13,11 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from math import inf
-from typing import Any, TypeAlias
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 MAX_SEED = 2**63 - 1
-DTYPES = {"half": "float16", "float": "float32"}  # other names of the same
+DTYPES = {"half": "float16", "float": "float32"}  # aliases
+P = ParamSpec("P")
 PathLike: TypeAlias = str | os.PathLike[str]
 
 EXERCISE = "penalties are an exercise of the tour (python -m nanopaged.tour)"
@@ -118,12 +120,15 @@ def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
 
 
 def only(*supported: Any, reason: str) -> Any:
-    """A field of vLLM's that has no effect; the first value is the default."""
+    """A field of vLLM's that takes these values alone; the first is the default."""
     return option(supported[0], check_supported, supported=supported, reason=reason)
 
 
 class Checked:
-    """A dataclass that checks its fields, when it is made and when one is changed."""
+    """A dataclass that checks its fields, when it is made and when one is changed.
+
+    A checked value is written through `vars(self)`, so that it is not checked again.
+    """
 
     def __new__(cls, *values: Any, **named: Any) -> Any:
         for name in named:
@@ -137,7 +142,7 @@ class Checked:
                 vars(self)[f.name] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self):  # else it is being made
+        if name in vars(self):  # else `__init__` sets it for the first time
             changed: Any = replace(self, **{name: value})  # type: ignore[type-var]
             value = getattr(changed, name)
         else:
@@ -154,8 +159,9 @@ class SamplingParams(Checked):
     temperature: 0 always takes the most likely token.
     top_p, top_k, min_p: sample among the most likely tokens only. `top_p=1`, `top_k=0`
         (or -1) and `min_p=0` keep all tokens.
-    max_tokens: None goes on to the engine's `max_model_len`.
-    min_tokens: before this many tokens, no EOS or stop token is sampled.
+    max_tokens: None means as many as the engine's `max_model_len` allows.
+    min_tokens: before this many tokens, no EOS or stop token is sampled, and stop
+        strings do not count.
     stop: one string or several. They end a sequence and are not part of its text,
         unless `include_stop_str_in_output` is set.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
@@ -168,8 +174,8 @@ class SamplingParams(Checked):
     skip_special_tokens: leave tokens such as EOS out of the text.
     cache_salt: requests share cached blocks only with requests of the same salt.
 
-    The fields after these are taken for the sake of scripts that spell out vLLM's
-    defaults. Other values are refused.
+    The fields after these have no effect. They are for scripts that spell out vLLM's
+    defaults; a value that asks for something else is refused.
     """
 
     n: int = option(1, check_int, low=1)
@@ -241,10 +247,11 @@ class SamplingParams(Checked):
 class BeamSearchParams(Checked):
     """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
 
-    Complete beams are ranked by their log-probability / length**length_penalty. The
-    search ends when the best running beam can no longer win; with `early_stopping`, as
-    soon as `beam_width` beams are complete. A beam is complete after `max_tokens`, or
-    with an EOS token unless `ignore_eos` is set. `cache_salt`: see `SamplingParams`.
+    Beams are ranked by their score, log-probability / length**length_penalty. The
+    search ends when `beam_width` beams are complete, and (unless `early_stopping` is
+    set) no running beam scores above the worst of them. A beam is complete after
+    `max_tokens`, or with an EOS token unless `ignore_eos` is set. `cache_salt`: see
+    `SamplingParams`.
     """
 
     beam_width: int = option(MISSING, check_int, low=1)
@@ -272,8 +279,8 @@ class EngineConfig(Checked):
     dtype: "auto" is the checkpoint's, as far as the processor has instructions for it.
     device: "auto" is "cuda" if there is a GPU.
     block_size: tokens in a block; a power of two.
-    num_blocks: None takes `gpu_memory_utilization` of the GPU, or 4 GiB on a CPU. It is
-        also called `num_gpu_blocks_override`.
+    num_blocks: None means as many as fit into `gpu_memory_utilization` of the GPU, or
+        into 4 GiB on a CPU. `num_gpu_blocks_override` is the same.
     max_model_len: the longest sequence, prompt included.
     max_num_seqs, max_num_batched_tokens: the most sequences and tokens in a step.
     max_logprobs: the most log-probabilities a request may ask for; -1: no limit.
@@ -351,3 +358,18 @@ class EngineConfig(Checked):
                 "max_num_batched_tokens must be at least max_num_seqs, so that all "
                 f"sequences can decode in one step, got {self.max_num_batched_tokens} "
                 f"and {self.max_num_seqs}: raise it, or lower max_num_seqs too")
+
+
+def takes_arguments_of(
+    config: Callable[P, Any]
+) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Give a method the signature of `config`, for `help` and for editors."""
+
+    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        signature = inspect.signature(config)
+        parameters = [this, *signature.parameters.values()]
+        vars(method)["__signature__"] = signature.replace(parameters=parameters)
+        return method
+
+    return decorate

@@ -9,9 +9,10 @@ the keys and values of block j. This is equation 4 of the paper:
     A_ij = exp(q_i K_j / sqrt(d)) / sum over blocks t of exp(q_i K_t / sqrt(d))
     o_i  = sum over blocks j of A_ij V_j
 
-The denominator is known only after the last block. So numerator and denominator are
-both summed up, relative to the highest score so far, and divided at the end. This is
-the online softmax of Milakov and Gimelshein.
+where the sum over a block is also one over its keys. The denominator is known only
+after the last block. So numerator and denominator are both summed up, relative to the
+highest score so far, and divided at the end. This is the online softmax of Milakov and
+Gimelshein.
 """
 # mypy: ignore-errors
 

@@ -17,8 +17,9 @@ INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character (ye
 class Detokenizer:
     """The text of one sequence.
 
-    `context` are the last tokens whose text is in `text` (or in the prompt), `unknown`
-    those after them, which may end within a character.
+    `context` holds the last tokens whose text is in `text` (or in the prompt).
+    `unknown` holds those after them, whose text is not known yet: they may end within a
+    character.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int],
@@ -70,7 +71,8 @@ class Detokenizer:
         return is_complete
 
     def _add_unknown(self, check_stops: bool, final: bool) -> None:
-        """Add the text of the unknown tokens, unless they may end in a character."""
+        """Add the text of the unknown tokens, unless they may end within a character.
+        """
         known = self._decode(self.context)
         new = self._decode(self.context + self.unknown)[len(known) :]
         is_whole = bool(new) and not new.endswith(INCOMPLETE)

@@ -43,7 +43,8 @@ def to_list(values: Any) -> Any:
 
 
 def split_prompts(prompts: Any) -> list[Any]:
-    """A list of prompts, also if there is only one: a list of token ids, for example.
+    """A list of prompts. A single one is put into a list; a list of ints is a single
+    one.
     """
     prompts = to_list(prompts)
     if not isinstance(prompts, (list, tuple)):
@@ -93,9 +94,9 @@ def render(messages: Any, tokenizer: Any, options: dict[str, Any]) -> list[Any]:
     conversations = [messages] if is_single else messages
     return [
         tokenizer.apply_chat_template(
-            [plain_message(index, message) for index, message in enumerate(messages)],
+            [plain_message(i, message) for i, message in enumerate(conversation)],
             return_dict=False, **options)
-        for messages in conversations]
+        for conversation in conversations]
 
 
 def plain_message(index: int, message: Any) -> Any:

@@ -17,8 +17,8 @@ import triton.language as tl
 
 # The speed of decoding depends on how much of K and V is on its way at any time: an
 # H200 needs 4.8 TB/s x 1 us = 4.8 MB, 36 KB for each of its 132 multiprocessors. A
-# program has two or three tiles of 16 KiB of K, and as many of V, in shared memory
-# (num_stages=3: it computes one while the others load). With 70 KiB, three programs of
+# program has two tiles of K and two of V, 16 KiB each, in shared memory: while it
+# computes one, the next loads. With its queries that makes 70 KiB, so three programs of
 # 4 warps and about 110 registers a thread fit into a multiprocessor.
 TILE_BYTES = 16 << 10  # 64 keys of head_dim 128 in bf16
 PROGRAMS_PER_SM = 3
@@ -38,8 +38,8 @@ def rotate_and_store(qkv, q_weight, k_weight, cos, sin, slots, q, kv_cache, eps,
                      ROWS: tl.constexpr, DIM: tl.constexpr):
     """Normalise and rotate a token's Q and K; Q goes to `q`, K and V to the cache.
 
-    Grid: [num_tokens]. In torch: `TorchAttention.rotate_and_store`. A row is a head of
-    Q, K or V, one after the other: ROWS is their number rounded up.
+    Grid: [num_tokens]. In torch: `TorchAttention.rotate_and_store`. A row of the tile
+    is a head of Q, K or V, in this order; ROWS is their number, rounded up.
 
     qkv                 [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     q_weight, k_weight  [head_dim]; None: there are no norms
@@ -150,8 +150,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
     q_at = query[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
     q_tile = tl.load(q + q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
-    # Positions of keys. Blocks are powers of two; without a sign, a division by one is
-    # a shift.
+    # Positions of keys. They are unsigned, and BLOCK_SIZE is a power of two, so that
+    # the division compiles to a shift.
     key = (first_key + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 

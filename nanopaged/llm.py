@@ -4,7 +4,6 @@ That method is the whole engine. The rest of this file turns prompts into reques
 sequences into text, and every other file explains one line of it.
 """
 
-import inspect
 import itertools
 import logging
 import random
@@ -14,7 +13,7 @@ import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from copy import copy
-from typing import Any, Concatenate, ParamSpec, TypeAlias
+from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
@@ -26,6 +25,7 @@ from nanopaged.config import (
     check_int,
     check_token_ids,
     check_type,
+    takes_arguments_of,
 )
 from nanopaged.inputs import TextPrompt, TokensPrompt, encode, render, split_prompts
 from nanopaged.loader import (
@@ -48,22 +48,6 @@ from nanopaged.sequence import SequenceGroup
 Prompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
 Params: TypeAlias = SamplingParams | BeamSearchParams
 Observer: TypeAlias = Callable[[str, Batch | None], None]
-P = ParamSpec("P")
-
-
-def takes_arguments_of(
-    config: Callable[P, Any]
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
-    """Give a method the signature of `config`, for `help` and for editors."""
-
-    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
-        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        signature = inspect.signature(config)
-        parameters = [this, *signature.parameters.values()]
-        vars(method)["__signature__"] = signature.replace(parameters=parameters)
-        return method
-
-    return decorate
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -96,7 +80,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._for_step: set[str] = set()  # ids of those that `add_request` made
         self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
         self._lock = threading.Lock()
-        self._owner = 0  # the thread that holds it
+        # The books: the queues, the block tables and the prefix cache.
         self._are_books_right = True
         self._closed = False
         self.observers: list[Observer] = []
@@ -138,7 +122,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._notify("executed", batch)
 
         # On a GPU the newest step is still running: read the tokens of the one before.
-        # An empty batch means that all requests wait for tokens: then read all steps.
+        # If the batch is empty, nothing can go on before all tokens are read.
         self._launched.append((batch, sampled))
         num_ahead = self.steps_ahead if batch.message.rows else 0
         while len(self._launched) > num_ahead:
@@ -156,17 +140,16 @@ class LLM(AbstractContextManager["LLM"]):
     def _exclusive(self) -> Iterator[None]:
         """Let one thread at a time change the books, and never leave them half-changed.
 
-        The books are the queues, the block tables and the prefix cache. If something
-        fails in here, Ctrl-C included, nobody knows whether they are right. So all
-        requests end, and the engine starts again with empty books. With several ranks,
-        each of which may be anywhere in the step, it shuts down.
+        If something fails in here, Ctrl-C included, nobody knows whether the books are
+        right. So all requests end, and the engine starts again with empty books. With
+        several ranks, each of which may be anywhere in the step, it shuts down.
         """
         with self._lock:
             self._check_open()
             if not self._are_books_right:
-                self._end_all_requests()  # the last attempt was interrupted as well
+                # Something failed in here, and what is done about it failed as well.
+                self._end_all_requests()
             self._are_books_right = False  # until everything below has been done
-            self._owner = threading.get_ident()
             try:
                 while self._forgotten:
                     group = self._forgotten.pop()
@@ -179,8 +162,6 @@ class LLM(AbstractContextManager["LLM"]):
                 if self.ranks.size > 1:
                     self._close()
                 raise
-            finally:
-                self._owner = 0
             self._are_books_right = True
 
     def _check_open(self) -> None:
@@ -326,12 +307,11 @@ class LLM(AbstractContextManager["LLM"]):
     def _forget(self, groups: Iterable[SequenceGroup]) -> None:
         """Abort groups that nobody waits for.
 
-        The garbage collector may close a stream at any moment, even inside a step of
-        this very thread. Then the groups are aborted when the next step begins.
+        The garbage collector may close a stream at any moment, even while this very
+        thread holds the lock. Then the groups are aborted when the next step begins.
         """
         self._forgotten += groups
-        in_a_step = self._owner == threading.get_ident()
-        if self._forgotten and not self._closed and not in_a_step:
+        if self._forgotten and not self._closed and not self._lock.locked():
             with self._exclusive():
                 pass  # on its way in, it aborts all groups in _forgotten
 
@@ -345,8 +325,8 @@ class LLM(AbstractContextManager["LLM"]):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
             raise ValueError(
-                f"sampling_params must be as many as the prompts, or one for all: got "
-                f"{len(params)} for {len(prompts)} prompts")
+                "sampling_params must be one for all prompts, or a list with one for "
+                f"each: got {len(params)} for {len(prompts)} prompts")
 
         groups = []
         for index, (prompt, own_params) in enumerate(zip(prompts, params, strict=True)):

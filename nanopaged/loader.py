@@ -1,4 +1,7 @@
-"""From a directory or a hub id to config, tokenizer and weights, all of them used."""
+"""From a directory or a hub id to config, tokenizer and weights.
+
+Every tensor of a checkpoint is accounted for: none is missing, and none is left over.
+"""
 
 import json
 import logging
@@ -188,12 +191,12 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
     """Copy this rank's part of every tensor in the safetensors files to its place.
 
     `whole` is a model with the shapes of the whole tensors. ValueError names the
-    tensors that are missing, unknown, misshapen or no numbers, FileNotFoundError the
+    tensors that are missing, unknown, misshapen or not finite, FileNotFoundError the
     file that is absent.
     """
     targets = find_targets(model)
     missing = find_targets(whole)
-    is_tied = HEAD not in missing
+    is_tied = HEAD not in missing  # then it is the embedding, which is named once
     tied: dict[str, Tensor] = {}
     misfits: dict[str, list[int]] = {}
     seen: set[str] = set()
@@ -209,8 +212,9 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
                 del missing[name]
                 if name in targets:  # a bias that all ranks would add is only rank 0's
                     copy_part(tensor, targets[name], ranks)
-            # Some files also have what config.json implies: angles, and a tied head.
-            elif name not in tied and not name.endswith("rotary_emb.inv_freq"):
+            elif name in tied or name.endswith("rotary_emb.inv_freq"):
+                pass  # some files also have what config.json implies
+            else:
                 misfits[name] = list(tensor.shape)
 
     if HEAD in missing and HEAD not in misfits:

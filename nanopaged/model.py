@@ -150,8 +150,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
                 kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
-        """The layer's input is x + residual: the kernel that normalises it also adds it
-        up.
+        """The layer's input is x + residual. The kernel that normalises it makes the
+        sum.
 
         Returns such a pair for the next layer.
         """

@@ -211,20 +211,24 @@ class ModelRunner:
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
         """Copy blocks; those in CPU memory are numbered after the device's."""
-        if moves:
-            pools = np.array([pool is self.swap_space for pool in (source, target)])
-            self.backend.copy_blocks(
-                source, target, np.array(moves) - pools * self.num_blocks)
+        if not moves:
+            return
+        ids = np.array(moves)  # [num_moves, 2]
+        if source is self.swap_space:
+            ids[:, 0] -= self.num_blocks
+        if target is self.swap_space:
+            ids[:, 1] -= self.num_blocks
+        self.backend.copy_blocks(source, target, ids)
 
     # -- CUDA graphs -------------------------------------------------------------------
 
     def capture_graphs(self, record: Callable[..., Any]) -> None:
         """Record the forward pass of decodes for some batch sizes; others are padded.
 
-        `record` runs a function and returns what repeats it, and its result. A graph
-        repeats the same kernels on the same tensors. Each step puts its inputs into the
-        same places of the staging buffer. The head is not recorded: its logits, of a
-        size each, would take more memory than everything else in the graphs.
+        `record` runs a function; it returns a function that repeats the run, and the
+        result. A graph repeats the same kernels on the same tensors, so each step puts
+        its inputs into the same places of the staging buffer. The head is not recorded:
+        logits for every batch size would take more memory than all the rest.
         """
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
@@ -299,7 +303,7 @@ class ModelRunner:
         """What K and V may take on the device, found by running one of the largest
         steps.
 
-        Beside the pool there must be room for such a step, and about as much for
+        Besides the pool there must be room for such a step, and about as much for
         graphs.
         """
         if self.device.type == "cpu":
@@ -330,6 +334,7 @@ class ModelRunner:
         decodes = [1] * most_tokens
         chunk = [min(most_tokens, self.max_model_len)]
         params = self.sampler.params
+        # torch.compile treats sizes of 1 in a way of its own.
         for counts in (decodes, chunk, [1, 1], [1]):
             samples = list(range(min(len(counts), len(params))))
             # Greedy; drawn; drawn after sorting all tokens, which takes most memory.
@@ -359,7 +364,10 @@ class ModelRunner:
 
 
 def padded(message: ControlMessage, size: int) -> ControlMessage:
-    """Decodes, filled up to `size` entries with one token at position -1 each."""
+    """Decodes, filled up to `size` entries with one token at position -1 each.
+
+    An entry that computes 1 token up to position 0 begins at -1, which backends skip.
+    """
     padding = [0] * (size - len(message.rows))
     return ControlMessage(
         token_ids=message.token_ids + padding,
@@ -380,9 +388,9 @@ def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Any, Tensor
 def keep_freed_memory() -> None:
     """Let glibc's malloc keep what is freed: the next step needs it again.
 
-    By default large pieces go back to the system, and every step faults their pages in
-    again, for a tenth of its time. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3)
-    in mallopt(3).
+    By default large pieces go back to the system, and getting their pages again takes a
+    tenth of every step. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3) in
+    mallopt(3).
     """
     for parameter in (-1, -3):
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)

@@ -20,7 +20,7 @@ class Logprob:
 
     logprob: float
     rank: int  # 1: the most likely token of the vocabulary
-    decoded_token: str | None = None  # None: there is no tokenizer
+    decoded_token: str | None = None  # None: not decoded
 
 
 Logprobs: TypeAlias = dict[int, Logprob]  # by token id; the sampled token comes first
@@ -32,8 +32,8 @@ class CompletionOutput:
 
     `finish_reason` is None while the sequence runs, then "stop", "length", "abort", or
     "error" if its logits were not numbers. `stop_reason` is the stop string or the id
-    among `stop_token_ids` that ended it. The token that ended it is the last of
-    `token_ids`, but not part of `text`.
+    among `stop_token_ids` that ended it. A token that ended it is the last of
+    `token_ids`, but not part of `text`, unless `include_stop_str_in_output` is set.
     """
 
     index: int

@@ -98,11 +98,12 @@ class Ranks:
             arguments = (asdict(config), port)
             self.workers = start_processes(  # type: ignore[no-untyped-call]
                 start_rank, arguments, self.size - 1, join=False, daemon=True)
-        # An engine may idle for long. A peer that dies breaks its connection.
+        # An engine may idle for long, and no timeout is needed to notice that a peer
+        # has died: it breaks its connection.
         self.store.set_timeout(timedelta(days=365))
         if self.store.add(f"rank {self.rank}", 1) > 1:
             raise RuntimeError(
-                "under torchrun a script can have one engine with ranks, once")
+                "under torchrun a script can make only one engine with ranks")
         names = [f"rank {rank}" for rank in range(self.size)]
         while self.workers and not self.store.check(names):
             self.workers.join(0.02)  # raises if one has ended
@@ -197,16 +198,23 @@ class Ranks:
         """
         try:
             yield
-        except BaseException as error:
+        except RuntimeError as error:
             try:
-                if self.workers and isinstance(error, RuntimeError):
-                    self.workers.join(5)  # raises if a rank has failed
-                raise
-            except ProcessException as failure:
-                raise RuntimeError(
-                    f"rank {failure.error_index + 1} failed: {failure}") from error
+                self._raise_failure_of_a_rank(error)
             finally:
                 self.close()
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def _raise_failure_of_a_rank(self, error: RuntimeError) -> None:
+        try:
+            if self.workers:
+                self.workers.join(5)  # raises if a rank has failed
+        except ProcessException as failure:
+            raise RuntimeError(
+                f"rank {failure.error_index + 1} failed: {failure}") from error
 
     def close(self) -> None:
         """Tell the other ranks to end, and end those that were started here."""

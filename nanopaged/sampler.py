@@ -23,9 +23,10 @@ from nanopaged.sequence import Sequence
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 SUMMED = 128  # probabilities that are summed up before any is looked at
 FAILED = -1  # instead of a token, where the logits have NaN or allow no token
-ROW = np.dtype(
-    [("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p",
-    "f4"), ("min_len", "i8"), ("stop_token_ids", "O"), ("num_logprobs", "i8")])
+ROW = np.dtype([
+    ("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"),
+    ("min_p", "f4"), ("min_len", "i8"), ("stop_token_ids", "O"),
+    ("num_logprobs", "i8")])
 
 
 @dataclass
@@ -44,7 +45,7 @@ class SamplerOutput:
     def read(self) -> list[int]:
         """Wait for the tokens.
 
-        Otherwise the host waits only for log-probabilities, and for swapped blocks.
+        Nowhere else does the host wait for the device, except for log-probabilities.
         """
         if self.copied is not None:
             self.copied.synchronize()
@@ -60,8 +61,8 @@ class SamplingPlan:
 
     params: Any  # [num_samples] of ROW
     positions: Ints  # [num_samples]: of the tokens
-    is_drawn: Tensor | None = None  # [num_samples]; None: all are, or none is
-    temperature: Tensor | None = None  # [num_samples, 1]
+    is_drawn: Tensor | None = None  # [num_samples]; None: all are alike
+    temperature: Tensor | None = None  # [num_samples, 1]; None: all are greedy
     numbers: Tensor | None = None  # [num_samples, 1]: random, in [0, 1)
     restricted: Tensor | None = None  # [num_restricted]: samples with limits
     limits: list[Tensor] = field(default_factory=list)  # [num_restricted, 1] each
@@ -80,9 +81,9 @@ class Sampler:
         seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64
         # One more than asked for: the sampled token is reported too. 0: nothing is.
         num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
-        self.params[
-            seq.row] = (seed, params.temperature, params.top_k, params.top_p,
-            params.min_p, group.min_len, sorted(group.stop_token_ids), num_logprobs)
+        self.params[seq.row] = (
+            seed, params.temperature, params.top_k, params.top_p, params.min_p,
+            group.min_len, sorted(group.stop_token_ids), num_logprobs)
 
     def plan(self, rows: Ints, positions: Ints,
              to_device: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
@@ -168,7 +169,7 @@ def draw(logits: Tensor, plan: SamplingPlan) -> Tensor:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """[num_samples, vocab_size] -> [num_samples], of equals the first."""
+    """[num_samples, vocab_size] -> [num_samples]; of equal ones the first."""
     highest, tokens = logits.max(-1)  # as argmax, in a third of the time
     return torch.where(highest.isfinite(), tokens, FAILED)
 
@@ -205,9 +206,10 @@ def find(parts: Tensor, goal: Tensor,
          before: float | Tensor = 0) -> tuple[Tensor, Tensor]:
     """The first part with which the sum exceeds the goal, and the sum before it.
 
-    parts: [num_samples, num_parts]; the others: [num_samples, 1]. A part that is 0 is
-    never found: on a GPU sums are made in parallel, so that a sum may grow by rounding
-    where nothing is added, and the last one may miss the goal.
+    parts: [num_samples, num_parts]; the others: [num_samples, 1]. On a GPU sums are
+    made in parallel, and rounding has two effects. A sum may grow where nothing is
+    added: so a part that is 0 is never found. And the last sum may miss the goal: then
+    the last part that is not 0 is found.
     """
     sums = before + parts.cumsum(-1, dtype=torch.float64)
     index = torch.arange(parts.shape[1], device=parts.device)

@@ -25,7 +25,7 @@ from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats, Logprobs
 from nanopaged.sequence import Sequence, SequenceGroup
 
-PENDING = -1  # stands for a token that only the device knows yet
+PENDING = -1  # stands for a token that so far only the device knows
 
 
 @dataclass
@@ -68,7 +68,7 @@ class Batch:
 
     message: ControlMessage = field(default_factory=ControlMessage)
     sampled: list[Sequence] = field(default_factory=list)  # who gets the sampled tokens
-    # Who has a row since this step.
+    # Sequences that got a row in this step.
     admitted: list[Sequence] = field(default_factory=list)
 
     def add_sample(self, seq: Sequence) -> None:
@@ -85,8 +85,9 @@ class Scheduler:
         self.block_manager = block_manager
         # Oldest first; without values, so that any group leaves it in O(1).
         self.waiting: OrderedDict[SequenceGroup, None] = OrderedDict()
-        # Who waited at the head for more than this number of free blocks.
-        self.refused: tuple[SequenceGroup | None, int] = (None, 0)
+        # The group that did not fit when it was last tried, and how many blocks were
+        # free.
+        self.did_not_fit: tuple[SequenceGroup | None, int] = (None, 0)
         # Oldest first, all older than those waiting.
         self.running: list[SequenceGroup] = []
         self.free_rows = list(reversed(range(config.max_num_seqs)))
@@ -118,6 +119,7 @@ class Scheduler:
                 self._preempt(self.running.pop(), batch)
                 has_preempted = True
 
+        # A pool that was just full has no room for newcomers.
         while self.waiting and budget > 0 and not has_preempted:
             group = next(iter(self.waiting))
             if not self._admit(group, batch):
@@ -152,8 +154,9 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns how much.
 
-        All of them sample in the same step: a beam search must compare all its beams.
-        If the budget is too small for that, no sequence computes its last token now.
+        All of them sample in the same step, as a beam search must compare all its
+        beams. If the budget is too small for that, each sequence leaves out its last
+        token, and a decode, which has only that one, computes nothing.
         """
         left = budget
         seqs = group.next_sequences
@@ -174,8 +177,9 @@ class Scheduler:
         message = batch.message
         self.block_manager.advance(seq, count)
         end = seq.num_computed_tokens
-        # A pending token is not in token_ids yet: the slice is empty exactly when it is
-        # the one to compute. It never comes with others: all before it are computed.
+        # A pending token is not in token_ids yet, so the slice is empty if it is next.
+        # It is always computed alone: a preempted group, which computes all its tokens
+        # again, is not admitted before another step, when none of them is pending.
         message.token_ids += seq.token_ids[end - count : end] or [PENDING]
         message.counts.append(count)
         message.ends.append(end)
@@ -225,16 +229,16 @@ class Scheduler:
                 return False
             batch.message.swaps_in += moves
         else:
-            # Unless blocks became free, it is not worth hashing the prompt again.
+            # If no blocks became free since, it is not worth hashing the prompt again.
             num_free = len(manager.free_blocks)
-            refused_group, num_free_before = self.refused
-            if refused_group is group and num_free <= num_free_before:
+            last_tried, num_free_then = self.did_not_fit
+            if last_tried is group and num_free <= num_free_then:
                 return False
             prefix = manager.match_prefix(leader)
             lengths = [len(seq.token_ids) for seq in group.live]
             num_blocks = manager.most_blocks(group.num_prompt_tokens, lengths)
             if not manager.can_allocate(prefix, num_blocks, num_spare):
-                self.refused = (group, num_free)
+                self.did_not_fit = (group, num_free)
                 return False
             manager.allocate(leader, prefix)
             self.stats.prefix_query_tokens += leader.num_tokens_to_compute
@@ -247,7 +251,9 @@ class Scheduler:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
             self.stats.prompt_tokens += group.num_prompt_tokens
-        return self._make_room(group, batch)  # it has been counted: there is room
+        # A group that was swapped out may need blocks for its next tokens, too. They
+        # have been counted, so this succeeds.
+        return self._make_room(group, batch)
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Send a group back to the head of the queue. It keeps its tokens.
@@ -320,7 +326,7 @@ class Scheduler:
         for group in beam_searches:
             is_over = bool(group.live) and advance_beams(group, self.block_manager.fork)
             if is_over:
-                self.abort([group], "length")
+                self.abort([group], "length")  # the live beams; these are not the best
                 group.sequences = group.complete_beams
 
     def _reason_to_finish(self, seq: Sequence) -> str | None:

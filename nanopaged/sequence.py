@@ -11,7 +11,7 @@ The words of the engine:
     block table  the physical block of each logical block of a sequence
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token's K and V are in the cache, or will be after the scheduled step
-    pending      a token is sampled, but only the device knows it yet
+    pending      a token is sampled, but so far only the device knows it
     row          the place of a running sequence in the tables of the model runner
     publish      to enter a full block into the prefix cache, so that others can find it
     fork         to let one more sequence share the blocks that another one has filled
@@ -80,13 +80,12 @@ class Sequence:
             # The part that all sequences of the group share.
             return group.num_prompt_tokens
         num_tokens = len(self.token_ids) + self.num_pending_tokens
-        # Nothing follows the last token that max_len allows, so nobody needs its K and
-        # V.
+        # Nothing follows the last token that max_len allows: nobody needs its K and V.
         return min(num_tokens, group.max_len - 1)
 
     @property
     def score(self) -> float:
-        """By which beams are compared: log-probability, normalised by the length."""
+        """What beams are compared by: log-probability, normalised by the length."""
         assert self.group.beams is not None, "only beams have a score"
         length = len(self.token_ids) - self.group.num_prompt_tokens
         return self.cumulative_logprob / math.pow(

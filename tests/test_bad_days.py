@@ -353,6 +353,28 @@ def test_a_stream_that_is_collected_inside_a_step_harms_nobody(
         assert llm.stats().blocks_used == 0, "the abandoned request was never ended"
 
 
+def test_a_stream_that_is_collected_while_an_output_is_made_waits_for_no_lock(
+    llama, work, engine, monkeypatch
+):
+    """The thread holds the engine's lock then, outside any step."""
+    from nanopaged import LLM
+
+    prompts, expected = work
+    method = LLM._output
+
+    def collecting(self, group):
+        gc.collect()
+        return method(self, group)
+
+    llm = engine(llama, num_blocks=40, max_model_len=64)
+    with no_collection():
+        abandon_a_stream(llm, prompts[0])
+        with monkeypatch.context() as patch, deadline(60):
+            patch.setattr(LLM, "_output", collecting)
+            *_, last = llm.stream(prompts[1], greedy())
+    assert tokens_of([last]) == [expected[1]]
+
+
 @pytest.mark.parametrize(
     "count", [12, pytest.param(1000, marks=pytest.mark.slow)], ids="{} moments".format
 )
