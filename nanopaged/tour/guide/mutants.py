@@ -115,8 +115,8 @@ MUTANTS = [
         "Send the preempted to the end of the queue",
         Edit(
             "scheduler.py",
-            "self.waiting.appendleft(group)",
-            "self.waiting.append(group)",
+            "self.waiting.move_to_end(group, last=False)",
+            "self.waiting.move_to_end(group)",
         ),
         "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
         "_first",
@@ -148,8 +148,12 @@ MUTANTS = [
         "is why attention is tested against numbers and never by reading.",
     ),
     Mutant(
-        "Draw a token that cannot be",
-        Edit("sampler.py", "numbers, right=True)", "numbers, right=False)"),
+        "Draw an impossible token",
+        Edit(
+            "sampler.py",
+            "exceeds = (parts > 0) & (sums.float() > goal)",
+            "exceeds = sums.float() >= goal",
+        ),
         "tests/test_sampler.py::test_a_token_of_probability_0_is_never_drawn",
         "If the random number is exactly 0, the first token of the vocabulary is "
         "drawn, even with probability 0. It happens once in 2^23 tokens on average, "
