@@ -253,11 +253,18 @@ class Player {
     this.hasDrawn = false;
     this.cells = this.findCells();
     this.build();
-    this.show(this.frameOfLink() ?? 0);
+    this.opening = isAlone ? 0 : this.firstWithContent();
+    this.show(this.frameOfLink() ?? this.opening);
     addEventListener("hashchange", () => {
       const frame = this.frameOfLink();
       if (frame !== null) this.show(frame);
     });
+  }
+
+  // Before the first step there is nothing to look at.
+  firstWithContent() {
+    const isRunning = frame => (frame.delta.running ?? []).length > 0;
+    return Math.max(0, this.trace.frames.findIndex(isRunning));
   }
 
   get last() { return this.trace.frames.length - 1; }
@@ -887,7 +894,7 @@ class Player {
         failures.push(`frame ${frame}: folded back, it is not the same`);
       }
     }
-    this.show(0);
+    this.show(this.opening);
     times.sort((a, b) => a - b);
     return {
       frames: states.length, failures: failures.slice(0, 20),
