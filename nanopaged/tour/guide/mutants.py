@@ -1,12 +1,16 @@
 """Ten ways to break the engine in one line, each with the test that catches it."""
 
 import html
+import textwrap
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 from nanopaged.tour.guide.markdown import Html
 from nanopaged.tour.guide.source import code_block, fold, highlight
+
+CONTEXT = 2  # lines that are shown on either side of a change
 
 
 class Edit(NamedTuple):
@@ -162,17 +166,33 @@ MUTANTS = [
 ]
 
 
+def change(edit: Edit) -> str:
+    """The line before and after the change, and the lines around it, as HTML."""
+    source = files("nanopaged").joinpath(edit.file).read_text(encoding="utf-8")
+    old = source.splitlines()
+    new = source.replace(edit.old, edit.new).splitlines()
+    at = next(index for index, line in enumerate(old) if line != new[index])
+
+    lines = [*old[at - CONTEXT : at + 1], new[at], *old[at + 1 : at + 1 + CONTEXT]]
+    tags = ["span"] * CONTEXT + ["del", "ins"] + ["span"] * CONTEXT
+    parts = []
+    for tag, line in zip(tags, textwrap.dedent("\n".join(lines)).split("\n"),
+                         strict=True):
+        code = line.strip()
+        indent = line[: len(line) - len(line.lstrip())]
+        parts.append(f'<{tag} class="line">{indent}{highlight(code)}\n</{tag}>')
+    return "".join(parts)
+
+
 def mutant_list() -> Html:
     """The mutants as HTML; the effect is closed, so that one can guess first."""
     items = []
     for mutant in MUTANTS:
         edit = mutant.edit
-        change = (f"<del>{highlight(edit.old.strip())}\n</del>"
-                  f"<ins>{highlight(edit.new.strip())}</ins>")
         effect = (f"<p>{html.escape(mutant.effect)}</p>"
                   + code_block(f"python -m pytest {html.escape(mutant.test)}"))
         items.append(
             f"<li><strong>{html.escape(mutant.title)}.</strong> "
-            f"In <code>{edit.file}</code>:\n{code_block(change)}\n"
+            f"In <code>{edit.file}</code>:\n{code_block(change(edit))}\n"
             f"{fold('What breaks, and which test sees it', effect)}</li>")
     return Html(f'<ol class="mutants">{"".join(items)}</ol>')
