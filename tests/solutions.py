@@ -73,7 +73,8 @@ REPETITION_PENALTY = [
 PROMPT_LOGPROBS = [
     Edit(
         "config.py",
-        '    prompt_logprobs: None = only(None, reason="it is an exercise of the tour")',
+        '    prompt_logprobs: None = '
+        'only(None, reason="it is an exercise of the tour")',
         "    prompt_logprobs: bool = option(False, check_type, kind=bool)",
     ),
     Edit(

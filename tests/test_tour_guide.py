@@ -229,7 +229,7 @@ def outside_code(text):
 # Numbers that are names: of models, of formats, of a decade, of parts of the paper.
 NAMED = re.compile(
     r"Llama-\d-\d+B|Llama \d|OPT-\d+B|A100|70B model|float\d\d|\d+s|40 GB"
-    r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes")
+    r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes|Pow2")
 
 
 @pytest.mark.parametrize("name", [*TEXTS, *STATEMENTS])

@@ -388,7 +388,19 @@ def preempted_runs() -> Values:
             f"{mode}_leaves": min(absent),
             f"{mode}_returns": max(absent) + 1,
         }
+        if mode == "swap":
+            left = blocks_left_alone(run, absent)
+            values["left"] = " and ".join(f"#{block}" for block in left)
     return values
+
+
+def blocks_left_alone(run: Watched, absent: list[int]) -> list[int]:
+    """Blocks that were swapped out, and that nobody took in these steps."""
+    messages = [run.messages[number - 1] for number in absent]
+    swapped = [block for message in messages for block, _ in message.swaps_out]
+    taken = {block for message in messages for _, _, blocks in message.table_updates
+             for block in blocks}
+    return [block for block in swapped if block not in taken]
 
 
 def absent_steps(run: Watched, request: int) -> list[int]:

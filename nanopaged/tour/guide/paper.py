@@ -127,7 +127,7 @@ def costs_of_block_sizes() -> Values:
     return {
         "small_block": small,
         "large_block": large,
-        "least_waste": f"{wasted['ShareGPT']['1']:.1f}",
+        "least_waste": f"{wasted['ShareGPT']['1']:.3g}",
         "small_waste": f"{wasted['Alpaca'][small]:.0f}",
         "large_waste": f"{wasted['Alpaca'][large]:.0f}",
         "figure_waste": figures.lines(
