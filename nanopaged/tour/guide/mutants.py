@@ -175,10 +175,12 @@ def change(edit: Edit) -> str:
 
     lines = [*old[at - CONTEXT : at + 1], new[at], *old[at + 1 : at + 1 + CONTEXT]]
     tags = ["span"] * CONTEXT + ["del", "ins"] + ["span"] * CONTEXT
+    dedented = textwrap.dedent("\n".join(lines)).split("\n")
     parts = []
-    for tag, line in zip(tags, textwrap.dedent("\n".join(lines)).split("\n"),
-                         strict=True):
+    for tag, line in zip(tags, dedented, strict=True):
         code = line.strip()
+        if code in ("", '"""'):
+            continue
         indent = line[: len(line) - len(line.lstrip())]
         parts.append(f'<{tag} class="line">{indent}{highlight(code)}\n</{tag}>')
     return "".join(parts)
