@@ -20,6 +20,7 @@ from nanopaged.tour.guide.lab import SPEECH, Values, Watched, engine, greedy, wa
 from nanopaged.tour.guide.markdown import Html, table
 from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
 from nanopaged.tour.guide.source import part
+from nanopaged.tour.words import join
 
 CONSTANT_HASH = 7
 
@@ -301,8 +302,8 @@ def prefix() -> Values:
     assert salted_hits == 0, "a salt did not separate"
     return {
         "player": run.player,
-        "lengths": ", ".join(map(str, lengths)),
-        "hits": ", ".join(map(str, hits)),
+        "lengths": join([str(length) for length in lengths]),
+        "hits": join([str(hit) for hit in hits]),
         "hit_tokens": stats.prefix_hit_tokens,
         "query_tokens": stats.prefix_query_tokens,
         "hit_share": f"{100 * stats.prefix_hit_tokens / stats.prefix_query_tokens:.0f}",
