@@ -552,7 +552,7 @@ def test_the_page_loads_nothing(text):
 @pytest.mark.slow
 def test_every_run_of_the_page_is_a_trace_that_links_can_reach(text):
     traces = re.findall(
-        r'<section class="np-player" id="([^"]+)">'
+        r'<section class="np-player" id="([^"]+)"[^>]*>'
         r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
     steps = {name: {frame["step"] for frame in unfold(json.loads(data)["frames"])}
              for name, data in traces}
@@ -561,6 +561,8 @@ def test_every_run_of_the_page_is_a_trace_that_links_can_reach(text):
         name, _, step = target.removeprefix("#").partition("=")
         if step and name in steps:
             assert int(step) in steps[name], target
+    [opens_at] = re.findall(r'id="swap-run" data-opens-at="(\d+)"', text)
+    assert int(opens_at) in steps["swap-run"]
 
 
 def unfold(frames):
