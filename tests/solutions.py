@@ -5,16 +5,10 @@ They show that the exercises' tests can be passed. The tests apply them to a cop
 
 from nanopaged.tour.guide.mutants import Edit
 
-# Of SamplingParams: what is new comes after it.
-LAST_FIELD = (
-    "    cache_salt: str | None = option(None, check_type, kind=str, optional=True)"
-)
-
 LOGIT_BIAS = [
     Edit(
         "config.py",
-        LAST_FIELD,
-        LAST_FIELD + "\n"
+        '    logit_bias: None = only(None, reason="it is an exercise of the tour")',
         "    logit_bias: dict[int, float] | None = option(\n"
         "        None, check_type, kind=dict, optional=True)",
     ),
@@ -36,62 +30,56 @@ LOGIT_BIAS = [
     ),
     Edit(
         "sampler.py",
-        '        is_drawn = params["temperature"] >= GREEDY\n',
+        "        if plan.temperature is None:\n",
         '        for i, bias in enumerate(params["logit_bias"]):\n'
         "            if bias:\n"
         "                values = logits.new_tensor(list(bias.values()))\n"
         "                logits[i, list(bias)] += values\n\n"
-        '        is_drawn = params["temperature"] >= GREEDY\n',
+        "        if plan.temperature is None:\n",
     ),
 ]
 
 REPETITION_PENALTY = [
     Edit(
         "config.py",
-        LAST_FIELD,
-        LAST_FIELD + "\n"
+        "    repetition_penalty: float = only(1.0, reason=EXERCISE)",
         "    repetition_penalty: float = option(\n"
         "        1.0, check_float, low=1e-6, high=1e9)",
     ),
     Edit(
         "sampler.py",
-        "        self.params = np.zeros(max_num_seqs, ROW)\n",
-        "        self.params = np.zeros(max_num_seqs, ROW)\n"
-        "        self.seqs: dict[int, Sequence] = {}\n",
+        '("stop_token_ids", "O"), ',
+        '("stop_token_ids", "O"), ("seq", "O"), ',
     ),
     Edit(
         "sampler.py",
-        "        params = group.params\n        seed =",
-        "        params = group.params\n"
-        "        self.seqs[seq.row] = seq\n"
-        "        seed =",
+        "sorted(group.stop_token_ids), num_logprobs)",
+        "sorted(group.stop_token_ids), seq, num_logprobs)",
     ),
     Edit(
         "sampler.py",
-        '        is_drawn = params["temperature"] >= GREEDY\n',
-        "        for i, row in enumerate(rows.tolist()):\n"
-        "            seq = self.seqs.get(row)\n"
+        "        if plan.temperature is None:\n",
+        '        for i, seq in enumerate(params["seq"]):\n'
         "            if seq and seq.group.params.repetition_penalty != 1:\n"
         "                penalty = seq.group.params.repetition_penalty\n"
         "                seen = sorted(set(seq.token_ids))\n"
         "                old = logits[i, seen]\n"
         "                new = torch.where(old > 0, old / penalty, old * penalty)\n"
         "                logits[i, seen] = new\n\n"
-        '        is_drawn = params["temperature"] >= GREEDY\n',
+        "        if plan.temperature is None:\n",
     ),
 ]
 
 PROMPT_LOGPROBS = [
     Edit(
         "config.py",
-        LAST_FIELD,
-        LAST_FIELD + "\n"
+        '    prompt_logprobs: None = '
+        'only(None, reason="it is an exercise of the tour")',
         "    prompt_logprobs: bool = option(False, check_type, kind=bool)",
     ),
     Edit(
         "outputs.py",
-        "    num_cached_tokens: int\n    metrics: RequestMetrics\n",
-        "    num_cached_tokens: int\n    metrics: RequestMetrics\n"
+        "    prompt_logprobs: None = None  # not supported\n",
         "    prompt_logprobs: list[float | None] | None = None\n",
     ),
     Edit(
@@ -133,12 +121,10 @@ PROMPT_LOGPROBS = [
     ),
     Edit(
         "model_runner.py",
-        "        sampling_indices = to_device(last_indices[message.samples], "
-        "self.device)\n",
+        "        last_indices = (np.cumsum(counts) - 1)[message.samples]\n",
+        "        last_indices = (np.cumsum(counts) - 1)[message.samples]\n"
         "        scored = [index for index, _ in message.scored]\n"
-        "        indices = [*last_indices[message.samples], *scored]\n"
-        "        sampling_indices = to_device(np.array(indices, np.int64), "
-        "self.device)\n",
+        "        last_indices = np.array([*last_indices, *scored], np.int64)\n",
     ),
     Edit(
         "model_runner.py",
@@ -149,8 +135,8 @@ PROMPT_LOGPROBS = [
     ),
     Edit(
         "model_runner.py",
-        "        output = self.sampler.sample(logits, rows, positions)\n",
-        "        output = self.sampler.sample(logits[: len(rows)], rows, positions)\n"
+        "        output = self.sampler.sample(logits, plan)\n",
+        "        output = self.sampler.sample(logits[: len(rows)], plan)\n"
         "        scores = logits[len(rows) :].float().log_softmax(-1).cpu()\n"
         "        tokens_after = [token for _, token in message.scored]\n"
         "        output.prompt_logprobs = [\n"
@@ -181,8 +167,9 @@ PROMPT_LOGPROBS = [
     ),
     Edit(
         "llm.py",
-        "            metrics=group.metrics)\n",
-        "            metrics=group.metrics, prompt_logprobs=prompt_logprobs)\n",
+        "metrics=group.metrics, sequences=self._beams(group))\n",
+        "metrics=group.metrics, sequences=self._beams(group),\n"
+        "            prompt_logprobs=prompt_logprobs)\n",
     ),
 ]
 

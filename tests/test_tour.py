@@ -349,6 +349,22 @@ def test_a_prefix_hit_names_blocks_that_nobody_held(llama, engine):
     assert free.endswith("which nobody held, but whose K and V were still there.")
 
 
+def test_a_block_freed_by_a_preemption_and_taken_at_once_is_evicted(llama, engine):
+    options = {"num_blocks": 6, "max_model_len": 24, "preemption_mode": "recompute"}
+    llm = engine(llama, block_size=4, **options)
+    with trace(llm) as run:
+        llm.generate([list(range(1, 5)), list(range(5, 9))], greedy(16), use_tqdm=False)
+    frames = run.data()["frames"]
+    events = next(
+        f["events"] for f in frames if f["events"] and f["events"][0][0] == "recompute"
+    )
+    assert [kind for kind, _ in events[1:3]] == ["evict", "grow"]
+    assert events[1][1] == (
+        "#5 was free and still cached, and is taken again: what it held can no longer "
+        "be found."
+    )
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_points_at_a_line_of_the_source(name):
     kind = KINDS[name]

@@ -273,6 +273,21 @@ def test_several_players_share_a_page_and_move_on_their_own(llama, engine, tmp_p
         "return [before, places(), location.hash]",
         fragment="#one=2",
     )
-    assert result[0][1] == "0" and int(result[0][0]) > 0
-    assert result[1] == [result[0][0], "1"]
-    assert result[2] == "#two=0-begin"
+    assert result[0] == ["4", "2"]  # by the link; the first frame with content
+    assert result[1] == ["4", "3"]
+    assert result[2] == "#two=1-updated"
+
+
+def test_an_embedded_player_opens_where_the_page_asks_or_something_runs(
+    llama, engine, tmp_path
+):
+    with trace(engine(llama)) as run:
+        run.llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
+    page = tmp_path / "both.html"
+    players = embed(run, "one") + embed(run, "two", opens_at=3)
+    page.write_text(f"<body>{assets()}{players}</body>", "utf-8")
+    script = (
+        "return [...document.querySelectorAll('.np-where strong')].map("
+        "one => one.textContent)"
+    )
+    assert use(page, script) == ["Step 1", "Step 3"]

@@ -25,8 +25,8 @@ from nanopaged.tour.__main__ import main
 from nanopaged.tour.guide import blockwise, claims, figures, lab, paper
 from nanopaged.tour.guide.exercises import EXERCISES
 from nanopaged.tour.guide.markdown import SOURCE, Html, Renderer
-from nanopaged.tour.guide.mutants import MUTANTS, Edit, apply
-from nanopaged.tour.guide.source import excerpt, find, highlight
+from nanopaged.tour.guide.mutants import MUTANTS, Edit, apply, change
+from nanopaged.tour.guide.source import excerpt, find, highlight, part
 from solutions import SOLUTIONS
 
 PACKAGE = ROOT / "nanopaged"
@@ -229,7 +229,7 @@ def outside_code(text):
 # Numbers that are names: of models, of formats, of a decade, of parts of the paper.
 NAMED = re.compile(
     r"Llama-\d-\d+B|Llama \d|OPT-\d+B|A100|70B model|float\d\d|\d+s|40 GB"
-    r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes")
+    r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes|Pow2")
 
 
 @pytest.mark.parametrize("name", [*TEXTS, *STATEMENTS])
@@ -277,6 +277,7 @@ def test_claims_are_checked_with_the_numbers_of_the_design():
     values = claims.check()
     assert (values["grouped"], values["ungrouped"]) == ("10", "80")
     assert (values["claimed"], values["read_ms"]) == ("40", "11")
+    assert values["recompute_s"] == "1.8"  # 2 * 70e9 * 4096 / 312e12
     guide.render("claims", values)
 
 
@@ -349,6 +350,14 @@ def test_an_excerpt_is_the_source_as_it_is_now():
         excerpt("block_manager.BlockManager.no_such_method")
 
 
+def test_a_part_of_a_function_is_shown_without_its_indentation():
+    shown = part("cpu_kernels.paged_attention", "# The sums so far", "acc[g, dim] +=")
+    lines = html.unescape(re.sub(r"<[^>]+>", "", shown)).splitlines()
+    assert lines[0].startswith("# The sums so far")
+    assert lines[-1].startswith("        acc[g, dim] += prob")
+    assert 8 < len(lines) < 18
+
+
 # --- figures ---
 
 
@@ -408,6 +417,15 @@ def test_every_mutant_changes_one_line_and_names_a_test():
         ast.parse(source.replace(edit.old, edit.new))
         file, _, name = mutant.test.partition("::")
         assert f"\ndef {name}(" in (ROOT / file).read_text("utf-8"), mutant.test
+
+
+def test_a_change_is_shown_between_its_neighbours():
+    for mutant in MUTANTS:
+        shown = change(mutant.edit)
+        assert shown.count("<del ") == shown.count("<ins ") == 1
+        text = html.unescape(re.sub(r"<[^>]+>", "", shown))
+        assert mutant.edit.old.strip() in text and mutant.edit.new.strip() in text
+        assert 5 <= len(text.splitlines()) <= 6, mutant.title
 
 
 def test_every_exercise_has_a_solution_that_touches_the_files_it_names():
@@ -534,7 +552,7 @@ def test_the_page_loads_nothing(text):
 @pytest.mark.slow
 def test_every_run_of_the_page_is_a_trace_that_links_can_reach(text):
     traces = re.findall(
-        r'<section class="np-player" id="([^"]+)">'
+        r'<section class="np-player" id="([^"]+)"[^>]*>'
         r'<script type="application/json">(.*?)</script>', text, re.DOTALL)
     steps = {name: {frame["step"] for frame in unfold(json.loads(data)["frames"])}
              for name, data in traces}
@@ -543,6 +561,8 @@ def test_every_run_of_the_page_is_a_trace_that_links_can_reach(text):
         name, _, step = target.removeprefix("#").partition("=")
         if step and name in steps:
             assert int(step) in steps[name], target
+    [opens_at] = re.findall(r'id="swap-run" data-opens-at="(\d+)"', text)
+    assert int(opens_at) in steps["swap-run"]
 
 
 def unfold(frames):

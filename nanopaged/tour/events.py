@@ -86,7 +86,7 @@ def find_beams(before: State, after: State) -> Iterator[Event]:
             if before["seqs"][parent]["tokens"] == seq["tokens"][:-1]:
                 yield Event(
                     "beam",
-                    f"Beam @{key} is not among the best any more. It gives back its "
+                    f"Beam @{key} is not among the best any more. It lets go of its "
                     f"blocks and goes on as a second child of @{parent}, whose "
                     f"{count(len(seq['table']), 'block')} it now shares.",
                 )
@@ -106,11 +106,11 @@ def find_ends(before: State, after: State) -> Iterator[Event]:
         held = dict.fromkeys(id for table in tables for id in table)
         freed = [id for id in held if refs(after, id) == 0]
         one = len(keys) == 1
-        given = f"{'It gives' if one else 'They give'} back {count(len(held), 'block')}"
-        if freed and len(freed) < len(held):
-            given += f"; of these, {listed(freed, '#')} {be(freed)} free now"
-        elif held and not freed:
+        given = f"{'It lets' if one else 'They let'} go of {count(len(held), 'block')}"
+        if len(freed) < len(held):
             given += ", which others go on holding"
+            if freed:
+                given += f", apart from {listed(freed, '#')}"
         who = listed(keys, "@")
         if reason == "abort":
             yield Event("abort", f"{who} {be(keys)} aborted. {given}.")
@@ -118,8 +118,8 @@ def find_ends(before: State, after: State) -> Iterator[Event]:
             verb = "meets" if one else "meet"
             yield Event("finish", f"{who} {verb} a stop token or string. {given}.")
         else:
-            verb = "reaches" if one else "reach"
-            yield Event("finish", f"{who} {verb} the longest length. {given}.")
+            verb, its = ("reaches", "its") if one else ("reach", "their")
+            yield Event("finish", f"{who} {verb} {its} maximum length. {given}.")
 
 
 # -- While the step is scheduled -------------------------------------------------------
@@ -149,18 +149,20 @@ def find_preemptions(before: State, after: State, batch: Batch) -> Iterator[Even
 
 
 def find_evictions(before: State, after: State) -> Iterator[Event]:
+    """Blocks that could be found and have lost their name, which stays until a block is
+    taken again. A preemption may have freed them just before that, in the same step.
+    """
     evicted = []
     for block_id, block in before["blocks"].items():
-        is_free_and_cached = block["refs"] == 0 and block["cached"]
         name = after["blocks"].get(block_id, {}).get("name", 0)
-        if is_free_and_cached and name != block["name"]:
+        if block.get("cached", False) and name != block["name"]:
             evicted.append(block_id)
     if evicted:
         was, it = ("was", "it") if len(evicted) == 1 else ("were", "they")
         yield Event(
             "evict",
             f"{listed(evicted, '#')} {was} free and still cached, and {be(evicted)} "
-            f"taken for new tokens: nobody can find what {it} held any more.",
+            f"taken again: what {it} held can no longer be found.",
         )
 
 
@@ -263,8 +265,8 @@ def find_chunks(after: State) -> Iterator[Event]:
             if seq["now"] and seq["computed"] < num_prompt:
                 yield Event(
                     "chunk",
-                    f"The budget is used up: of its {num_prompt} prompt tokens, @{key} "
-                    f"computes {seq['now']} now, and has {seq['computed']} then.",
+                    f"The budget is used up: @{key} computes {seq['now']} of its "
+                    f"{num_prompt} prompt tokens now, {seq['computed']} so far.",
                 )
 
 
@@ -296,8 +298,8 @@ def find_forks(before: State, after: State) -> Iterator[Event]:
             yield Event(
                 "fork",
                 f"@{alive[0]} computes the end of the prompt, and {listed(new, '@')} "
-                f"fork from it: they share {listed(shared, '#')}, and no K or V is "
-                "copied.",
+                f"{'forks' if len(new) == 1 else 'fork'} from it: they share "
+                f"{listed(shared, '#')}, and no K or V is copied.",
             )
 
 
@@ -311,8 +313,8 @@ def find_publications(before: State, after: State) -> Iterator[Event]:
     if named:
         yield Event(
             "publish",
-            f"{listed(named, '#')} {be(named)} full. Others can find what "
-            f"{'it holds' if len(named) == 1 else 'they hold'} from now on.",
+            f"{listed(named, '#')} {be(named)} full: from now on, others can find "
+            f"{'it' if len(named) == 1 else 'them'}.",
         )
 
 

@@ -71,7 +71,7 @@ def measure(
         "slots": SLOTS,
         "allocation": allocation(requests, seed),
         "sharing": sharing(requests, seed, widths),
-        "waste": waste_by_block_size(requests, seed, block_sizes),
+        "waste": waste_by_block_size(requests // 8 + 8, seed, block_sizes),
         "preemption": preemption_by_block_size(requests, repeats, seed, block_sizes),
     }
 
@@ -266,7 +266,7 @@ def waste_by_block_size(
     """The memory side of Figure 18: what large blocks waste."""
     figures: Figures = {}
     for name in DATA_SETS:
-        lengths = draw_lengths(name, requests // 8 + 8, seed)
+        lengths = draw_lengths(name, requests, seed)
         figures[name] = {str(size): serve_paged(lengths, size) for size in block_sizes}
     return figures
 

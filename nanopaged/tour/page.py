@@ -32,18 +32,20 @@ def page(trace: "Trace") -> str:
     return f"{head}{assets()}</head>\n{body}</html>\n"
 
 
-def embed(trace: "Trace", ident: str) -> str:
+def embed(trace: "Trace", ident: str, opens_at: int | None = None) -> str:
     """One player, as a part of a larger page that has the `assets` once.
 
     ident: an id that no other element of the page has. A link to "#ident=12" leads to
     step 12 of this player.
+    opens_at: the step at which it opens; None is the first with something to see.
     """
     header = json.dumps(trace.header(), separators=(",", ":"))
     frames = ",\n".join(trace.frames)
     data = f'{header[:-1]},"frames":[\n{frames}]}}'.replace("<", "\\u003c")
     name = html.escape(ident)
+    opens = "" if opens_at is None else f' data-opens-at="{opens_at}"'
     return (
-        f'<section class="np-player" id="{name}">'
+        f'<section class="np-player" id="{name}"{opens}>'
         f'<script type="application/json">{data}</script>'
         "<noscript>This run is played by JavaScript, which is off.</noscript>"
         "</section>\n"

@@ -253,11 +253,19 @@ class Player {
     this.hasDrawn = false;
     this.cells = this.findCells();
     this.build();
-    this.show(this.frameOfLink() ?? 0);
+    this.opening = isAlone ? 0 : this.findOpening();
+    this.show(this.frameOfLink() ?? this.opening);
     addEventListener("hashchange", () => {
       const frame = this.frameOfLink();
       if (frame !== null) this.show(frame);
     });
+  }
+
+  // The step that the page asks for, or the first: before that there is nothing to see.
+  findOpening() {
+    const {opensAt} = this.root.dataset;
+    const isRunning = frame => (frame.delta.running ?? []).length > 0;
+    return this.frameOf(opensAt) ?? Math.max(0, this.trace.frames.findIndex(isRunning));
   }
 
   get last() { return this.trace.frames.length - 1; }
@@ -472,7 +480,12 @@ class Player {
   // "#step=7" is the first frame of step 7, "#step=7-updated" the one after its update.
   frameOfLink() {
     const [id, place] = location.hash.slice(1).split("=");
-    if (id !== this.root.id || !place) return null;
+    return id === this.root.id ? this.frameOf(place) : null;
+  }
+
+  // "7" or "7-updated" -> the number of the frame, or null.
+  frameOf(place) {
+    if (!place) return null;
     const [step, phase] = place.split("-");
     const found = this.trace.frames.findIndex(frame =>
       frame.step === Number(step) && (phase ? frame.phase === phase : frame.phase === "scheduled"));
@@ -887,7 +900,7 @@ class Player {
         failures.push(`frame ${frame}: folded back, it is not the same`);
       }
     }
-    this.show(0);
+    this.show(this.opening);
     times.sort((a, b) => a - b);
     return {
       frames: states.length, failures: failures.slice(0, 20),

@@ -9,7 +9,7 @@ from nanopaged.outputs import RequestOutput
 from nanopaged.scheduler import Batch, ControlMessage
 from nanopaged.tour.guide.markdown import Html
 from nanopaged.tour.page import embed
-from nanopaged.tour.recorder import trace
+from nanopaged.tour.recorder import Trace, trace
 
 Values: TypeAlias = dict[str, object]  # of a chapter's text, by name
 
@@ -34,10 +34,19 @@ def greedy(max_tokens: int) -> SamplingParams:
 class Watched:
     """A run that was recorded for the player, and what the text says about it."""
 
-    player: Html
+    trace: Trace
+    ident: str  # of its player
     outputs: list[RequestOutput]
     messages: list[ControlMessage]  # one for each step
     chunks: list[dict[int, int]]  # of each step: request -> tokens computed
+
+    @property
+    def player(self) -> Html:
+        return self.player_at(None)
+
+    def player_at(self, step: int | None) -> Html:
+        """A player that opens at this step."""
+        return Html(embed(self.trace, self.ident, step))
 
     def texts(self) -> list[str]:
         return [answer.text for output in self.outputs for answer in output.outputs]
@@ -63,4 +72,4 @@ def watch(llm: LLM, ident: str, title: str, prompts: Any, params: Any) -> Watche
     with trace(llm, title=title) as run:
         outputs = llm.generate(prompts, params, use_tqdm=False)
     llm.observers.remove(note)
-    return Watched(Html(embed(run, ident)), outputs, messages, chunks)
+    return Watched(run, ident, outputs, messages, chunks)

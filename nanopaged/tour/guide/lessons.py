@@ -15,10 +15,12 @@ from nanopaged.config import EngineConfig
 from nanopaged.scheduler import ControlMessage
 from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, claims, figures, paper
-from nanopaged.tour.guide.exercises import exercise_list
+from nanopaged.tour.guide.exercises import EXERCISES, exercise_list
 from nanopaged.tour.guide.lab import SPEECH, Values, Watched, engine, greedy, watch
 from nanopaged.tour.guide.markdown import Html, table
 from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
+from nanopaged.tour.guide.source import part
+from nanopaged.tour.words import join
 
 CONSTANT_HASH = 7
 
@@ -30,8 +32,12 @@ def loop() -> Values:
         output = run.outputs[0]
         tokens = [repr(llm.tokenizer.decode([token]))
                   for token in output.prompt_token_ids]
+        size = llm.config.block_size
     return {
         "player": run.player,
+        "second_answer": "0.1",  # as the player marks it, and
+        "place": "#3",
+        "size": size,
         "prompt_tokens": len(tokens),
         "pieces": " ".join(tokens),
         "output_tokens": len(output.outputs[0].token_ids),
@@ -97,9 +103,9 @@ def sizes_of_caches(tokens: int, seqs: int) -> Values:
     head = ["", "layers", "KV heads", "head size", "bytes a number", "bytes a token",
             f"{seqs} sequences of {tokens:,} tokens"]
     old, new = kv.MODELS["Llama-2-7B"], kv.MODELS["Llama-3-8B"]
+    assert old.bytes_per_token == 4 * new.bytes_per_token, "the text says: a quarter"
     return {
         "models": Html(f'<div class="models">{table(head, rows)}</div>'),
-        "llama_ratio": old.bytes_per_token // new.bytes_per_token,
         "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], tokens, seqs, memory=24),
     }
 
@@ -122,14 +128,17 @@ def blocks() -> Values:
         "block_size": size,
         "default_size": EngineConfig().block_size,
         "most_waste": size - 1,
+        "default_most_waste": EngineConfig().block_size - 1,
         "utilisation": f"{100 * sum(utilisation) / len(utilisation):.0f}",
     } | paper.uses_of_memory()
 
 
 def step() -> Values:
-    """Two requests that arrive together: one asks for two answers."""
+    """Two requests that arrive together: a plain case, and one that has everything."""
     with engine(num_blocks=12) as llm:
         ids = llm.tokenizer(SPEECH).input_ids
+        plain = watch(llm, "", "", [ids[:5], ids[5:8]], greedy(2))
+    with engine(num_blocks=12) as llm:
         prompts = [ids[:10], [*ids[:8], ids[12]]]
         params = [SamplingParams(n=2, max_tokens=4, seed=1),
                   SamplingParams(max_tokens=4, seed=2)]
@@ -138,11 +147,17 @@ def step() -> Values:
         size = llm.config.block_size
     first, second = run.messages[:2]
     assert first.counts == [10, 1] and second.copies, "the text describes these steps"
+    [late_row] = set(second.rows) - set(first.rows)
+    assert late_row in [row for row, _, _ in second.table_updates]
     shared = [block for block in first.table_updates[1][2]
               if block in first.table_updates[0][2]]
     position = first.ends[1] - 1
     block = first.table_updates[1][2][position // size]
     return {
+        "plain_a": plain.messages[0].counts[0],
+        "plain_b": plain.messages[0].counts[1],
+        "plain_first": pretty(plain.messages[0]),
+        "plain_second": pretty(plain.messages[1]),
         "player": run.player,
         "first": pretty(first),
         "second": pretty(second),
@@ -156,8 +171,7 @@ def step() -> Values:
         "tables": json.dumps(first.table_updates),
         "row_a": first.table_updates[0][0],
         "row_b": first.table_updates[1][0],
-        "table_a": str(first.table_updates[0][2]),
-        "table_b": str(first.table_updates[1][2]),
+        "row_late": late_row,
         "shared": " and ".join(map(str, shared)),
         "later_counts": str(second.counts),
         "copies": json.dumps(second.copies),
@@ -202,6 +216,8 @@ def attention() -> Values:
         "example_table": str(table_example),
         "moved": f"{moved:g}",
         "equation": Html(blockwise.EQUATION),
+        "inner": Html(part(
+            "cpu_kernels.paged_attention", "# The sums so far", "acc[g, dim] +=")),
     }
 
 
@@ -236,7 +252,8 @@ def schedule() -> Values:
             "The bundled model, on one core of the machine that made this page.",
             "sequences that decode together", "tokens/s"),
         "batch": max(speeds),
-        # A weight has two bytes, and takes two operations for each sequence.
+        "rate": f"{claims.RATE / 1e12:g}",
+        "bandwidth": f"{claims.BANDWIDTH / 1e12:g}",
         "balance": f"{claims.RATE / claims.BANDWIDTH:.0f}",
         "speed_one": f"{speeds[1]:,.0f}",
         "speed_many": f"{speeds[max(speeds)]:,.0f}",
@@ -272,8 +289,10 @@ def prefix() -> Values:
         stats = llm.stats()
         hits = [output.num_cached_tokens for output in run.outputs]
         lengths = [len(output.prompt_token_ids) for output in run.outputs]
+        block_size = llm.config.block_size
 
     tokens, collided_hits = serve_with_hash(prompts, lambda data: CONSTANT_HASH)
+    assert collided_hits == block_size * (len(prompts) - 1), "the text explains these"
     assert tokens == [output.outputs[0].token_ids for output in run.outputs]
     with engine(num_blocks=64) as llm:
         salted = [SamplingParams(temperature=0, max_tokens=5, cache_salt=name)
@@ -283,12 +302,13 @@ def prefix() -> Values:
     assert salted_hits == 0, "a salt did not separate"
     return {
         "player": run.player,
-        "lengths": ", ".join(map(str, lengths)),
-        "hits": ", ".join(map(str, hits)),
+        "lengths": join([str(length) for length in lengths]),
+        "hits": join([str(hit) for hit in hits]),
         "hit_tokens": stats.prefix_hit_tokens,
         "query_tokens": stats.prefix_query_tokens,
         "hit_share": f"{100 * stats.prefix_hit_tokens / stats.prefix_query_tokens:.0f}",
         "collided_hits": collided_hits,
+        "block_size": block_size,
         "salted_hits": salted_hits,
         "hash_value": CONSTANT_HASH,
         **paper.paper_gains(),
@@ -330,9 +350,10 @@ def fork() -> Values:
         "best_logprob": f"{best.cumulative_logprob:.2f}",
         "figure": figures.bars(
             "Blocks saved by sharing (the paper's Figure 15).", saved,
-            "By the number of sequences a request has. The engine's scheduler and "
-            "block manager at full load. Modelled: the beams branch by probabilities "
-            "that the bundled model gave.", papers, "%", digits=0),
+            "By the number of sequences a request has, compared with blocks of its own "
+            "for each of them. The engine's scheduler and block manager at full load. "
+            "Modelled: the beams branch by probabilities that the bundled model gave.",
+            papers, "%", digits=0),
     }
 
 
@@ -358,15 +379,29 @@ def preempted_runs() -> Values:
             stats = llm.stats()
         assert expected == [output.outputs[0].token_ids for output in run.outputs]
         absent = absent_steps(run, request=1)
+        # The runs are the same until then, and the first has shown that part.
+        opens_at = min(absent) if mode == "swap" else None
         values |= {
-            f"{mode}_player": run.player,
+            f"{mode}_player": run.player_at(opens_at),
             f"{mode}_count": stats.preemptions_recompute + stats.preemptions_swap,
             f"{mode}_tokens": sum(sum(message.counts) for message in run.messages),
             f"{mode}_moves": stats.blocks_swapped,
             f"{mode}_leaves": min(absent),
             f"{mode}_returns": max(absent) + 1,
         }
+        if mode == "swap":
+            left = blocks_left_alone(run, absent)
+            values["left"] = " and ".join(f"#{block}" for block in left)
     return values
+
+
+def blocks_left_alone(run: Watched, absent: list[int]) -> list[int]:
+    """Blocks that were swapped out, and that nobody took in these steps."""
+    messages = [run.messages[number - 1] for number in absent]
+    swapped = [block for message in messages for block, _ in message.swaps_out]
+    taken = {block for message in messages for _, _, blocks in message.table_updates
+             for block in blocks}
+    return [block for block in swapped if block not in taken]
 
 
 def absent_steps(run: Watched, request: int) -> list[int]:
@@ -401,5 +436,6 @@ def build() -> Values:
     return {
         "mutants": mutant_list(),
         "num_mutants": len(MUTANTS),
+        "exercise_minutes": sum(exercise.minutes for exercise in EXERCISES),
         "exercises": exercise_list(),
     }

@@ -1,12 +1,16 @@
 """Ten ways to break the engine in one line, each with the test that catches it."""
 
 import html
+import textwrap
 from collections.abc import Iterable
+from importlib.resources import files
 from pathlib import Path
 from typing import NamedTuple
 
 from nanopaged.tour.guide.markdown import Html
 from nanopaged.tour.guide.source import code_block, fold, highlight
+
+CONTEXT = 2  # lines that are shown on either side of a change
 
 
 class Edit(NamedTuple):
@@ -115,8 +119,8 @@ MUTANTS = [
         "Send the preempted to the end of the queue",
         Edit(
             "scheduler.py",
-            "self.waiting.appendleft(group)",
-            "self.waiting.append(group)",
+            "self.waiting.move_to_end(group, last=False)",
+            "self.waiting.move_to_end(group)",
         ),
         "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
         "_first",
@@ -148,8 +152,12 @@ MUTANTS = [
         "is why attention is tested against numbers and never by reading.",
     ),
     Mutant(
-        "Draw a token that cannot be",
-        Edit("sampler.py", "numbers, right=True)", "numbers, right=False)"),
+        "Draw an impossible token",
+        Edit(
+            "sampler.py",
+            "exceeds = (parts > 0) & (sums.float() > goal)",
+            "exceeds = sums.float() >= goal",
+        ),
         "tests/test_sampler.py::test_a_token_of_probability_0_is_never_drawn",
         "If the random number is exactly 0, the first token of the vocabulary is "
         "drawn, even with probability 0. It happens once in 2^23 tokens on average, "
@@ -158,17 +166,35 @@ MUTANTS = [
 ]
 
 
+def change(edit: Edit) -> str:
+    """The line before and after the change, and the lines around it, as HTML."""
+    source = files("nanopaged").joinpath(edit.file).read_text(encoding="utf-8")
+    old = source.splitlines()
+    new = source.replace(edit.old, edit.new).splitlines()
+    at = next(index for index, line in enumerate(old) if line != new[index])
+
+    lines = [*old[at - CONTEXT : at + 1], new[at], *old[at + 1 : at + 1 + CONTEXT]]
+    tags = ["span"] * CONTEXT + ["del", "ins"] + ["span"] * CONTEXT
+    dedented = textwrap.dedent("\n".join(lines)).split("\n")
+    parts = []
+    for tag, line in zip(tags, dedented, strict=True):
+        code = line.strip()
+        if code in ("", '"""'):
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        parts.append(f'<{tag} class="line">{indent}{highlight(code)}\n</{tag}>')
+    return "".join(parts)
+
+
 def mutant_list() -> Html:
     """The mutants as HTML; the effect is closed, so that one can guess first."""
     items = []
     for mutant in MUTANTS:
         edit = mutant.edit
-        change = (f"<del>{highlight(edit.old.strip())}\n</del>"
-                  f"<ins>{highlight(edit.new.strip())}</ins>")
         effect = (f"<p>{html.escape(mutant.effect)}</p>"
                   + code_block(f"python -m pytest {html.escape(mutant.test)}"))
         items.append(
             f"<li><strong>{html.escape(mutant.title)}.</strong> "
-            f"In <code>{edit.file}</code>:\n{code_block(change)}\n"
+            f"In <code>{edit.file}</code>:\n{code_block(change(edit))}\n"
             f"{fold('What breaks, and which test sees it', effect)}</li>")
     return Html(f'<ol class="mutants">{"".join(items)}</ol>')

@@ -10,6 +10,7 @@ from nanopaged.tour.guide.lab import SPEECH, Values, engine
 from nanopaged.tour.workloads import DATA_SETS, LONGEST, SLOTS, draw_lengths
 
 REQUESTS = 300  # in the simulations of memory: as many as the paper's figures need
+SIZES = (1, 4, 16, 64, 256)  # of blocks
 # For the model of preemption: the bus of an A100, by its data sheet, and what it takes
 # to start a copy, about (an assumption).
 BUS = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
@@ -23,7 +24,9 @@ def uses_of_memory() -> Values:
     measured = memory.allocation(REQUESTS)
     parts = {"tokens": "tokens", "reserved": "reserved for later",
              "internal": "internal waste", "rounding": "external: rounding",
-             "free": "external: free"}
+             "free": "external: gaps", "unused": "unused blocks"}
+    # Any block is as good as any other, so what is free is no gap.
+    measured["nanopaged"]["unused"] = measured["nanopaged"].pop("free")
     slots = {name: {label: run.get(part, 0.0) for part, label in parts.items()}
              for name, run in measured.items()}
     running = {name: {"requests": run["running"]} for name, run in measured.items()}
@@ -36,8 +39,8 @@ def uses_of_memory() -> Values:
     return {
         "figure_waste": figures.stacked(
             "Where the slots go (the paper's Figure 2).", slots,
-            "Orca's three policies are simulated with a buddy allocator. The last bar "
-            "is the engine's own scheduler and block manager, with a stand-in for the "
+            "Simulated: Orca's three policies, with a buddy allocator. The last bar is "
+            "the engine's own scheduler and block manager, with a stand-in for the "
             "model.", memory.PAPER_TOKENS),
         "figure_running": figures.bars(
             "Requests that run at a time (the paper's Figure 13).", running,
@@ -92,21 +95,20 @@ def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
 
 def costs_of_preemption() -> Values:
     """Figure 19: modelled for a large model on a GPU, and measured here."""
-    sizes = (1, 4, 16, 64, 256)
     return {
         "preempted": memory.PREEMPTED,
         "copy_us": f"{COPY_S * 1e6:g}",
         "figure_model": figures.lines(
             "Modelled: milliseconds to bring a preempted sequence back, by block size "
-            "(the paper's Figure 19).", modelled_milliseconds(sizes),
-            "At least, for OPT-13B on an A100. Recompute: "
-            f"{claims.RATE / 1e12:g} TFLOP/s. "
-            f"Swap, out and in: {BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds "
-            "to start the copy of a block's K or V in a layer.",
+            "(the paper's Figure 19).", modelled_milliseconds(SIZES),
+            "These are lower bounds, for OPT-13B on an A100. Recompute: "
+            f"{claims.RATE / 1e12:g} TFLOP/s. Swap: all blocks out and in again, at "
+            f"{BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds to start the copy "
+            "of a block's K or V in a layer.",
             "tokens in a block", "ms"),
         "figure_back": figures.lines(
             "Milliseconds to bring a preempted sequence back, by block size (after the "
-            "paper's Figure 19).", milliseconds_back(sizes),
+            "paper's Figure 19).", milliseconds_back(SIZES),
             "Measured on one core of the machine that made this page, with the "
             "bundled model.",
             "tokens in a block", "ms"),
@@ -115,7 +117,7 @@ def costs_of_preemption() -> Values:
 
 def costs_of_block_sizes() -> Values:
     """Figure 18, its memory side: what large blocks waste."""
-    waste = memory.waste_by_block_size(120)
+    waste = memory.waste_by_block_size(REQUESTS, block_sizes=SIZES)
     wasted: dict[str, dict[str, float]] = {}
     running: dict[str, dict[str, float]] = {}
     for name, by_size in waste.items():
@@ -125,6 +127,7 @@ def costs_of_block_sizes() -> Values:
     return {
         "small_block": small,
         "large_block": large,
+        "least_waste": f"{wasted['ShareGPT']['1']:.3g}",
         "small_waste": f"{wasted['Alpaca'][small]:.0f}",
         "large_waste": f"{wasted['Alpaca'][large]:.0f}",
         "figure_waste": figures.lines(

@@ -51,6 +51,17 @@ def excerpt(symbol: str) -> str:
     return fold(title, code_block(highlight(code)), is_open)
 
 
+def part(symbol: str, first: str, last: str) -> str:
+    """Lines of a function, as HTML: from the one with `first` to the one with `last`.
+    """
+    found = find(symbol)
+    lines = inspect.getsource(getattr(found, "py_func", found)).splitlines()
+    start = next(i for i, line in enumerate(lines) if first in line)
+    end = next(i for i, line in enumerate(lines) if last in line)
+    code = textwrap.dedent("\n".join(lines[start : end + 1]))
+    return code_block(highlight(code))
+
+
 def fold(title: str, body: str, is_open: bool = False) -> str:
     """Something that opens and closes; both arguments are HTML."""
     state = " open" if is_open else ""
