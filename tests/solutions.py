@@ -14,14 +14,14 @@ LOGIT_BIAS = [
     ),
     Edit(
         "llm.py",
-        "        eos_ids = [] if params.ignore_eos else self.eos_token_ids\n",
+        "        if params.stop and self.tokenizer is None:\n",
         '        check_token_ids("logit_bias", params.logit_bias or {}, vocab_size)\n'
-        "        eos_ids = [] if params.ignore_eos else self.eos_token_ids\n",
+        "        if params.stop and self.tokenizer is None:\n",
     ),
     Edit(
         "sampler.py",
-        '("stop_token_ids", "O"), ',
-        '("stop_token_ids", "O"), ("logit_bias", "O"), ',
+        '("stop_token_ids", "O"),',
+        '("stop_token_ids", "O"), ("logit_bias", "O"),',
     ),
     Edit(
         "sampler.py",
@@ -48,8 +48,8 @@ REPETITION_PENALTY = [
     ),
     Edit(
         "sampler.py",
-        '("stop_token_ids", "O"), ',
-        '("stop_token_ids", "O"), ("seq", "O"), ',
+        '("stop_token_ids", "O"),',
+        '("stop_token_ids", "O"), ("seq", "O"),',
     ),
     Edit(
         "sampler.py",
@@ -97,9 +97,9 @@ PROMPT_LOGPROBS = [
     ),
     Edit(
         "scheduler.py",
-        "    # Who has a row since this step.\n",
+        "    # Sequences that got a row in this step.\n",
         "    scored: list[tuple[SequenceGroup, int]] = field(default_factory=list)\n"
-        "    # Who has a row since this step.\n",
+        "    # Sequences that got a row in this step.\n",
     ),
     Edit(
         "scheduler.py",
