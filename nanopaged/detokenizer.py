@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
-MOST_UNKNOWN_TOKENS = 8  # more than the bytes of a character: these will never be one
-INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are no character (yet)
+MOST_UNKNOWN_TOKENS = 16  # of more tokens, only the last ones are decoded again
+NUM_KEPT_TOKENS = 9  # enough for the bytes of an unfinished character
+INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
 
 
 class Detokenizer:
     """The text of one sequence.
 
-    `context` holds the last tokens whose text is in `text` (or in the prompt).
-    `unknown` holds those after them, whose text is not known yet: they may end within a
-    character.
+    `context` holds the last tokens whose text is in `text` (or in the prompt); the
+    first `num_known` characters of what it decodes to are. `unknown` holds those after
+    them, whose text is not known yet: they may end within a character.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int],
@@ -30,6 +31,7 @@ class Detokenizer:
         self.skip_special_tokens = skip_special_tokens
         self.include_stop = include_stop
         self.context = prompt_token_ids[-NUM_CONTEXT_TOKENS:]
+        self.num_known = len(self._decode(self.context)) if tokenizer else 0
         self.unknown: list[int] = []
         self.num_tokens = len(prompt_token_ids)  # that were seen, the prompt's included
         self.text = ""
@@ -54,7 +56,7 @@ class Detokenizer:
             if self.stopped_by is None:
                 self.unknown = [*self.unknown, token]  # a copy may share the list
                 self._add_unknown(check_stops, final=False)
-        if final and self.unknown and self.stopped_by is None:
+        if final and self.stopped_by is None:
             self._add_unknown(check_stops, final)
 
     def _add_complete(self, new_tokens: list[int]) -> bool:
@@ -62,8 +64,7 @@ class Detokenizer:
 
         Token by token the text would be the same: this only takes less time.
         """
-        known = self._decode(self.context)
-        new = self._decode(self.context + self.unknown + new_tokens)[len(known) :]
+        new = self._decode(self.context + self.unknown + new_tokens)[self.num_known :]
         is_complete = INCOMPLETE not in new
         if is_complete:
             self.text += new
@@ -73,20 +74,31 @@ class Detokenizer:
     def _add_unknown(self, check_stops: bool, final: bool) -> None:
         """Add the text of the unknown tokens, unless they may end within a character.
         """
-        known = self._decode(self.context)
-        new = self._decode(self.context + self.unknown)[len(known) :]
-        is_whole = bool(new) and not new.endswith(INCOMPLETE)
-        if not (is_whole or final or len(self.unknown) == MOST_UNKNOWN_TOKENS):
+        new = self._decode(self.context + self.unknown)[self.num_known :]
+        if (new and not new.endswith(INCOMPLETE)) or final:
+            self._forget_context(self.unknown, num_open=0)
+        elif len(self.unknown) == MOST_UNKNOWN_TOKENS and new:
+            # Every one of them ended within a character, so far.
+            num_open = count_open(new)
+            new = new[: len(new) - num_open]
+            self._forget_context(self.unknown[-NUM_KEPT_TOKENS:], num_open)
+        elif len(self.unknown) == MOST_UNKNOWN_TOKENS:
+            # Tokens without text (special ones) would be useless as context: the next
+            # word would be decoded like the first of a text.
+            self.unknown = []
+        else:
             return
-        # Tokens without text (special ones) are forgotten. As context they would be
-        # useless: the next word would be decoded like the first of a text.
-        if new:
-            self.context = self.unknown
-        self.unknown = []
+
         self.text += new
         if not check_stops:
             self.start = len(self.text)
         self._find_stop(len(new))
+
+    def _forget_context(self, context: list[int], num_open: int) -> None:
+        """From now on decode with this context, whose text is known but for its end."""
+        self.context = context
+        self.num_known = len(self._decode(context)) - num_open
+        self.unknown = []
 
     def _find_stop(self, num_new: int) -> None:
         """Cut the text at the first stop string that ends in its last characters."""
@@ -124,3 +136,9 @@ class Detokenizer:
     def _decode(self, token_ids: list[int]) -> str:
         return str(self.tokenizer.decode(
             token_ids, skip_special_tokens=self.skip_special_tokens))
+
+
+def count_open(text: str) -> int:
+    """How many characters at the end of a text may change when more bytes follow."""
+    num_incomplete = len(text) - len(text.rstrip(INCOMPLETE))
+    return min(num_incomplete, 3)  # an unfinished character has at most 3 bytes

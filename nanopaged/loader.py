@@ -217,7 +217,8 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
             else:
                 misfits[name] = list(tensor.shape)
 
-    if HEAD in missing and HEAD not in misfits:
+    # transformers' base models have no head, and no "model." before the names.
+    if set(missing) == {HEAD} or EMBEDDING.removeprefix("model.") in misfits:
         raise ValueError(
             f"the weights in {path} must have {HEAD}, which gives the logits: those of "
             "a base model are not enough")

@@ -144,7 +144,7 @@ sizes_strategy = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 def tokenized(draw, data=None):
     """Bytes cut into tokens, even within characters: (tokenizer, prompt, answer)."""
     if data is None:
-        data = draw(st.one_of(text_strategy.map(str.encode), st.binary(max_size=7)))
+        data = draw(st.one_of(text_strategy.map(str.encode), st.binary(max_size=12)))
     pieces = []
     while data:
         size = draw(st.integers(1, 3))
@@ -301,7 +301,7 @@ stops_strategy = st.lists(
 @given(st.data(), st.text("ab\u20ac", max_size=14), stops_strategy, sizes_strategy)
 def test_any_text_ends_before_its_first_stop_string(data, text, stops, sizes):
     case = data.draw(tokenized(text.encode()))
-    expected = first_stop(texts(*case, sizes=sizes), stops)
+    expected = first_stop(texts(*case), stops)  # however many come at a time
 
     before = ""
     for detokenizer, shown in stream(*case, stops, sizes):
