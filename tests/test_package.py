@@ -28,7 +28,7 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-MOST_LINES = 3050
+MOST_LINES = 3100
 MOST_NODES_PER_LINE = 11.5  # of the syntax tree: 13.3 was more than readers can decode
 
 
