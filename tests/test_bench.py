@@ -93,6 +93,7 @@ def test_decode_measures_every_batch_size_and_prefill(tmp_path):
     assert all(run["median"] > 0 for run in rates.values())
 
 
+@pytest.mark.slow
 def test_host_tells_the_parts_of_a_step_apart(tmp_path):
     report, _ = run_bench(["host", "--host-sizes", "1", "8", *SMALL], tmp_path)
     for size, step in report["host"].items():

@@ -182,6 +182,7 @@ def test_without_compiler_it_is_plain_python():
     subprocess.run([sys.executable, "-c", PLAIN], env=environment, check=True)
 
 
+@pytest.mark.slow
 def test_compiled_code_is_kept_for_the_next_process(tmp_path):
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join([os.path.dirname(__file__), *sys.path])

@@ -68,6 +68,7 @@ def test_it_streams_its_prompts_and_shows_the_effect_of_the_cache(run, example):
     assert warm <= hits < queries
 
 
+@pytest.mark.slow
 def test_it_writes_a_page_that_shows_every_step(example, tmp_path):
     page = tmp_path / "run.html"
     arguments = ["--max-tokens", "4", "--trace", page, "ROMEO:"]

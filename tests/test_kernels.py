@@ -183,6 +183,7 @@ def test_one_token_can_have_many_parts():
     case.check(backend)
 
 
+@pytest.mark.slow
 def test_parts_use_memory_for_tokens_of_divided_tiles_only():
     case = TritonCase([(500, 1), (0, 500)], (4, 2, 64), dtype=BF16)
     assert case.prepare(case.backend()).num_part_rows == 0

@@ -731,6 +731,7 @@ def test_an_engine_that_was_shut_down_raises(llama, mark):
             use([5, 6, 7])
 
 
+@pytest.mark.slow
 @linux
 def test_ranks_listen_to_no_other_machine(llama, mark):
     """They trust whoever connects, so only this machine may reach their ports."""
@@ -800,6 +801,7 @@ FAIL = """
 """
 
 
+@pytest.mark.slow
 @linux
 def test_an_exception_in_a_rank_arrives_with_its_traceback(llama, mark, in_workers):
     in_workers(FAIL.format(rank=1))
@@ -917,6 +919,7 @@ def test_the_smallest_pool_of_all_ranks_is_the_pool(
     assert answers == [[reference.generate(llama, prompt, 24)] for prompt in prompts]
 
 
+@pytest.mark.slow
 def test_swapped_blocks_have_the_same_ids_where_pools_would_differ(
     llama, mark, in_workers, reference, draw_prompts
 ):

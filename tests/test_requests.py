@@ -804,6 +804,7 @@ def test_ctrl_c_after_scheduling_leaves_nothing_uncomputed_in_the_cache(
     assert llm.stats().blocks_cached and not outputs[0].num_cached_tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_after_ctrl_c_anywhere_an_engine_is_right_or_shut_down(ahead):
     """Interrupt a random line of the scheduler or block manager."""

@@ -153,6 +153,7 @@ def probabilities(logits, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return probs / probs.sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
