@@ -13,7 +13,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from functools import partial
 from math import inf
-from typing import Any, Concatenate, ParamSpec, TypeAlias
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeAlias
 
 MAX_SEED = 2**63 - 1
 DTYPES = {"half": "float16", "float": "float32"}  # aliases
@@ -130,23 +130,25 @@ class Checked:
     A checked value is written through `vars(self)`, so that it is not checked again.
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
     def __new__(cls, *values: Any, **named: Any) -> Any:
         for name in named:
-            check_name(cls.__name__, name, [f.name for f in fields(cls)])  # type: ignore
+            check_name(cls.__name__, name, cls.__dataclass_fields__)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for f in fields(self):  # type: ignore[arg-type]
+        for f in fields(self):
             if "check" in f.metadata:
                 value = f.metadata["check"](f.name, getattr(self, f.name))
                 vars(self)[f.name] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in vars(self):  # else `__init__` sets it for the first time
-            changed: Any = replace(self, **{name: value})  # type: ignore[type-var]
+            changed: Any = replace(self, **{name: value})
             value = getattr(changed, name)
         else:
-            known = [f.name for f in fields(self)]  # type: ignore[arg-type]
+            known = self.__dataclass_fields__
             check_name(type(self).__name__, name, known, AttributeError)
         vars(self)[name] = value
 
