@@ -7,20 +7,17 @@ source cannot outlive it.
 """
 
 import ast
-import importlib
 import inspect
 import textwrap
-from functools import reduce
+from pkgutil import resolve_name
 from typing import Any
 
 NUM_AROUND = 4  # lines shown before and after the one that matters
 
 
 def find(symbol: str) -> Any:
-    """What a symbol stands for: "module:qualified name", in the package."""
-    module_name, _, qualified_name = symbol.partition(":")
-    module = importlib.import_module(f"nanopaged.{module_name}")
-    return reduce(getattr, qualified_name.split("."), module)
+    """What a symbol of the package stands for: "llm:LLM._step", or "llm.LLM._step"."""
+    return resolve_name(f"nanopaged.{symbol}")
 
 
 def source_lines(symbol: str) -> list[str]:

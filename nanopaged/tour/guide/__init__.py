@@ -17,7 +17,7 @@ import torch
 from nanopaged.tour.guide import claims, lessons
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Renderer
-from nanopaged.tour.page import assets
+from nanopaged.tour.page import HEAD, assets
 
 TEXTS = files("nanopaged.tour.guide")
 ESCAPED = ("ascii", "xmlcharrefreplace")  # the page is pure ASCII, whatever reads it
@@ -46,15 +46,7 @@ CHAPTERS = [
     Chapter("build", "Break it, then build it", 57, 60),
 ]
 
-PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<link rel="icon" href="data:,">
-<title>nanopaged: a guided tour</title>
-<style>
+PAGE = """<style>
 {style}</style>
 {assets}</head>
 <body class="guide">
@@ -119,7 +111,7 @@ def make_page(progress: Callable[[int, int, str], None]) -> str:
         contents.append(f"<li>{link} {minutes}</li>")
     contents.append('<li><a href="#claims">Claims, checked</a></li>')
     contents.append('<li><a href="#glossary">Glossary</a></li>')
-    return PAGE.format(
+    return HEAD.format(title="nanopaged: a guided tour") + PAGE.format(
         style=TEXTS.joinpath("guide.css").read_text(encoding="utf-8"),
         assets=assets(),
         opening=render("opening", {"minutes": CHAPTERS[-1].end}),

@@ -6,8 +6,8 @@ import io
 import keyword
 import textwrap
 import tokenize
-from importlib import import_module
-from typing import Any
+
+from nanopaged.tour.source import find
 
 FOLDED = 45  # lines: a longer excerpt is closed until somebody opens it
 
@@ -20,20 +20,6 @@ KINDS = {
 F_STRINGS = ("FSTRING_START", "FSTRING_MIDDLE", "FSTRING_END")
 KINDS |= {getattr(tokenize, name): "string" for name in F_STRINGS
           if hasattr(tokenize, name)}
-
-
-def find(symbol: str) -> Any:
-    """The object of `scheduler.Scheduler.schedule`, a dotted name in the package."""
-    parts = symbol.split(".")
-    for count in range(len(parts), 0, -1):
-        try:
-            found: Any = import_module(".".join(["nanopaged", *parts[:count]]))
-        except ModuleNotFoundError:
-            continue
-        for part in parts[count:]:
-            found = getattr(found, part)
-        return found
-    raise AttributeError(f"nanopaged has no {symbol}")
 
 
 def excerpt(symbol: str) -> str:
