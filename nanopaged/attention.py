@@ -95,7 +95,7 @@ class TorchAttention:
             for first in range(0, count, step):
                 tokens = first_tokens[seq] + np.arange(first, min(first + step, count))
                 num_keys = start + first + len(tokens)
-                num_blocks = -(-num_keys // self.block_size)
+                num_blocks = ceil_div(num_keys, self.block_size)
                 block_ids = self.to_device(block_tables[seq, :num_blocks])
                 mask = None
                 if start:
@@ -238,7 +238,7 @@ class NumbaAttention(TorchAttention):
         # All sequences are split alike: into as many parts as the longest one needs, so
         # that no split is more than a quarter of a thread's share of all keys.
         share = ends.sum() * self.num_kv_heads / self.num_threads
-        num_splits = -(-ends.max(initial=0) // max(share // 4, MIN_SPLIT))
+        num_splits = ceil_div(ends.max(initial=0), max(share // 4, MIN_SPLIT))
         decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
         tables = block_tables[seqs]
         return NumbaMetadata(**vars(chunks), decodes=decodes, block_tables=tables,
@@ -262,7 +262,7 @@ class NumbaAttention(TorchAttention):
         # Programs are independent. Each thread takes the next few until none are left,
         # so that no thread waits for one whose core is busy with something else.
         num_programs = metadata.num_splits * len(q) * self.num_kv_heads
-        step = -(-num_programs // (4 * self.num_threads))
+        step = ceil_div(num_programs, 4 * self.num_threads)
         firsts = iter(range(0, num_programs, step))
 
         def work() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS, KERNELS_NEED
+from nanopaged.attention import BACKENDS, KERNELS_NEED, ceil_div
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -111,7 +111,7 @@ class ModelRunner:
         # What a rank must remember of every running sequence, by row. Entries after the
         # last block of a table are stale or 0, but valid block ids: a kernel may load
         # from them, and masks what it loaded.
-        max_blocks = -(-self.max_model_len // config.block_size)
+        max_blocks = ceil_div(self.max_model_len, config.block_size)
         self.block_tables = np.zeros((config.max_num_seqs, max_blocks), np.int64)
         self.last_tokens = torch.zeros(
             config.max_num_seqs, dtype=torch.int64, device=self.device)
@@ -192,7 +192,7 @@ class ModelRunner:
         counts = np.array(message.counts, np.int64)
         ends = np.array(message.ends, np.int64)
         last_indices = (np.cumsum(counts) - 1)[message.samples]
-        width = max(1, -(-ends.max() // self.config.block_size))  # columns in use
+        width = max(1, ceil_div(ends.max(), self.config.block_size))  # columns in use
         block_tables = self.block_tables[rows, :width]
         return (
             self.staging.add(np.array(message.token_ids, np.int64)),
@@ -283,6 +283,7 @@ class ModelRunner:
         block_bytes = self.token_bytes * config.block_size
         max_num_seqs, blocks_per_seq = self.block_tables.shape
         most = max_num_seqs * blocks_per_seq
+        # Measured even if num_blocks is given: that also compiles all kernels.
         num_blocks = min(self._measure_free_bytes() // block_bytes, most)
         num_blocks = config.num_blocks or num_blocks
         num_swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)

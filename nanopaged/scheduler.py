@@ -305,10 +305,11 @@ class Scheduler:
             group = seq.group
             self.changed[group.request_id] = group
             if token < 0:
-                # Beams are compared with each other, so none can go on alone.
-                failed = list(group.live) if group.beams else [seq]
-                for sequence in failed:
-                    self.finish(sequence, "error")
+                if group.beams:
+                    # Beams are compared with each other, so none can go on alone.
+                    self.abort([group], "error")
+                else:
+                    self.finish(seq, "error")
                 continue
             self.stats.output_tokens += 1
             if not group.metrics.first_token_time:
