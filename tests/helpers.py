@@ -16,6 +16,7 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+import pytest
 import torch
 
 import nanopaged
@@ -102,6 +103,11 @@ def tokens_of(output):
     return list(output.outputs[0].token_ids)
 
 
+def first_tokens_of(outputs):
+    """The token ids of the first completion of each request."""
+    return [tokens_of(output) for output in outputs]
+
+
 def all_tokens_of(output):
     """The token ids of each of a request's completions."""
     return [list(completion.token_ids) for completion in output.outputs]
@@ -138,6 +144,13 @@ def floats(logprobs):
 
 def without_half_characters(text):
     return text.rstrip(HALF)
+
+
+def message_of(call, kinds=(ValueError, TypeError)):
+    """The message of the error that the call must raise."""
+    with pytest.raises(kinds) as caught:
+        call()
+    return str(caught.value)
 
 
 # --- running an engine ---

@@ -26,13 +26,15 @@ import subprocess
 import sys
 import time
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from helpers import check_invariants, drain
+import helpers
+from helpers import check_invariants, drain, first_tokens_of, message_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = str(ROOT / "nanopaged")
@@ -43,22 +45,7 @@ LENGTHS = [
     40,
 ]  # the last prompt and its answer need every block of the small pool
 COUNT = 24
-
-
-def greedy(**more):
-    from nanopaged import SamplingParams
-
-    defaults = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
-    return SamplingParams(**(defaults | more))
-
-
-def tokens_of(outputs):
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def manager_of(llm):
-    """The block manager, by today's name or by the one it had under attack."""
-    return llm.block_manager if hasattr(llm, "block_manager") else llm.blocks
+greedy = partial(helpers.greedy, max_tokens=COUNT)
 
 
 @contextmanager
@@ -100,7 +87,7 @@ def work(llama, draw_prompts):
     """Four prompts and what a fresh engine answers."""
     prompts = draw_prompts(llama, LENGTHS, COUNT, seed=123)
     with small_engine(llama) as llm:
-        return prompts, tokens_of(llm.generate(prompts, greedy(), use_tqdm=False))
+        return prompts, first_tokens_of(llm.generate(prompts, greedy(), use_tqdm=False))
 
 
 class AtLine:
@@ -154,12 +141,12 @@ def serves_as_a_fresh_one(llm, work):
             except RuntimeError as error:
                 assert "shut down" in str(error)
                 return False
-            assert tokens_of(outputs) == expected
+            assert first_tokens_of(outputs) == expected
         while (
             llm.has_unfinished_requests()
         ):  # what was aborted is told by the next step
             llm.step()
-    manager, scheduler = manager_of(llm), llm.scheduler
+    manager, scheduler = llm.block_manager, llm.scheduler
     assert sorted(manager.free_blocks) == list(range(manager.num_blocks))
     swapped = range(manager.num_blocks, len(manager.blocks))
     assert sorted(manager.free_swap_blocks) == list(swapped)
@@ -267,7 +254,9 @@ class Evil:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="reads Linux's /proc")
 def test_ranks_listen_on_the_loopback_alone(ranked, work):
-    assert tokens_of(ranked.generate(work[0], greedy(), use_tqdm=False)) == work[1]
+    assert (
+        first_tokens_of(ranked.generate(work[0], greedy(), use_tqdm=False)) == work[1]
+    )
     pids = [os.getpid(), *(process.pid for process in ranked.ranks.workers.processes)]
     addresses = listening_addresses(pids)
     assert addresses, "nobody listens: how do the ranks meet?"
@@ -321,7 +310,11 @@ def no_collection():
 
 @pytest.mark.parametrize("place", ["match_prefix", "grow", "publish"])
 def test_a_stream_that_is_collected_inside_a_step_harms_nobody(
-    place, llama, work, engine, monkeypatch, 
+    place,
+    llama,
+    work,
+    engine,
+    monkeypatch,
 ):
     """Its generator is closed in the middle of `schedule`, by the same thread."""
     from nanopaged.block_manager import BlockManager
@@ -346,10 +339,12 @@ def test_a_stream_that_is_collected_inside_a_step_harms_nobody(
                 outputs = llm.generate(
                     [prompts[i] for i in order], greedy(), use_tqdm=False
                 )
-        assert tokens_of(outputs) == [expected[i] for i in order]
+        assert first_tokens_of(outputs) == [expected[i] for i in order]
         check_invariants(llm)
         again = llm.generate(prompts, greedy(), use_tqdm=False)
-        assert tokens_of(again) == expected, "what they left in the cache is wrong"
+        assert first_tokens_of(again) == expected, (
+            "what they left in the cache is wrong"
+        )
         assert llm.stats().blocks_used == 0, "the abandoned request was never ended"
 
 
@@ -372,7 +367,7 @@ def test_a_stream_that_is_collected_while_an_output_is_made_waits_for_no_lock(
         with monkeypatch.context() as patch, deadline(60):
             patch.setattr(LLM, "_output", collecting)
             *_, last = llm.stream(prompts[1], greedy())
-    assert tokens_of([last]) == [expected[1]]
+    assert first_tokens_of([last]) == [expected[1]]
 
 
 @pytest.mark.parametrize(
@@ -390,7 +385,7 @@ def test_the_garbage_collector_may_run_at_any_line(count, llama, work):
         )
         with AtLine(moment, gc.collect), deadline(60):
             outputs = llm.generate(prompts[:3], greedy(), use_tqdm=False)
-        assert tokens_of(outputs) == expected[:3]
+        assert first_tokens_of(outputs) == expected[:3]
         return True
 
     moments = (rng.randrange(1, 3000) for _ in range(count))
@@ -406,7 +401,7 @@ def test_a_stream_that_is_closed_is_over_at_once_for_others(llama, work, engine)
         next(stream)
     with deadline(60):
         assert (
-            tokens_of(llm.generate(prompts[3], greedy(), use_tqdm=False))
+            first_tokens_of(llm.generate(prompts[3], greedy(), use_tqdm=False))
             == expected[3:]
         )
     assert not llm.has_unfinished_requests()
@@ -431,7 +426,7 @@ def test_a_stream_may_be_closed_from_inside_a_step(llama, work, engine, monkeypa
 
     monkeypatch.setattr(BlockManager, "match_prefix", closing_first)
     outputs = llm.generate(prompts, greedy(), use_tqdm=False)
-    assert tokens_of(outputs) == expected
+    assert first_tokens_of(outputs) == expected
     assert list(stream) == []
 
 
@@ -508,7 +503,7 @@ def test_infinite_keys_stay_with_the_request_that_made_them(
         results = finish(llm, [bad, *good])
         assert results[1:] == [(tokens, "length") for tokens in expected]
     again = llm.generate(prompts, greedy(max_tokens=12), use_tqdm=False)
-    assert tokens_of(again) == expected, "and what is cached is right"
+    assert first_tokens_of(again) == expected, "and what is cached is right"
 
 
 def test_infinite_keys_stay_behind_in_blocks_that_are_taken_again(
@@ -521,7 +516,7 @@ def test_infinite_keys_stay_behind_in_blocks_that_are_taken_again(
     for prompt, tokens in zip(prompts, expected, strict=True):
         bad = llm.add_request([POISON] * 30, greedy(max_tokens=12))
         finish(llm, [bad])
-        assert tokens_of(
+        assert first_tokens_of(
             llm.generate(prompt, greedy(max_tokens=12), use_tqdm=False)
         ) == [tokens]
 
@@ -547,7 +542,7 @@ def test_generate_returns_the_others_where_one_request_fails(poisoned, healthy, 
     llm = engine(poisoned)
     batch = [prompts[0], [4, POISON, 5, 6], prompts[1]]
     outputs = llm.generate(batch, greedy(max_tokens=12), use_tqdm=False)
-    assert tokens_of(outputs) == [expected[0], [], expected[1]]
+    assert first_tokens_of(outputs) == [expected[0], [], expected[1]]
     assert [o.outputs[0].finish_reason for o in outputs] == [
         "length",
         "error",
@@ -678,7 +673,7 @@ def test_a_leak_is_an_error_and_no_endless_loop(llama, work):
     """Where nothing runs and nobody can be admitted, no step will ever change that."""
     prompts, _ = work
     with small_engine(llama) as llm:
-        manager_of(llm).free_blocks.popitem()
+        llm.block_manager.free_blocks.popitem()
         with deadline(20), pytest.raises(RuntimeError):
             llm.generate(prompts[3], greedy(), use_tqdm=False)
 
@@ -736,7 +731,7 @@ def test_min_tokens_where_every_token_stops_is_refused(logprobs, llama, work, en
 def test_all_stop_tokens_without_min_tokens_are_no_trouble(llama, work, engine):
     llm = engine(llama, max_model_len=64)
     params = greedy(stop_token_ids=list(range(160)))
-    assert tokens_of(llm.generate(work[0], params, use_tqdm=False)) == [
+    assert first_tokens_of(llm.generate(work[0], params, use_tqdm=False)) == [
         x[:1] for x in work[1]
     ]
 
@@ -746,7 +741,7 @@ def test_lists_are_copied_when_the_params_are_made(text_model, engine):
     llm = engine(text_model)
     strings, tokens = ["never to be said"], [3]
     params = greedy(stop=strings, stop_token_ids=tokens)
-    expected = tokens_of(
+    expected = first_tokens_of(
         llm.generate([[5, 6]], greedy(stop_token_ids=[3]), use_tqdm=False)
     )
     mine = llm.add_request([5, 6], params)
@@ -754,7 +749,7 @@ def test_lists_are_copied_when_the_params_are_made(text_model, engine):
     strings[0] = 5
     tokens[:] = ["x"]
     assert list(drain(llm)[mine][-1].outputs[0].token_ids) == expected[0]
-    assert tokens_of(llm.generate([[5, 6]], params, use_tqdm=False)) == expected
+    assert first_tokens_of(llm.generate([[5, 6]], params, use_tqdm=False)) == expected
 
 
 # --- 9: the tokenizer knows more than the model ---
@@ -1038,7 +1033,11 @@ def test_a_beam_search_has_a_cache_salt(llama, work, engine):
     assert [plain.num_cached_tokens, first.num_cached_tokens] == [0, 0]
     assert second.num_cached_tokens == 16
     assert other.num_cached_tokens == 0
-    assert tokens_of([plain]) == tokens_of([first]) == tokens_of([second])
+    assert (
+        first_tokens_of([plain])
+        == first_tokens_of([first])
+        == first_tokens_of([second])
+    )
 
 
 # --- 15: small ones ---
@@ -1287,7 +1286,7 @@ def test_a_prompt_that_waits_is_not_hashed_again_in_every_step(llama, work, engi
     llm = engine(llama, num_blocks=26, max_model_len=104)
     prompt = [(7 * i) % 160 for i in range(100)]
     llm.generate([prompt[:65]], greedy(max_tokens=1), use_tqdm=False)
-    manager = manager_of(llm)
+    manager = llm.block_manager
     hash_function = manager.hash_function
 
     def counting(data):
@@ -1332,12 +1331,6 @@ def test_of_two_blocks_with_the_same_content_the_one_that_is_left_is_found(
 
 
 # --- errors, in sentences ---
-
-
-def message_of(call, kinds=(ValueError, TypeError)):
-    with pytest.raises(kinds) as caught:
-        call()
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
@@ -1478,11 +1471,11 @@ def test_counts_of_numpy_types_are_taken(kind, llama, work, engine):
         stop_token_ids=(kind(250),) if kind is not np.uint8 else None,
     )
     outputs = llm.generate(work[0], greedy(max_tokens=kind(COUNT)), use_tqdm=False)
-    assert tokens_of(outputs) == work[1]
+    assert first_tokens_of(outputs) == work[1]
     assert params.max_tokens == COUNT and params.logprobs == 1
     beams = llm.beam_search(work[0][0], BeamSearchParams(kind(2), kind(4)))[0]
     assert len(beams.outputs) == 2
-    assert tokens_of(
+    assert first_tokens_of(
         llm.generate([np.array(work[0][0], kind)], greedy(), use_tqdm=False)
     ) == [work[1][0]]
 
@@ -1499,7 +1492,7 @@ def test_floats_of_numpy_types_are_taken(kind, llama, engine):
     plain = SamplingParams(temperature=0.5, top_p=0.5, min_p=0.25, max_tokens=4, seed=1)
     llm = engine(llama, gpu_memory_utilization=kind(0.5), swap_space=kind(0))
     outputs = llm.generate([[5, 6], [5, 6]], [params, plain], use_tqdm=False)
-    assert tokens_of(outputs)[0] == tokens_of(outputs)[1]
+    assert first_tokens_of(outputs)[0] == first_tokens_of(outputs)[1]
 
 
 @pytest.mark.parametrize(
@@ -1562,7 +1555,7 @@ def test_paths_and_tuples_are_taken(llama, text_model, work):
     }
     with LLM(Path(llama), **options) as llm:
         assert (
-            tokens_of(
+            first_tokens_of(
                 llm.generate(tuple(map(tuple, work[0])), greedy(), use_tqdm=False)
             )
             == (work[1])

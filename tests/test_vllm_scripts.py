@@ -17,38 +17,23 @@ import math
 import pydoc
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from helpers import drain
+import helpers
+from helpers import drain, first_tokens_of, message_of
 
 OPTIONS = {"dtype": "float32", "device": "cpu", "num_blocks": 64, "block_size": 4}
-
-
-def greedy(**more):
-    from nanopaged import SamplingParams
-
-    return SamplingParams(
-        **({"temperature": 0, "max_tokens": 8, "ignore_eos": True} | more)
-    )
+greedy = partial(helpers.greedy, max_tokens=8)
 
 
 def one(llm, prompt, params=None):
     """The first completion of a prompt."""
     return llm.generate(prompt, params or greedy(), use_tqdm=False)[0].outputs[0]
-
-
-def tokens_of(outputs):
-    return [list(output.outputs[0].token_ids) for output in outputs]
-
-
-def message_of(call, kinds=(ValueError, TypeError)):
-    with pytest.raises(kinds) as caught:
-        call()
-    return str(caught.value)
 
 
 @pytest.fixture(scope="module")
@@ -399,7 +384,7 @@ def test_seed_minus_one_is_no_seed(llm):
 
     params = SamplingParams(temperature=1.0, max_tokens=12, seed=-1, ignore_eos=True)
     outputs = llm.generate([[5, 6]] * 3, params, use_tqdm=False)
-    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) > 1
+    assert len({tuple(tokens) for tokens in first_tokens_of(outputs)}) > 1
 
 
 # --- what becomes text ---
@@ -500,9 +485,9 @@ def test_all_forms_of_a_prompt_give_the_same_answer(llm, tokenizer):
         output = llm.generate([form], greedy(), use_tqdm=False)[0]
         assert output.prompt_token_ids == ids, form
         assert all(type(token) is int for token in output.prompt_token_ids)
-    assert tokens_of(llm.generate(forms, greedy(), use_tqdm=False)) == [expected] * len(
-        forms
-    )
+    assert first_tokens_of(llm.generate(forms, greedy(), use_tqdm=False)) == [
+        expected
+    ] * len(forms)
 
 
 def test_with_both_forms_the_ids_count_and_the_text_is_told(llm):
@@ -518,21 +503,25 @@ def test_with_both_forms_the_ids_count_and_the_text_is_told(llm):
 
 def test_several_prompts_in_one_array_or_batch(llm, tokenizer):
     texts = ["the block table", "first come, first served"]
-    expected = tokens_of(llm.generate(texts, greedy(), use_tqdm=False))
+    expected = first_tokens_of(llm.generate(texts, greedy(), use_tqdm=False))
     matrix = np.array([[5, 6, 7], [8, 9, 10]])
-    rows = tokens_of(llm.generate(matrix.tolist(), greedy(), use_tqdm=False))
+    rows = first_tokens_of(llm.generate(matrix.tolist(), greedy(), use_tqdm=False))
     arrays = [np.array(texts), np.array(texts, object)]
     for batch in (tuple(texts), *arrays, tokenizer(texts).input_ids):
-        assert tokens_of(llm.generate(batch, greedy(), use_tqdm=False)) == expected
+        assert (
+            first_tokens_of(llm.generate(batch, greedy(), use_tqdm=False)) == expected
+        )
     for batch in (
         matrix,
         torch.tensor(matrix),
         list(matrix),
         list(torch.tensor(matrix)),
     ):
-        assert tokens_of(llm.generate(batch, greedy(), use_tqdm=False)) == rows
+        assert first_tokens_of(llm.generate(batch, greedy(), use_tqdm=False)) == rows
     encoded = tokenizer(texts[0], return_tensors="pt").input_ids
-    assert tokens_of(llm.generate(encoded, greedy(), use_tqdm=False)) == expected[:1]
+    assert (
+        first_tokens_of(llm.generate(encoded, greedy(), use_tqdm=False)) == expected[:1]
+    )
     assert llm.generate([], greedy(), use_tqdm=False) == []
 
 
@@ -567,7 +556,7 @@ def test_what_a_prompt_holds_and_we_lack_is_refused_by_name(llm):
 
 
 def test_arguments_of_generate_in_vllms_order_and_by_its_names(llm):
-    expected = tokens_of(llm.generate([[5, 6]], greedy(), use_tqdm=False))
+    expected = first_tokens_of(llm.generate([[5, 6]], greedy(), use_tqdm=False))
     calls = [
         lambda: llm.generate([[5, 6]], greedy(), use_tqdm=False),
         lambda: llm.generate(
@@ -576,7 +565,7 @@ def test_arguments_of_generate_in_vllms_order_and_by_its_names(llm):
         lambda: llm.generate([[5, 6]], [greedy()], use_tqdm=False),
     ]
     for call in calls:
-        assert tokens_of(call()) == expected
+        assert first_tokens_of(call()) == expected
     message = message_of(
         lambda: llm.generate([[5, 6]], greedy(), use_tqdm=False, lora_request=object())
     )
@@ -781,11 +770,11 @@ def test_beam_search_takes_the_params_of_vllm(llm):
         length_penalty=1.0,
         include_stop_str_in_output=False,
     )
-    assert tokens_of(llm.beam_search([[5, 6]], more)) == tokens_of(plain)
+    assert first_tokens_of(llm.beam_search([[5, 6]], more)) == first_tokens_of(plain)
     assert "temperature" in message_of(lambda: BeamSearchParams(2, 4, temperature=0.7))
-    assert tokens_of(
+    assert first_tokens_of(
         llm.beam_search([[5, 6]], params=more, use_tqdm=False)
-    ) == tokens_of(plain)
+    ) == first_tokens_of(plain)
 
 
 def test_get_tokenizer_is_the_tokenizer(llm, tokenizer):
@@ -858,8 +847,8 @@ def test_the_models_own_defaults_are_taken_without_params(
     )
     with_params = engine(text_model)  # the same seed of the engine gives the same draws
     prompts = [[5, 6, 7], [8, 9]]
-    expected = tokens_of(with_params.generate(prompts, seeded, use_tqdm=False))
-    assert tokens_of(llm.generate(prompts, use_tqdm=False)) == expected
+    expected = first_tokens_of(with_params.generate(prompts, seeded, use_tqdm=False))
+    assert first_tokens_of(llm.generate(prompts, use_tqdm=False)) == expected
     assert max(map(len, expected)) <= 5
 
 
@@ -870,7 +859,11 @@ def test_chat_stream_and_add_request_take_the_defaults_too(with_defaults, engine
     request = llm.add_request(chat.prompt_token_ids)
     stepped = drain(llm)[request][-1]
     assert 1 <= len(chat.outputs[0].token_ids) <= 3
-    assert tokens_of([chat]) == tokens_of([streamed]) == tokens_of([stepped])
+    assert (
+        first_tokens_of([chat])
+        == first_tokens_of([streamed])
+        == first_tokens_of([stepped])
+    )
 
 
 def test_without_defaults_they_are_those_of_sampling_params(llm):
