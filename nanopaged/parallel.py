@@ -197,24 +197,19 @@ class Ranks:
         that rank an all-reduce fails. Then the other rank's failure is raised.
         """
         try:
-            yield
-        except RuntimeError as error:
             try:
-                self._raise_failure_of_a_rank(error)
-            finally:
-                self.close()
-            raise
+                yield
+            except RuntimeError:
+                if self.workers:
+                    self.workers.join(5)  # raises if a rank has failed
+                raise
+        except ProcessException as failure:
+            self.close()
+            raise RuntimeError(
+                f"rank {failure.error_index + 1} failed: {failure}") from failure
         except BaseException:
             self.close()
             raise
-
-    def _raise_failure_of_a_rank(self, error: RuntimeError) -> None:
-        try:
-            if self.workers:
-                self.workers.join(5)  # raises if a rank has failed
-        except ProcessException as failure:
-            raise RuntimeError(
-                f"rank {failure.error_index + 1} failed: {failure}") from error
 
     def close(self) -> None:
         """Tell the other ranks to end, and end those that were started here."""

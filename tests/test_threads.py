@@ -67,6 +67,18 @@ def shared(llama, engine, thread_work):
     """
     llm = engine(llama, num_blocks=30, max_model_len=64, max_num_seqs=8)
     yield llm
+    check_cache(llm, thread_work)
+
+
+@pytest.fixture
+def roomy(llama, engine, thread_work):
+    """The same for requests that are far longer than all the others together."""
+    llm = engine(llama, num_blocks=300, max_model_len=256, max_num_seqs=8)
+    yield llm
+    check_cache(llm, thread_work)
+
+
+def check_cache(llm, thread_work):
     prompts, expected = thread_work
     for _ in range(2):
         outputs = llm.generate(prompts, greedy(), use_tqdm=False)
@@ -244,27 +256,37 @@ def test_twenty_runs_of_everything_mixed_with_aborts(seed, shared, thread_work):
     assert not helper.is_alive()
 
 
-def test_abort_from_another_thread_ends_that_request_alone(shared, thread_work):
-    """While two others generate, and a third steps."""
+def test_abort_from_another_thread_ends_that_request_alone(roomy, thread_work):
+    """While two others generate, and a third steps.
+
+    The threads that generate need about 60 steps each. So the requests to be aborted
+    are still running, however long the aborting thread has to wait.
+    """
     prompts, expected = thread_work
-    requests = [shared.add_request(prompts[i], greedy(max_tokens=40)) for i in range(4)]
+    requests = [
+        roomy.add_request(prompts[i], greedy(max_tokens=length))
+        for i, length in enumerate([40, 220, 40, 220])
+    ]
     last = {}
     started = threading.Event()
+    aborted = threading.Event()
 
     def steps():
         for _ in patience():
-            for output in shared.step():
+            for output in roomy.step():
                 last[output.request_id] = output
             started.set()
+            assert aborted.wait(TIMEOUT)
             if all(i in last and last[i].finished for i in requests):
                 break
 
     def aborts():
         assert started.wait(TIMEOUT)
-        shared.abort_request(requests[1])
-        shared.abort_request(requests[3])
+        roomy.abort_request(requests[1])
+        roomy.abort_request(requests[3])
+        aborted.set()
 
-    callers = [Caller(shared, thread_work, seed) for seed in (31, 32)]
+    callers = [Caller(roomy, thread_work, seed) for seed in (31, 32)]
     run_together(steps, aborts, *(caller.generates for caller in callers))
     reasons = [last[i].outputs[0].finish_reason for i in requests]
     assert reasons == ["length", "abort", "length", "abort"]
