@@ -22,7 +22,6 @@ Shapes, here and everywhere:
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -40,7 +39,10 @@ Ints: TypeAlias = NDArray[np.int64]
 # asynchronous loads on which the tiles of `kernels.py` rest.
 KERNELS_NEED = (8, 0)
 MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
-MIN_SPLIT = 256  # keys: on a CPU a shorter split is not worth its merge
+# On a CPU, in keys of one KV head: a shorter split is not worth its merge, and for a
+# shorter call of the kernel it is not worth asking another thread.
+MIN_SPLIT = 256
+MIN_CALL = 2048
 
 
 @dataclass
@@ -196,6 +198,7 @@ class NumbaMetadata(TorchMetadata):
     block_tables: Ints  # [num_decodes, max_blocks]
     ends: Ints  # [num_decodes]: number of keys
     num_splits: int
+    calls: list[tuple[int, int]]  # first and last program (not included) of each call
 
 
 class NumbaAttention(TorchAttention):
@@ -215,11 +218,11 @@ class NumbaAttention(TorchAttention):
         from nanopaged import cpu_kernels
 
         self.kernel: Any = cpu_kernels.paged_attention
+        self.run_on_threads: Any = cpu_kernels.run_on_threads
         # NumPy has no bfloat16, and Numba no float16: the kernel gets their bits.
         bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
         self.view_dtype = bits.get(self.dtype, self.dtype)
         self.num_threads = torch.get_num_threads()
-        self.pool = ThreadPoolExecutor(self.num_threads)
 
     def compile(self) -> None:
         """Compile the kernel for this dtype; the next process finds it on the disk."""
@@ -237,12 +240,22 @@ class NumbaAttention(TorchAttention):
 
         # All sequences are split alike: into as many parts as the longest one needs, so
         # that no split is more than a quarter of a thread's share of all keys.
-        share = ends.sum() * self.num_kv_heads / self.num_threads
-        num_splits = ceil_div(ends.max(initial=0), max(share // 4, MIN_SPLIT))
+        num_keys = int(ends.sum()) * self.num_kv_heads
+        longest_split = max(num_keys // self.num_threads // 4, MIN_SPLIT)
+        num_splits = ceil_div(int(ends.max(initial=0)), longest_split)
+
+        # Programs are independent. Each thread takes the next few until none are left,
+        # so that no thread waits for one whose core is busy with something else.
+        num_programs = num_splits * len(seqs) * self.num_kv_heads
+        num_calls = min(4 * self.num_threads, ceil_div(num_keys, MIN_CALL))
+        step = ceil_div(num_programs, num_calls) if num_calls else 1
+        calls = [(first, min(first + step, num_programs))
+                 for first in range(0, num_programs, step)]
+
         decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
         tables = block_tables[seqs]
         return NumbaMetadata(**vars(chunks), decodes=decodes, block_tables=tables,
-                             ends=ends, num_splits=int(num_splits))
+                             ends=ends, num_splits=num_splits, calls=calls)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
@@ -259,20 +272,16 @@ class NumbaAttention(TorchAttention):
         tables = metadata.block_tables, metadata.ends
         arrays = *(x.numpy() for x in tensors), *tables, parts.numpy(), lse.numpy()
 
-        # Programs are independent. Each thread takes the next few until none are left,
-        # so that no thread waits for one whose core is busy with something else.
-        num_programs = metadata.num_splits * len(q) * self.num_kv_heads
-        step = ceil_div(num_programs, 4 * self.num_threads)
-        firsts = iter(range(0, num_programs, step))
+        calls = iter(metadata.calls)
 
         def work() -> None:
-            for first in firsts:
-                self.kernel(first, min(first + step, num_programs), *arrays)
+            for first, last in calls:
+                self.kernel(first, last, *arrays)
 
-        others = [self.pool.submit(work) for _ in range(self.num_threads - 1)]
-        work()
-        for other in others:
-            other.result()
+        if len(metadata.calls) > 1:
+            self.run_on_threads(work, self.num_threads)
+        else:
+            work()
 
         # Log-sum-exp merge: the mean of the splits, weighted by their sums.
         weights = torch.softmax(lse, 0).unsqueeze(-1)

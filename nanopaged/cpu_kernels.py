@@ -16,7 +16,9 @@ Gimelshein.
 """
 # mypy: ignore-errors
 
+import ctypes
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 from llvmlite import ir
@@ -27,6 +29,12 @@ from numba.extending import intrinsic
 # assume there is no NaN and no infinity are left out.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 CACHE_LINE = 64  # bytes that the processor loads at a time
+
+try:
+    # What a compiler makes of "#pragma omp parallel", from the library that torch uses.
+    openmp_parallel = ctypes.CDLL(None).GOMP_parallel
+except (AttributeError, TypeError):  # it has another name: this is not Linux
+    openmp_parallel = None
 
 
 @njit(inline="always")
@@ -158,3 +166,29 @@ def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
             lse[split, seq, head] = highest[g] + math.log(divisor)
             for dim in range(head_dim):
                 out[split, seq, head, dim] = acc[g, dim] / divisor
+
+
+def run_on_threads(work, num_threads):
+    """Call `work` on each of torch's threads at the same time.
+
+    After an operation torch's threads do not sleep, they spin for some milliseconds, so
+    that the next operation finds them awake. Threads of our own would have to fight
+    them for the cores. So the kernel runs on the very same threads.
+    """
+    if openmp_parallel is None:
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(lambda _: work(), range(num_threads)))
+        return
+
+    errors = []
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def work_and_keep_error(_):
+        try:
+            work()
+        except BaseException as error:  # Ctrl-C, too: C code would drop it
+            errors.append(error)
+
+    openmp_parallel(work_and_keep_error, None, num_threads, 0)
+    if errors:
+        raise errors[0]

@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -164,6 +165,66 @@ def test_several_engines_may_decode_at_once():
     cases = [NumbaCase([(400 + seed, 1), (30, 1)], seed=seed) for seed in range(4)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda case: [case.check() for _ in range(5)], cases))
+
+
+@pytest.fixture(params=["torch's threads", "other threads"])
+def kind_of_threads(request, monkeypatch):
+    if request.param == "other threads":
+        monkeypatch.setattr(cpu_kernels, "openmp_parallel", None)
+    elif cpu_kernels.openmp_parallel is None:
+        pytest.skip("torch's OpenMP has no GOMP_parallel here")
+
+
+@pytest.mark.usefixtures("kind_of_threads")
+def test_work_runs_on_as_many_threads_as_asked_for():
+    """Each one waits for all the others, so all of them run at the same time."""
+    everybody = threading.Barrier(3, timeout=60)
+    names = set()
+
+    def work():
+        everybody.wait()
+        names.add(threading.get_ident())
+
+    for _ in range(3):
+        names.clear()
+        cpu_kernels.run_on_threads(work, 3)
+        assert len(names) == 3
+
+
+@pytest.mark.usefixtures("kind_of_threads")
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
+def test_what_a_thread_raises_is_raised(kind):
+    turns = iter(range(3))
+
+    def work():
+        if next(turns) == 1:
+            raise kind("in one thread")
+
+    with pytest.raises(kind, match="in one thread"):
+        cpu_kernels.run_on_threads(work, 3)
+    assert next(turns, None) is None, "not all of them ran"
+
+
+@pytest.mark.usefixtures("kind_of_threads")
+def test_threads_share_the_calls(monkeypatch):
+    """Short calls, so that the kernel runs in several threads; each is made once."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(attention, "MIN_CALL", 16)
+    case = NumbaCase([(90, 1), (17, 1), (0, 5), (300, 1), (0, 1)])
+    backend = case.backend()
+    metadata = case.prepare(backend)
+    assert len(metadata.calls) > 6
+    programs = [program for call in metadata.calls for program in range(*call)]
+    assert programs == list(range(4 * 2 * metadata.num_splits))
+    case.check(backend)
+
+
+def test_few_keys_are_left_to_the_thread_that_asks(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    case = NumbaCase([(90, 1), (17, 1), (0, 5)])
+    backend = case.backend()
+    backend.run_on_threads = None
+    case.check(backend)
 
 
 PLAIN = """
