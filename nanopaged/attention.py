@@ -39,9 +39,9 @@ Ints: TypeAlias = NDArray[np.int64]
 # asynchronous loads on which the tiles of `kernels.py` rest.
 KERNELS_NEED = (8, 0)
 MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
-# On a CPU, in keys of one KV head: a shorter split is not worth its merge, and for a
+# On a CPU, in keys of one KV head: a shorter part is not worth its merge, and for a
 # shorter call of the kernel it is not worth asking another thread.
-MIN_SPLIT = 256
+MIN_PART = 256
 MIN_CALL = 2048
 
 
@@ -197,7 +197,7 @@ class NumbaMetadata(TorchMetadata):
     decodes: Tensor  # [num_decodes]: their tokens in the flat batch
     block_tables: Ints  # [num_decodes, max_blocks]
     ends: Ints  # [num_decodes]: number of keys
-    num_splits: int
+    num_parts: int
     calls: list[tuple[int, int]]  # first and last program (not included) of each call
 
 
@@ -238,15 +238,16 @@ class NumbaAttention(TorchAttention):
         seqs = np.flatnonzero(counts == 1)
         ends = starts[seqs] + 1
 
-        # All sequences are split alike: into as many parts as the longest one needs, so
-        # that no split is more than a quarter of a thread's share of all keys.
+        # The keys of all sequences are divided alike: into as many parts as the longest
+        # sequence needs, so that no part is more than a quarter of a thread's share of
+        # all keys.
         num_keys = int(ends.sum()) * self.num_kv_heads
-        longest_split = max(num_keys // self.num_threads // 4, MIN_SPLIT)
-        num_splits = ceil_div(int(ends.max(initial=0)), longest_split)
+        longest_part = max(num_keys // self.num_threads // 4, MIN_PART)
+        num_parts = ceil_div(int(ends.max(initial=0)), longest_part)
 
         # Programs are independent. Each thread takes the next few until none are left,
         # so that no thread waits for one whose core is busy with something else.
-        num_programs = num_splits * len(seqs) * self.num_kv_heads
+        num_programs = num_parts * len(seqs) * self.num_kv_heads
         num_calls = min(4 * self.num_threads, ceil_div(num_keys, MIN_CALL))
         step = ceil_div(num_programs, num_calls) if num_calls else 1
         calls = [(first, min(first + step, num_programs))
@@ -255,7 +256,7 @@ class NumbaAttention(TorchAttention):
         decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
         tables = block_tables[seqs]
         return NumbaMetadata(**vars(chunks), decodes=decodes, block_tables=tables,
-                             ends=ends, num_splits=num_splits, calls=calls)
+                             ends=ends, num_parts=num_parts, calls=calls)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
@@ -266,7 +267,7 @@ class NumbaAttention(TorchAttention):
 
     def decode(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
         """q and the result: [num_decodes, num_heads, head_dim]"""
-        parts = torch.empty(metadata.num_splits, *q.shape)
+        parts = torch.empty(metadata.num_parts, *q.shape)
         lse = torch.empty(parts.shape[:3])
         tensors = q.float(), kv_cache.view(self.view_dtype)
         tables = metadata.block_tables, metadata.ends
@@ -283,7 +284,7 @@ class NumbaAttention(TorchAttention):
         else:
             work()
 
-        # Log-sum-exp merge: the mean of the splits, weighted by their sums.
+        # Log-sum-exp merge: the mean of the parts, weighted by their sums.
         weights = torch.softmax(lse, 0).unsqueeze(-1)
         return (parts * weights).sum(0).to(q.dtype)
 
@@ -406,11 +407,13 @@ class TritonAttention(TorchAttention):
         tables = seqs[first_tokens] * table_size
         tiles = np.stack((tables, first_tokens, first_positions, num_queries), 1)
 
+        # The keys of a tile are divided if they are more than the limit.
         most_added = 2 * num_places
         limit = max(ceil_div(ends.sum(), most_added), self.key_tile)
         num_parts = np.maximum(ceil_div(ends, limit), 1)
         part_sizes = ceil_div(ends, num_parts)
 
+        # An item for every part. Those of divided tiles get rows for their results.
         tile = np.repeat(np.arange(len(tiles)), num_parts)  # of each item
         first_items = np.cumsum(num_parts) - num_parts  # of each tile
         first_keys = (np.arange(len(tile)) - first_items[tile]) * part_sizes[tile]
@@ -421,6 +424,8 @@ class TritonAttention(TorchAttention):
             (tiles[tile], first_keys, last_keys, np.where(num_rows > 0, rows, -1)))
         items = items[np.argsort(first_keys - last_keys, kind="stable")]
 
+        # The tokens of divided tiles are merged: a row of each part, starting with the
+        # first.
         tile = np.repeat(np.arange(len(tiles)), num_queries)  # of each token
         tokens = np.flatnonzero(num_parts[tile] > 1)
         tile = tile[tokens]

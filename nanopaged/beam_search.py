@@ -35,8 +35,8 @@ def advance_beams(group: SequenceGroup,
 
     True means that the search is over, and `group.complete_beams` has the best beams.
     """
-    assert group.beams is not None, "not a beam search"
-    width = group.beams.beam_width
+    assert group.beam_params is not None, "not a beam search"
+    width = group.beam_params.beam_width
     length = len(group.live[0].token_ids)
     # After the prompt all beams are equal: only the leader's children count.
     is_first = length == group.num_prompt_tokens
@@ -65,7 +65,8 @@ def advance_beams(group: SequenceGroup,
         return False
     # With early_stopping the search is over now. Else it goes on while the best running
     # beam scores above the worst complete one.
-    return group.beams.early_stopping or best_score <= group.complete_beams[-1].score
+    worst_score = group.complete_beams[-1].score
+    return group.beam_params.early_stopping or best_score <= worst_score
 
 
 def _replace_beams(group: SequenceGroup, survivors: list[Child],

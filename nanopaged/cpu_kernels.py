@@ -85,17 +85,17 @@ def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
     """Decodes: one query per sequence.
 
     The work is cut into programs, a word of Triton's: each computes one KV head of one
-    sequence over one split, a contiguous part of its blocks. The caller merges splits.
+    sequence over one part of its keys, some blocks in a row. The caller merges parts.
 
-    first, last   run programs first to last - 1 of num_seqs * num_kv_heads * num_splits
+    first, last   run programs first to last - 1 of num_seqs * num_kv_heads * num_parts
     q             [num_seqs, num_heads, head_dim], float32
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
     ends          [num_seqs]: number of keys; nothing after them is read
-    out           [num_splits, num_seqs, num_heads, head_dim], float32
-    lse           [num_splits, num_seqs, num_heads]: log of the sum of the exponentials
+    out           [num_parts, num_seqs, num_heads, head_dim], float32
+    lse           [num_parts, num_seqs, num_heads]: log of the sum of the exponentials
     """
-    num_splits, num_seqs, num_heads, head_dim = out.shape
+    num_parts, num_seqs, num_heads, head_dim = out.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
     group_size = num_heads // num_kv_heads
     scale = np.float32(1 / math.sqrt(head_dim))
@@ -107,14 +107,14 @@ def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
     acc = np.empty((group_size, head_dim), np.float32)
 
     for program in range(first, last):
-        # A program has one KV head and one split of the keys of one sequence.
+        # A program has one KV head and one part of the keys of one sequence.
         seq = program % num_seqs
         kv_head = program // num_seqs % num_kv_heads
-        split = program // num_seqs // num_kv_heads
+        part = program // num_seqs // num_kv_heads
 
         num_blocks = (ends[seq] + block_size - 1) // block_size
-        first_block = num_blocks * split // num_splits
-        last_block = num_blocks * (split + 1) // num_splits
+        first_block = num_blocks * part // num_parts
+        last_block = num_blocks * (part + 1) // num_parts
         highest[:] = -1e30  # not -inf: that minus itself is not a number
         total[:] = 0
         acc[:] = 0
@@ -159,13 +159,13 @@ def paged_attention(first, last, q, kv_cache, block_tables, ends, out, lse):
                     for dim in range(head_dim):
                         acc[g, dim] += prob * to_float32(v[key, dim])
 
-        # A split may have no keys: then its result is 0, and its weight too.
+        # A part may have no keys: then its result is 0, and its weight too.
         for g in range(group_size):
             head = kv_head * group_size + g
             divisor = max(total[g], np.float32(1e-30))
-            lse[split, seq, head] = highest[g] + math.log(divisor)
+            lse[part, seq, head] = highest[g] + math.log(divisor)
             for dim in range(head_dim):
-                out[split, seq, head, dim] = acc[g, dim] / divisor
+                out[part, seq, head, dim] = acc[g, dim] / divisor
 
 
 def run_on_threads(work, num_threads):

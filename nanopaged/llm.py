@@ -342,12 +342,12 @@ class LLM(AbstractContextManager["LLM"]):
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can."""
         self._check_open()
-        beams = None
+        beam_params = None
         if isinstance(params, BeamSearchParams):
-            beams = copy(params)
-            params = self._beam_sampling_params(beams)
+            beam_params = copy(params)
+            params = self._beam_sampling_params(beam_params)
         params = check_type("sampling_params", params, SamplingParams).clone()
-        self._check_limits(params, is_beam_search=beams is not None)
+        self._check_limits(params, is_beam_search=beam_params is not None)
 
         vocab_size = self.model_config.vocab_size
         text, ids, salt = encode(prompt, self.tokenizer, vocab_size)
@@ -357,7 +357,7 @@ class LLM(AbstractContextManager["LLM"]):
         what = f"number of prompt tokens, with max_model_len={longest},"
         check_int(what, len(ids), 1, longest - 1)
         group = SequenceGroup(text, ids, params, self._stop_token_ids(params), longest,
-                              self.tokenizer, beams)
+                              self.tokenizer, beam_params)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
         num_blocks = self.block_manager.most_blocks(
@@ -399,13 +399,13 @@ class LLM(AbstractContextManager["LLM"]):
                 f"{params.min_tokens}")
         return stop_ids
 
-    def _beam_sampling_params(self, beams: BeamSearchParams) -> SamplingParams:
+    def _beam_sampling_params(self, params: BeamSearchParams) -> SamplingParams:
         """A beam search is a group of `beam_width` sequences that report candidates.
 
         EOS tokens may be among the best candidates of a beam. So each asks for more
         than `beam_width`: enough must be left that go on.
         """
-        width = beams.beam_width
+        width = params.beam_width
         num_eos = len(self.eos_token_ids)
         most = self.model_config.vocab_size - num_eos
         check_int(
@@ -413,9 +413,9 @@ class LLM(AbstractContextManager["LLM"]):
         check_int("beam_width", width, 1, self.config.max_num_seqs)
         num_candidates = min(most + num_eos, width * max(2, 1 + num_eos))
         return SamplingParams(
-            n=width, temperature=0, max_tokens=beams.max_tokens,
-            ignore_eos=beams.ignore_eos, logprobs=num_candidates,
-            cache_salt=beams.cache_salt)
+            n=width, temperature=0, max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos, logprobs=num_candidates,
+            cache_salt=params.cache_salt)
 
     def _add(self, group: SequenceGroup) -> str:
         group.request_id = str(next(self._ids))
@@ -456,7 +456,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _beams(self, group: SequenceGroup) -> list[BeamSearchSequence]:
         """The beams of a finished search, with the prompt, as vLLM reports them."""
-        if group.beams is None or group.live:
+        if group.live or not group.is_beam_search:
             return []
         beams = []
         for seq in group.sequences:

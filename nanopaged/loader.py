@@ -217,6 +217,19 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
             else:
                 misfits[name] = list(tensor.shape)
 
+    check_names(path, missing, misfits)
+    if HEAD in tied and not torch.equal(tied[HEAD], tied[EMBEDDING]):
+        raise ValueError(
+            f"{HEAD} in {path} must equal {EMBEDDING}, as tie_word_embeddings is set "
+            "in config.json: unset it")
+
+
+def check_names(path: Path, missing: dict[str, Tensor],
+                misfits: dict[str, list[int]]) -> None:
+    """Raise an error unless every tensor of the model was there, and no others.
+
+    missing: targets without a tensor; misfits: shapes of tensors without a target.
+    """
     # transformers' base models have no head, and no "model." before the names.
     if set(missing) == {HEAD} or EMBEDDING.removeprefix("model.") in misfits:
         raise ValueError(
@@ -227,10 +240,6 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
         raise ValueError(
             f"the weights in {path} must be those of config.json: tensors "
             f"{str(shapes):.600} are missing, and {str(misfits):.600} have no place")
-    if HEAD in tied and not torch.equal(tied[HEAD], tied[EMBEDDING]):
-        raise ValueError(
-            f"{HEAD} in {path} must equal {EMBEDDING}, as tie_word_embeddings is set "
-            "in config.json: unset it")
 
 
 def weight_files(path: Path) -> list[Path]:

@@ -108,7 +108,7 @@ class Scheduler:
         index = 0
         while index < len(self.running):
             group = self.running[index]
-            if group.beams and group.live[0].num_pending_tokens:
+            if group.is_beam_search and group.live[0].num_pending_tokens:
                 index += 1  # its next beams are not known yet
             elif self._make_room(group, batch):
                 budget -= self._schedule_group(group, batch, budget)
@@ -305,7 +305,7 @@ class Scheduler:
             group = seq.group
             self.changed[group.request_id] = group
             if token < 0:
-                if group.beams:
+                if group.is_beam_search:
                     # Beams are compared with each other, so none can go on alone.
                     self.abort([group], "error")
                 else:
@@ -315,7 +315,7 @@ class Scheduler:
             if not group.metrics.first_token_time:
                 group.metrics.first_token_time = time.perf_counter()
 
-            if group.beams:
+            if group.is_beam_search:
                 seq.candidates = logprobs[i]
             else:
                 seq.append(token, logprobs.get(i))
@@ -323,9 +323,12 @@ class Scheduler:
                 if reason is not None:
                     self.finish(seq, reason)
 
-        beam_searches = {seq.group: None for seq in batch.sampled if seq.group.beams}
-        for group in beam_searches:
-            is_over = bool(group.live) and advance_beams(group, self.block_manager.fork)
+        # Every beam has its candidates now, so the search can go on.
+        groups = dict.fromkeys(seq.group for seq in batch.sampled)
+        for group in groups:
+            if not (group.is_beam_search and group.live):
+                continue
+            is_over = advance_beams(group, self.block_manager.fork)
             if is_over:
                 self.abort([group], "length")  # the live beams; these are not the best
                 group.sequences = group.complete_beams

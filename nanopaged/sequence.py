@@ -86,10 +86,10 @@ class Sequence:
     @property
     def score(self) -> float:
         """What beams are compared by: log-probability, normalised by the length."""
-        assert self.group.beams is not None, "only beams have a score"
+        assert self.group.beam_params is not None, "only beams have a score"
         length = len(self.token_ids) - self.group.num_prompt_tokens
         return self.cumulative_logprob / math.pow(
-            length, self.group.beams.length_penalty)
+            length, self.group.beam_params.length_penalty)
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
         """Add a sampled token; `logprobs` has its log-probability and those of others.
@@ -135,14 +135,15 @@ class SequenceGroup:
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int],
                  params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
-                 tokenizer: Any, beams: BeamSearchParams | None = None) -> None:
+                 tokenizer: Any, beam_params: BeamSearchParams | None = None) -> None:
         self.request_id = ""  # this and the seed are given when the request is queued
         self.seed = 0
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
-        self.beams = beams
+        self.beam_params = beam_params
+        self.is_beam_search = beam_params is not None
         self.stop_token_ids = stop_token_ids
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len

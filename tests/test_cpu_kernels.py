@@ -84,20 +84,20 @@ def test_chunks_and_decodes_in_one_step(dtype):
 @pytest.mark.parametrize(
     "seqs", [[(900, 1)], [(2000, 1), (3, 1), (0, 1), (40, 1)]], ids=str
 )
-def test_threads_and_splits_change_nothing(seqs, threads, monkeypatch):
+def test_threads_and_parts_change_nothing(seqs, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(attention, "MIN_SPLIT", 16)
+    monkeypatch.setattr(attention, "MIN_PART", 16)
     case = NumbaCase(seqs, (4, 1, 32))
     backend = case.backend()
-    assert case.prepare(backend).num_splits >= 2 * threads
+    assert case.prepare(backend).num_parts >= 2 * threads
     case.check(backend)
 
 
-def test_a_split_without_keys_counts_nothing(monkeypatch):
-    monkeypatch.setattr(attention, "MIN_SPLIT", 16)
+def test_a_part_without_keys_counts_nothing(monkeypatch):
+    monkeypatch.setattr(attention, "MIN_PART", 16)
     case = NumbaCase([(3000, 1), (0, 1), (15, 1)], (2, 1, 16))
     assert (
-        case.prepare(case.backend()).num_splits > 2
+        case.prepare(case.backend()).num_parts > 2
     )  # sequences of one block have fewer
     case.check()
 
@@ -215,7 +215,7 @@ def test_threads_share_the_calls(monkeypatch):
     metadata = case.prepare(backend)
     assert len(metadata.calls) > 6
     programs = [program for call in metadata.calls for program in range(*call)]
-    assert programs == list(range(4 * 2 * metadata.num_splits))
+    assert programs == list(range(4 * 2 * metadata.num_parts))
     case.check(backend)
 
 

@@ -354,11 +354,12 @@ class World:
         tokens, logprobs = [], {}
         for i, seq in enumerate(batch.sampled):
             emit = self.emits[seq.group]
-            if seq.group.beams:
+            if seq.group.is_beam_search:
                 logprobs[i] = as_logprobs(
                     emit(seq.token_ids, seq.group.params.logprobs)
                 )
-            tokens.append(0 if seq.group.beams else emit(len(seq.token_ids), seq.index))
+            is_beam = seq.group.is_beam_search
+            tokens.append(0 if is_beam else emit(len(seq.token_ids), seq.index))
         output = SamplerOutput(torch.tensor(tokens, dtype=torch.int64), logprobs)
         self.scheduler.update(batch, output.read(), output.logprobs)
 
@@ -407,7 +408,7 @@ class World:
             )
             if any(seq.finish_reason == "abort" for seq in group.sequences):
                 continue
-            if group.beams:
+            if group.is_beam_search:
                 assert self.results(group) == self.results(self.alone(group))
                 self.events["searches"] += 1
             else:
@@ -437,7 +438,7 @@ class World:
             group.prompt_token_ids,
             stop=group.stop_token_ids,
             emit=self.emits[group],
-            beams=group.beams,
+            beams=group.beam_params,
         )
         while search.live:
             world.step()

@@ -174,7 +174,11 @@ class Stress:
 
         running = [group for group in self.llm.scheduler.running if group.live]
         kinds = {
-            "beams" if group.beams else "several" if group.params.n > 1 else "plain"
+            "beams"
+            if group.is_beam_search
+            else "several"
+            if group.params.n > 1
+            else "plain"
             for group in running
         }
         self.seen["all kinds in one step"] += len(kinds) == 3

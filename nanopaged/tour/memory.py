@@ -181,7 +181,7 @@ def make_group(prompt: int, output: int, width: int, beams: bool) -> SequenceGro
         stop_token_ids=set(),
         max_model_len=LONGEST,
         tokenizer=None,
-        beams=search,
+        beam_params=search,
     )
 
 

@@ -100,7 +100,7 @@ def reuse(old: State | None, new: State) -> State:
 
 def group_state(group: SequenceGroup) -> State:
     kind = "greedy" if group.params.temperature == 0 else "sampled"
-    if group.beams:
+    if group.is_beam_search:
         kind = f"beam search, width {group.params.n}"
     elif group.params.n > 1:
         kind = f"{group.params.n} samples"
