@@ -67,6 +67,26 @@ def test_the_package_stays_small_and_its_lines_stay_short():
     assert nodes / lines <= MOST_NODES_PER_LINE, nodes / lines
 
 
+def test_the_core_is_one_sitting():
+    """The files that README.md names for one sitting, and where to stop in them."""
+    core = {
+        "llm": "# -- Requests one by one",
+        "sequence": None,
+        "block_manager": None,
+        "scheduler": None,
+        "model_runner": "# -- CUDA graphs",
+        "attention": "class TritonMetadata",
+        "cpu_kernels": None,
+        "model": None,
+    }
+    num_lines = 0
+    for name, end in core.items():
+        source = (PACKAGE / f"{name}.py").read_text()
+        end_line = source[: source.index(end)].count("\n") if end else len(source)
+        num_lines += sum(line <= end_line for line in code_lines(source))
+    assert 1200 < num_lines <= 1300, num_lines
+
+
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.name)
 def test_no_function_has_more_than_60_code_lines(path):
     source = path.read_text()

@@ -133,7 +133,7 @@ def test_its_file_table_is_the_reading_order(text):
 
     # First the engine's files, as the package's docstring orders them.
     files = [name[1][:-3] for name in names if name[1].endswith(".py")]
-    order = re.search(r"Read in this order: ([\w,\s]+)\.", nanopaged.__doc__)
+    order = re.search(r"Read all files in this order: ([\w,\s]+)\.", nanopaged.__doc__)
     assert files == re.findall(r"\w+", order[1])
     modules = {path.stem for path in PACKAGE.glob("*.py")}
     assert set(files) == modules - {"__init__", "__main__"}
