@@ -19,6 +19,14 @@ Shapes, here and everywhere:
                    after the last one are stale, but valid block ids
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset; -1: nowhere (padding)
+
+Where the work is divided:
+
+    tile           some neighbouring queries of one sequence, computed together
+    part           some of a sequence's keys: attention to each part is computed by
+                   itself, then the parts are merged
+    program        one run of a kernel's code, for one KV head of one tile or part
+    item           what a program of Triton's is told to compute
 """
 
 import os
@@ -39,10 +47,9 @@ Ints: TypeAlias = NDArray[np.int64]
 # asynchronous loads on which the tiles of `kernels.py` rest.
 KERNELS_NEED = (8, 0)
 MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
-# On a CPU, in keys of one KV head: a shorter part is not worth its merge, and for a
-# shorter call of the kernel it is not worth asking another thread.
-MIN_PART = 256
-MIN_CALL = 2048
+# On a CPU, in keys of one KV head:
+MIN_PART = 256  # merging a shorter part costs more than it gains
+MIN_CALL = 2048  # a shorter call of the kernel is not worth waking another thread
 
 
 @dataclass
@@ -93,9 +100,9 @@ class TorchAttention:
         first_tokens = np.cumsum(counts) - counts
         for seq in np.flatnonzero(counts >= self.min_queries).tolist():
             start, count = int(starts[seq]), int(counts[seq])
-            step = MASKED_QUERIES if start else count
-            for first in range(0, count, step):
-                tokens = first_tokens[seq] + np.arange(first, min(first + step, count))
+            most = MASKED_QUERIES if start else count
+            for first in range(0, count, most):
+                tokens = first_tokens[seq] + np.arange(first, min(first + most, count))
                 num_keys = start + first + len(tokens)
                 num_blocks = ceil_div(num_keys, self.block_size)
                 block_ids = self.to_device(block_tables[seq, :num_blocks])
@@ -104,8 +111,8 @@ class TorchAttention:
                     last_keys = positions[tokens]
                     seen = np.arange(num_keys) <= last_keys[:, None]
                     mask = self.to_device(seen)
-                rows = slice(tokens[0], tokens[-1] + 1)
-                chunks.append(Chunk(rows, block_ids, num_keys, mask))
+                token_slice = slice(tokens[0], tokens[-1] + 1)
+                chunks.append(Chunk(token_slice, block_ids, num_keys, mask))
 
         on_device = self.to_device(positions), self.to_device(slots)
         return TorchMetadata(*on_device, chunks)
@@ -151,6 +158,7 @@ class TorchAttention:
         sources = to_device(moves[:, 0].copy(), source.device)
         targets = to_device(moves[:, 1].copy(), target.device)
         for from_layer, to_layer in zip(source, target, strict=True):
+            # All are read before any is written, so their order does not matter.
             blocks = from_layer.index_select(0, sources).to(target.device)
             to_layer.index_copy_(0, targets, blocks)
 
@@ -249,9 +257,9 @@ class NumbaAttention(TorchAttention):
         # so that no thread waits for one whose core is busy with something else.
         num_programs = num_parts * len(seqs) * self.num_kv_heads
         num_calls = min(4 * self.num_threads, ceil_div(num_keys, MIN_CALL))
-        step = ceil_div(num_programs, num_calls) if num_calls else 1
-        calls = [(first, min(first + step, num_programs))
-                 for first in range(0, num_programs, step)]
+        size = ceil_div(num_programs, num_calls) if num_calls else 1
+        calls = [(first, min(first + size, num_programs))
+                 for first in range(0, num_programs, size)]
 
         decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
         tables = block_tables[seqs]
@@ -392,6 +400,8 @@ class TritonAttention(TorchAttention):
                      [80, 1, 99, 1,   0,  100, -1]]
             merges = [[0, 0, 4, 1]]
 
+        before they are filled up, see below.
+
         Items with the most keys come first, so that a long one does not start when all
         others end. All parts but the last of a tile are as long as the limit, roughly,
         so dividing adds at most 2 * num_places items. Decodes are filled up to that
@@ -417,24 +427,27 @@ class TritonAttention(TorchAttention):
         tile = np.repeat(np.arange(len(tiles)), num_parts)  # of each item
         first_items = np.cumsum(num_parts) - num_parts  # of each tile
         first_keys = (np.arange(len(tile)) - first_items[tile]) * part_sizes[tile]
-        last_keys = np.minimum(first_keys + part_sizes[tile], ends[tile])
+        end_keys = np.minimum(first_keys + part_sizes[tile], ends[tile])
         num_rows = np.where(num_parts > 1, num_queries, 0)[tile]
         rows = np.cumsum(num_rows) - num_rows
         items = np.column_stack(
-            (tiles[tile], first_keys, last_keys, np.where(num_rows > 0, rows, -1)))
-        items = items[np.argsort(first_keys - last_keys, kind="stable")]
+            (tiles[tile], first_keys, end_keys, np.where(num_rows > 0, rows, -1)))
+        num_keys = end_keys - first_keys
+        items = items[np.argsort(-num_keys, kind="stable")]
 
         # The tokens of divided tiles are merged: a row of each part, starting with the
         # first.
-        tile = np.repeat(np.arange(len(tiles)), num_queries)  # of each token
-        tokens = np.flatnonzero(num_parts[tile] > 1)
-        tile = tile[tokens]
+        tile_of_token = np.repeat(np.arange(len(tiles)), num_queries)
+        tokens = np.flatnonzero(num_parts[tile_of_token] > 1)
+        tile = tile_of_token[tokens]  # of each merge
         first_rows = rows[first_items[tile]] + tokens - first_tokens[tile]
         merges = np.column_stack(
             (tokens, first_rows, num_parts[tile], num_queries[tile]))
         if counts.max() > 1:
             return items, merges, int(num_rows.sum())
 
+        # A divided tile adds at least one item, so there are at most as many of them as
+        # items are added, and they have at most twice as many parts, of one row each.
         items = filled_up(items, len(tiles) + most_added)
         merges = filled_up(merges, min(len(tiles), most_added))
         return items, merges, 2 * most_added
@@ -456,7 +469,8 @@ class TritonAttention(TorchAttention):
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         # Within a pool, moves may depend on their order: in [(1, 2), (3, 1)] block 1 is
         # copied, given up, and taken for another copy. Then they are made one by one.
-        in_turn = source is target and np.isin(*moves.T).any()
+        sources, targets = moves.T
+        in_turn = source is target and np.isin(sources, targets).any()
         count = 1 if in_turn else len(moves)
         on_device = to_device(moves, self.device)
         for first in range(0, len(moves), count):

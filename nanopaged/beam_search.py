@@ -82,11 +82,13 @@ def _replace_beams(group: SequenceGroup, survivors: list[Child],
 
     # Forks come first: a parent must not change while others still need what it was. A
     # beam without a child gives back its blocks, and a fork takes its place.
+    # There are as many survivors as beams, so both lists have the same length.
     childless = [seq for seq in group.live if seq not in best_children]
     for child, seq in zip(other_children, childless, strict=True):
         fork(child.parent, seq)
         seq.continue_beam(*child)
     for parent, child in best_children.items():
         parent.continue_beam(*child)
-    # The best survivor is its parent's best child, and has just taken its place.
-    return survivors[0].parent.score
+    # The object that was the best survivor's parent has just become this survivor.
+    best = survivors[0].parent
+    return best.score

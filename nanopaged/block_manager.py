@@ -90,7 +90,7 @@ class BlockManager:
         wrong one.
         """
         found: list[int] = []
-        num_full_blocks = (seq.num_tokens_to_compute - 1) // self.block_size
+        num_full_blocks = (seq.compute_end - 1) // self.block_size
         for index in range(num_full_blocks):
             content = self._content(seq, index, found)
             block_id = self.published.get(self._hash(content))
@@ -100,9 +100,10 @@ class BlockManager:
         return found
 
     def can_allocate(self, prefix: list[int], num_blocks: int, num_spare: int) -> bool:
-        """Whether a table of `num_blocks` that begins with `prefix` leaves enough free.
+        """Whether `num_spare` blocks stay free if a group takes `num_blocks`.
 
-        Blocks of the prefix that are free now leave the free list as well.
+        The cached `prefix` is among them. Its blocks that are free now leave the free
+        list as well.
         """
         num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
         num_taken = num_blocks - len(prefix) + num_revived
@@ -120,7 +121,7 @@ class BlockManager:
         num_new = 0
         writers: Counter[int] = Counter()
         for seq in seqs:
-            num_blocks = self.num_blocks_for(seq.num_tokens_to_compute)
+            num_blocks = self.num_blocks_for(seq.compute_end)
             num_new += num_blocks - len(seq.block_table)
             index = seq.num_computed_tokens // self.block_size
             if index < len(seq.block_table):
@@ -150,7 +151,7 @@ class BlockManager:
             # The model runner must be sent this entry of the table again.
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)
 
-        while len(table) * self.block_size < seq.num_tokens_to_compute:
+        while len(table) * self.block_size < seq.compute_end:
             table.append(self._take(self.free_blocks))
         return copies
 
@@ -243,8 +244,9 @@ class BlockManager:
             # The hashes collide: nobody finds this block.
             block.name = next(self.names)
             return
-        # With the same name, what follows either of the two is found. If nobody holds
-        # the other, it may soon be taken: then this one is found in its place.
+        # Both blocks hold the same tokens. They get one name, so that a block published
+        # after one of them is also found after the other. The cache refers to one of
+        # the two. If that one is free, it may be taken soon: refer to this one, then.
         block.name = other.name
         if other.ref_count == 0:
             self.published[block.hash] = block_id

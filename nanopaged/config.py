@@ -33,7 +33,8 @@ def check_int(name: str, value: Any, low: int, high: float = inf,
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an integer, got {value!r:.80}")
     try:
-        number = operator.index(value)  # an array has __index__, but need not be one
+        # Every array has __index__, but it fails unless the array is one integer.
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r:.80}") from None
     check_range(name, number, low, high)
@@ -120,7 +121,7 @@ def option(default: Any, check: Callable[..., Any], **limits: Any) -> Any:
 
 
 def only(*supported: Any, reason: str) -> Any:
-    """A field of vLLM's that takes these values alone; the first is the default."""
+    """A field of vLLM's that accepts only these values; the first is the default."""
     return option(supported[0], check_supported, supported=supported, reason=reason)
 
 
@@ -144,12 +145,12 @@ class Checked:
                 vars(self)[f.name] = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in vars(self):  # else `__init__` sets it for the first time
-            changed: Any = replace(self, **{name: value})
-            value = getattr(changed, name)
-        else:
+        if name not in vars(self):  # set by `__init__`, or misspelt
             known = self.__dataclass_fields__
             check_name(type(self).__name__, name, known, AttributeError)
+        else:  # changed: all fields are checked again
+            changed: Any = replace(self, **{name: value})
+            value = getattr(changed, name)
         vars(self)[name] = value
 
 

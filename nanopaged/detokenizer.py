@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
-MOST_UNKNOWN_TOKENS = 16  # of more tokens, only the last ones are decoded again
+MOST_UNKNOWN_TOKENS = 16  # then their text is taken, except its unfinished end
 NUM_KEPT_TOKENS = 9  # enough for the bytes of an unfinished character
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
 
@@ -18,9 +18,15 @@ INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole char
 class Detokenizer:
     """The text of one sequence.
 
-    `context` holds the last tokens whose text is in `text` (or in the prompt); the
-    first `num_known` characters of what it decodes to are. `unknown` holds those after
-    them, whose text is not known yet: they may end within a character.
+    `context` holds the last tokens that have been turned into text. It decodes to a
+    string whose first `num_known` characters are in `text` already, or belong to the
+    prompt. `unknown` holds the tokens after it. Their text is not in `text` yet,
+    because they may end within a character.
+
+    For example, "so" and four tokens of one byte each, which together are an emoji:
+    `context` is ["so"], num_known=2, and `unknown` grows to four tokens. Only then does
+    the text after "so" not end with an incomplete character. It is added to `text`, and
+    the four tokens become the context.
     """
 
     def __init__(self, tokenizer: Any, prompt_token_ids: list[int],
@@ -76,12 +82,12 @@ class Detokenizer:
         """
         new = self._decode(self.context + self.unknown)[self.num_known :]
         if (new and not new.endswith(INCOMPLETE)) or final:
-            self._forget_context(self.unknown, num_open=0)
+            self._set_context(self.unknown, num_open=0)
         elif len(self.unknown) == MOST_UNKNOWN_TOKENS and new:
-            # Every one of them ended within a character, so far.
+            # After none of them did the text end with a whole character.
             num_open = count_open(new)
             new = new[: len(new) - num_open]
-            self._forget_context(self.unknown[-NUM_KEPT_TOKENS:], num_open)
+            self._set_context(self.unknown[-NUM_KEPT_TOKENS:], num_open)
         elif len(self.unknown) == MOST_UNKNOWN_TOKENS:
             # Tokens without text (special ones) would be useless as context: the next
             # word would be decoded like the first of a text.
@@ -94,8 +100,10 @@ class Detokenizer:
             self.start = len(self.text)
         self._find_stop(len(new))
 
-    def _forget_context(self, context: list[int], num_open: int) -> None:
-        """From now on decode with this context, whose text is known but for its end."""
+    def _set_context(self, context: list[int], num_open: int) -> None:
+        """Decode with this context from now on. Its text is known, except the last
+        `num_open` characters.
+        """
         self.context = context
         self.num_known = len(self._decode(context)) - num_open
         self.unknown = []

@@ -170,7 +170,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
 
         scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         scores *= LOG2_E * HEAD_DIM**-0.5
-        # Causal, by position; and an item ends before some of its queries do.
+        # A query sees keys up to its own position, and none after the end of the item.
         seen = key[None, :] < tl.minimum(position + query[:, None] + 1, end)
         scores = tl.where(seen, scores, -float("inf"))
 
@@ -205,7 +205,7 @@ def merge_parts(parts, lse, merges, out,
                 HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """The mean of a token's parts for one head, weighted by their sums (log-sum-exp).
 
-    Grid: [num_merges, num_heads]. In torch: nothing there is divided.
+    Grid: [num_merges, num_heads]. In torch it has no counterpart: nothing is divided.
 
     parts, lse, out  as in `paged_attention`
     merges           [num_merges, 4]: see `TritonAttention.plan`

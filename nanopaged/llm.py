@@ -1,7 +1,8 @@
 """The engine's front: prompts in, text out. Start reading here, at `LLM._step`.
 
 That method is the whole engine. The rest of this file turns prompts into requests and
-sequences into text, and every other file explains one line of it.
+sequences into text, and every other file explains one line of it. The words are
+explained at the top of `sequence.py`.
 """
 
 import itertools
@@ -76,11 +77,12 @@ class LLM(AbstractContextManager["LLM"]):
 
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
-        self._requests: dict[str, SequenceGroup] = {}  # their end is not reported yet
+        self._requests: dict[str, SequenceGroup] = {}  # whose end was not reported
         self._for_step: set[str] = set()  # ids of those that `add_request` made
         self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
         self._lock = threading.Lock()
-        # The books: the queues, the block tables and the prefix cache.
+        # The books are the queues, the block tables and the prefix cache. False while
+        # they change, and where cleaning up after a failure failed.
         self._are_books_right = True
         self._closed = False
         self.observers: list[Observer] = []
@@ -122,7 +124,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._notify("executed", batch)
 
         # On a GPU the newest step is still running: read the tokens of the one before.
-        # If the batch is empty, nothing can go on before all tokens are read.
+        # If the batch is empty, everybody waits for a token's value, so read them all.
         self._launched.append((batch, sampled))
         num_ahead = self.steps_ahead if batch.message.rows else 0
         while len(self._launched) > num_ahead:
@@ -147,7 +149,7 @@ class LLM(AbstractContextManager["LLM"]):
         with self._lock:
             self._check_open()
             if not self._are_books_right:
-                # Something failed in here, and what is done about it failed as well.
+                # An earlier call failed, and so did cleaning up after it: do it now.
                 self._end_all_requests()
             self._are_books_right = False  # until everything below has been done
             try:
@@ -406,12 +408,14 @@ class LLM(AbstractContextManager["LLM"]):
         than `beam_width`: enough must be left that go on.
         """
         width = params.beam_width
+        vocab_size = self.model_config.vocab_size
         num_eos = len(self.eos_token_ids)
-        most = self.model_config.vocab_size - num_eos
+        most = vocab_size - num_eos
         check_int(
             f"beam_width, with {most} tokens that do not end a beam,", width, 1, most)
         check_int("beam_width", width, 1, self.config.max_num_seqs)
-        num_candidates = min(most + num_eos, width * max(2, 1 + num_eos))
+        # As many as transformers takes.
+        num_candidates = min(vocab_size, width * max(2, 1 + num_eos))
         return SamplingParams(
             n=width, temperature=0, max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos, logprobs=num_candidates,

@@ -64,7 +64,8 @@ class Staging:
     def add(self, values: NDArray[Any]) -> Tensor:
         tensor = torch.from_numpy(values)
         end = self.used + values.nbytes
-        if end > len(self.on_device):  # on a CPU, or a large mask
+        # On a CPU nothing fits, as num_bytes is 0; on a GPU a large mask may not.
+        if end > len(self.on_device):
             return tensor.to(self.device)
         place = slice(self.used, end)
         self.used = -(-end // 16) * 16  # kernels are compiled for such addresses
@@ -118,6 +119,8 @@ class ModelRunner:
 
         num_bytes = 0
         if self.device.type == "cuda":
+            # At most 128 bytes for each token, the block tables as int32, and 1 MiB for
+            # what depends on neither.
             most_tokens = config.max_num_batched_tokens
             num_bytes = 128 * most_tokens + 4 * self.block_tables.size + (1 << 20)
         self.staging = Staging(num_bytes, self.device)
@@ -172,7 +175,8 @@ class ModelRunner:
         output = self.sampler.sample(logits, plan)
         # Only rank 0 knows the parameters of the requests, so its tokens count.
         tokens = self.ranks.broadcast(output.token_ids)
-        # The next step may begin before anybody has seen that a token is missing.
+        # A sample that failed is -1, which is no token. The next step may read it
+        # before the host notices, so it finds 0 instead.
         self.last_tokens[sampled_rows] = tokens.clamp(min=0)
         return output
 

@@ -128,10 +128,12 @@ class Ranks:
         """Where this rank's part begins in a dimension of a weight that has `whole`
         elements.
 
-        Several ranks may share one KV head: then it is rounded down to a whole part.
-        With 4 ranks and 2 KV heads of 64, part=64 and whole=128: 0, 0, 64, 64.
+        Ranks that share a KV head begin at the same whole part: with 4 ranks and 2 KV
+        heads of 64, part=64 and whole=128: 0, 0, 64, 64. In a dimension that is not
+        divided, part=whole, and all begin at 0.
         """
-        return self.rank * whole // self.size // part * part
+        start = self.rank * whole // self.size
+        return start // part * part
 
     # -- What a step needs -------------------------------------------------------------
 
@@ -175,7 +177,7 @@ class Ranks:
     def _put(self, data: bytes) -> None:
         self.num_steps += 1
         self.store.set(f"step {self.num_steps}", data)
-        # Every step sums over all ranks, so none of them can be nine steps behind.
+        # Every step sums over all ranks, so none can be as many as nine steps behind.
         self.store.delete_key(f"step {self.num_steps - 9}")
 
     def serve(self, run: Callable[[ControlMessage], object]) -> None:

@@ -61,7 +61,7 @@ class SamplingPlan:
 
     params: Any  # [num_samples] of ROW
     positions: Ints  # [num_samples]: of the tokens
-    is_drawn: Tensor | None = None  # [num_samples]; None: all are alike
+    is_drawn: Tensor | None = None  # [num_samples]; None: all are, or none
     temperature: Tensor | None = None  # [num_samples, 1]; None: all are greedy
     numbers: Tensor | None = None  # [num_samples, 1]: random, in [0, 1)
     restricted: Tensor | None = None  # [num_restricted]: samples with limits
@@ -206,15 +206,16 @@ def find(parts: Tensor, goal: Tensor,
          before: float | Tensor = 0) -> tuple[Tensor, Tensor]:
     """The first part with which the sum exceeds the goal, and the sum before it.
 
-    parts: [num_samples, num_parts]; the others: [num_samples, 1]. On a GPU sums are
-    made in parallel, and rounding has two effects. A sum may grow where nothing is
-    added: so a part that is 0 is never found. And the last sum may miss the goal: then
-    the last part that is not 0 is found.
+    parts: [num_samples, num_parts]; the others: [num_samples, 1]. On a GPU the sums are
+    made in parallel, and each is rounded in its own way. So a sum may seem to grow at a
+    part that is 0: such parts are never chosen. And the last sum may stay below the
+    goal: then the last part that is not 0 is chosen.
     """
     sums = before + parts.cumsum(-1, dtype=torch.float64)
     index = torch.arange(parts.shape[1], device=parts.device)
     last = torch.where(parts > 0, index, 0).amax(-1, keepdim=True)
-    exceeds = (parts > 0) & (sums.float() > goal)
+    exceeds = (parts > 0) & (sums.float() > goal)  # the goal is a float32, too
+    # The first that exceeds it. If none does, all of these are `last`.
     found = torch.where(exceeds, index, last).amin(-1, keepdim=True)
     return found, (sums - parts).gather(1, found)
 

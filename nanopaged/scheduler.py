@@ -142,7 +142,7 @@ class Scheduler:
             # The usual case, kept short. A sequence alone shares full blocks only, and
             # never writes to those, so it needs no copy.
             num_slots = len(seqs[0].block_table) * manager.block_size
-            if seqs[0].num_tokens_to_compute <= num_slots:
+            if seqs[0].compute_end <= num_slots:
                 return True
 
         if manager.num_blocks_to_grow(seqs) > len(manager.free_blocks):
@@ -154,13 +154,14 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns how much.
 
-        All of them sample in the same step, as a beam search must compare all its
-        beams. If the budget is too small for that, each sequence leaves out its last
-        token, and a decode, which has only that one, computes nothing.
+        All of them sample in the same step, as a beam search compares all its beams,
+        and a sequence samples when its last token is computed. So if the budget is too
+        small for all, nobody computes its last token in this step. A decode has no
+        other, and waits.
         """
         left = budget
         seqs = group.next_sequences
-        counts = [seq.num_tokens_to_compute - seq.num_computed_tokens for seq in seqs]
+        counts = [seq.compute_end - seq.num_computed_tokens for seq in seqs]
         if len(seqs) > 1 and sum(counts) > budget:
             counts = [count - 1 for count in counts]
 
@@ -177,10 +178,11 @@ class Scheduler:
         message = batch.message
         self.block_manager.advance(seq, count)
         end = seq.num_computed_tokens
-        # A pending token is not in token_ids yet, so the slice is empty if it is next.
-        # It is always computed alone: a preempted group, which computes all its tokens
-        # again, is not admitted before another step, when none of them is pending.
-        message.token_ids += seq.token_ids[end - count : end] or [PENDING]
+        # A pending token is not in token_ids yet. If it is next, it is computed alone:
+        # only a group that was preempted computes several tokens of its own, and when
+        # it is admitted again, in a later step, none of them is pending any more.
+        known = seq.token_ids[end - count : end]
+        message.token_ids += known or [PENDING]
         message.counts.append(count)
         message.ends.append(end)
         message.rows.append(seq.row)
@@ -222,7 +224,7 @@ class Scheduler:
         # it, the newcomer would be preempted as soon as one of them needs a block.
         num_spare = manager.num_blocks // 100 if self.running else 0
 
-        if leader.block_table:  # it was swapped out
+        if leader.block_table:  # it was swapped out: others have no blocks
             num_spare += manager.num_blocks_to_grow(group.next_sequences)
             moves = manager.swap(group.live, manager.free_blocks, num_spare)
             if not moves:
@@ -241,7 +243,7 @@ class Scheduler:
                 self.did_not_fit = (group, num_free)
                 return False
             manager.allocate(leader, prefix)
-            self.stats.prefix_query_tokens += leader.num_tokens_to_compute
+            self.stats.prefix_query_tokens += leader.compute_end
             self.stats.prefix_hit_tokens += leader.num_computed_tokens
 
         for seq in group.live:
@@ -330,7 +332,8 @@ class Scheduler:
                 continue
             is_over = advance_beams(group, self.block_manager.fork)
             if is_over:
-                self.abort([group], "length")  # the live beams; these are not the best
+                # Drop the beams that still run. The answer is the complete ones.
+                self.abort([group], "length")
                 group.sequences = group.complete_beams
 
     def _reason_to_finish(self, seq: Sequence) -> str | None:

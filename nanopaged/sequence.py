@@ -70,10 +70,9 @@ class Sequence:
         self.stop_reason: int | str | None = None
 
     @property
-    def num_tokens_to_compute(self) -> int:
-        """How many tokens, counted from the first, must be computed to sample the next.
-
-        This is not what is left: `num_computed_tokens` of them are computed already.
+    def compute_end(self) -> int:
+        """The position up to which, but not including it, tokens must be computed to
+        sample the next.
         """
         group = self.group
         if not group.forked:

@@ -349,14 +349,14 @@ def allocate_if_fits(manager, seq, prefix, room, spare=0):
 
 def allocate(manager, seq, spare=0):
     """Admit a sequence as the scheduler does: look up its prefix, then allocate."""
-    room = manager.most_blocks(0, [seq.num_tokens_to_compute])
+    room = manager.most_blocks(0, [seq.compute_end])
     return allocate_if_fits(manager, seq, manager.match_prefix(seq), room, spare)
 
 
 def compute(manager, *sequences, until=None):
     """What a step does: compute tokens (`until`, or all) and publish full blocks."""
     for seq in sequences:
-        seq.num_computed_tokens = seq.num_tokens_to_compute if until is None else until
+        seq.num_computed_tokens = seq.compute_end if until is None else until
         manager.publish(seq)
 
 

@@ -730,7 +730,7 @@ class Machine(RuleBasedStateMachine):
                 for i in range(-(-length // size))
             }
         )
-        assert len(prefix) * size < leader.num_tokens_to_compute
+        assert len(prefix) * size < leader.compute_end
         assert manager.enable_prefix_caching or not prefix
 
         names = self.name(leader)
@@ -749,7 +749,7 @@ class Machine(RuleBasedStateMachine):
             return False
         for block in revived:
             self.free_order.remove(block)
-        fresh = -(-leader.num_tokens_to_compute // size) - len(prefix)
+        fresh = -(-leader.compute_end // size) - len(prefix)
 
         assert leader.block_table == prefix + self.take(fresh, self.free_order)
         assert leader.num_computed_tokens == len(prefix) * size
@@ -782,7 +782,7 @@ class Machine(RuleBasedStateMachine):
             index = seq.num_computed_tokens // size
             write = table[index : index + 1]
             copied = [block for block in write if self.holders()[block] > 1]
-            new = -(-seq.num_tokens_to_compute // size) - len(table)
+            new = -(-seq.compute_end // size) - len(table)
             moves = manager.grow(seq)
             taken = self.take(len(copied) + new, self.free_order)
 
@@ -813,7 +813,7 @@ class Machine(RuleBasedStateMachine):
         holders = self.holders()
         published = set(manager.published.values())
         start = seq.num_computed_tokens
-        end = min(seq.num_computed_tokens + count, seq.num_tokens_to_compute)
+        end = min(seq.num_computed_tokens + count, seq.compute_end)
         for position in range(start, end):
             block = row[position // size]
             offset = position % size

@@ -57,8 +57,8 @@ MUTANTS = [
         "Find a prompt in the cache to its very last token",
         Edit(
             "block_manager.py",
-            "num_full_blocks = (seq.num_tokens_to_compute - 1) // self.block_size",
-            "num_full_blocks = seq.num_tokens_to_compute // self.block_size",
+            "num_full_blocks = (seq.compute_end - 1) // self.block_size",
+            "num_full_blocks = seq.compute_end // self.block_size",
         ),
         "tests/test_block_manager.py::test_the_last_token_is_always_computed",
         "A prompt that fills its blocks exactly is found as a whole. Then there is "
