@@ -214,7 +214,7 @@ def bench_workload(args: Args) -> Figures:
     generate(llm, warm_up_requests(vocab_size), args.temperature)
     runs = [serve(llm, requests, args.temperature) for _ in range(args.repeats)]
     runs.sort(key=lambda run: run["seconds"])
-    figures = runs[(len(runs) - 1) // 2]  # the median; of two the faster one
+    figures = runs[len(runs) // 2]  # the median; of two the slower one
 
     dtype, device = llm.runner.dtype, llm.runner.device
     limits = machine_limits(device, dtype)
