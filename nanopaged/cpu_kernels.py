@@ -18,7 +18,7 @@ Gimelshein.
 
 import ctypes
 import math
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 from llvmlite import ir
@@ -35,6 +35,7 @@ try:
     openmp_parallel = ctypes.CDLL(None).GOMP_parallel
 except (AttributeError, TypeError):  # it has another name: this is not Linux
     openmp_parallel = None
+own_threads = ThreadPoolExecutor()  # used in its place; none is started before
 
 
 @njit(inline="always")
@@ -176,8 +177,10 @@ def run_on_threads(work, num_threads):
     them for the cores. So the kernel runs on the very same threads.
     """
     if openmp_parallel is None:
-        with ThreadPoolExecutor(num_threads) as pool:
-            list(pool.map(lambda _: work(), range(num_threads)))
+        shares = [own_threads.submit(work) for _ in range(num_threads)]
+        wait(shares)
+        for share in shares:
+            share.result()  # raises what `work` has raised
         return
 
     errors = []
