@@ -157,12 +157,12 @@ class Scheduler:
         All of them sample in the same step, as a beam search compares all its beams,
         and a sequence samples when its last token is computed. So if the budget is too
         small for all, nobody computes its last token in this step. A decode has no
-        other, and waits.
+        other, and waits. For the long prompt of a leader this makes no difference.
         """
         left = budget
         seqs = group.next_sequences
         counts = [seq.compute_end - seq.num_computed_tokens for seq in seqs]
-        if len(seqs) > 1 and sum(counts) > budget:
+        if sum(counts) > budget:
             counts = [count - 1 for count in counts]
 
         for seq, count in zip(seqs, counts, strict=True):

@@ -890,3 +890,24 @@ def test_a_stream_continues_when_one_of_its_requests_is_aborted(llama, work, eng
     assert sorted(finished) == ["0", "1", "2"], "each ends once"
     assert last["1"].outputs[0].finish_reason == "abort"
     assert [tokens_of(last[name]) for name in ("0", "2")] == [expected[0], expected[2]]
+
+
+def test_metrics_are_the_moments_of_a_request(llama, engine, work):
+    """Each moment is set once, in the order of life; a queued request starts late."""
+    llm = engine(llama, max_num_seqs=1)
+    prompts, _ = work
+    requests = add_all(llm, prompts[:2], greedy())
+    watch = Watch(llm)
+    watch.step()
+    first, second = (llm._requests[request].metrics for request in requests)
+    assert 0 < first.arrival_time <= first.first_scheduled_time
+    assert first.first_token_time > first.first_scheduled_time
+    assert first.finished_time == second.first_scheduled_time == 0
+    first_token_time = first.first_token_time
+
+    watch.drain()
+    metrics = [watch.outputs[request][-1].metrics for request in requests]
+    assert metrics == [first, second]
+    assert first.first_token_time == first_token_time < first.finished_time
+    assert first.finished_time <= second.first_scheduled_time
+    assert second.first_scheduled_time < second.first_token_time < second.finished_time

@@ -295,6 +295,11 @@ def test_sampling_params_of_vllm_are_taken(name, value, llm):
     assert list(output.token_ids) == list(plain.token_ids)
 
 
+@pytest.mark.parametrize("top_k", [None, 0])
+def test_no_top_k_means_all_tokens(top_k):
+    assert greedy(top_k=top_k).top_k == 0
+
+
 @pytest.mark.parametrize(("name", "value"), LACKING, ids=str)
 def test_sampling_params_that_are_lacking_are_refused(name, value):
     message = message_of(lambda: greedy(**{name: value}))
