@@ -225,8 +225,7 @@ class NumbaAttention(TorchAttention):
                 f"device 'cpu', got {self.device.type!r}: use 'torch'")
         from nanopaged import cpu_kernels
 
-        self.kernel: Any = cpu_kernels.paged_attention
-        self.run_on_threads: Any = cpu_kernels.run_on_threads
+        self.kernels: Any = cpu_kernels
         # NumPy has no bfloat16, and Numba no float16: the kernel gets their bits.
         bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
         self.view_dtype = bits.get(self.dtype, self.dtype)
@@ -285,10 +284,10 @@ class NumbaAttention(TorchAttention):
 
         def work() -> None:
             for first, last in calls:
-                self.kernel(first, last, *arrays)
+                self.kernels.paged_attention(first, last, *arrays)
 
         if len(metadata.calls) > 1:
-            self.run_on_threads(work, self.num_threads)
+            self.kernels.run_on_threads(work, self.num_threads)
         else:
             work()
 

@@ -68,7 +68,7 @@ class Staging:
         if end > len(self.on_device):
             return tensor.to(self.device)
         place = slice(self.used, end)
-        self.used = -(-end // 16) * 16  # kernels are compiled for such addresses
+        self.used = ceil_div(end, 16) * 16  # kernels are compiled for such addresses
         self.on_host.numpy()[place] = values.reshape(-1).view(np.uint8)
         return self.on_device[place].view(tensor.dtype).view(values.shape)
 

@@ -326,12 +326,10 @@ class Scheduler:
                     self.finish(seq, reason)
 
         # Every beam has its candidates now, so the search can go on.
-        groups = dict.fromkeys(seq.group for seq in batch.sampled)
-        for group in groups:
-            if not (group.is_beam_search and group.live):
-                continue
-            is_over = advance_beams(group, self.block_manager.fork)
-            if is_over:
+        beam_searches = dict.fromkeys(
+            seq.group for seq in batch.sampled if seq.group.is_beam_search)
+        for group in beam_searches:
+            if group.live and advance_beams(group, self.block_manager.fork):
                 # Drop the beams that still run. The answer is the complete ones.
                 self.abort([group], "length")
                 group.sequences = group.complete_beams

@@ -223,7 +223,7 @@ def test_few_keys_are_left_to_the_thread_that_asks(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     case = NumbaCase([(90, 1), (17, 1), (0, 5)])
     backend = case.backend()
-    backend.run_on_threads = None
+    monkeypatch.setattr(cpu_kernels, "run_on_threads", None)
     case.check(backend)
 
 

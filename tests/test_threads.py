@@ -14,23 +14,16 @@ import sys
 import threading
 import time
 from contextlib import closing
+from functools import partial
 
 import pytest
 
+import helpers
+from helpers import tokens_of
+
 COUNT = 16
 TIMEOUT = 120  # seconds after which a thread is called stuck
-
-
-def greedy(**more):
-    from nanopaged import SamplingParams
-
-    return SamplingParams(
-        **({"temperature": 0, "max_tokens": COUNT, "ignore_eos": True} | more)
-    )
-
-
-def tokens_of(output):
-    return list(output.outputs[0].token_ids)
+greedy = partial(helpers.greedy, max_tokens=COUNT)
 
 
 @pytest.fixture(autouse=True)
