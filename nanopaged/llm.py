@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import copy
 from typing import Any, TypeAlias
 
@@ -237,12 +237,15 @@ class LLM(AbstractContextManager["LLM"]):
         groups = self._make_groups(prompts, sampling_params)
         num_finished = 0
         before = self.scheduler.stats.output_tokens
-        with tqdm(unit=" tokens", disable=not use_tqdm) as bar:
+        # Python drops a Ctrl-C that strikes in a finalizer, and every bar has one: so
+        # none is made that is not shown.
+        with tqdm(unit=" tokens") if use_tqdm else nullcontext() as bar:
             for group in self._run(groups):
-                num_finished += not group.live
-                bar.set_description_str(
-                    f"{num_finished}/{len(groups)} requests", refresh=False)
-                bar.update(self.scheduler.stats.output_tokens - before - bar.n)
+                if bar is not None:
+                    num_finished += not group.live
+                    bar.set_description_str(
+                        f"{num_finished}/{len(groups)} requests", refresh=False)
+                    bar.update(self.scheduler.stats.output_tokens - before - bar.n)
         return [self._output(group) for group in groups]
 
     def stream(self, prompts: Any,

@@ -401,6 +401,14 @@ def test_no_prompts_no_outputs(text_model, engine):
     assert list(llm.stream([], greedy())) == []
 
 
+def test_without_a_progress_bar_none_is_made(text_model, engine, monkeypatch):
+    """Each has a finalizer, and Python drops a Ctrl-C that strikes in one."""
+    import nanopaged.llm
+
+    monkeypatch.setattr(nanopaged.llm, "tqdm", None)
+    assert engine(text_model).generate(["the"], greedy(), use_tqdm=False)
+
+
 def test_the_progress_bar_changes_nothing(text_model, engine, capfd):
     llm = engine(text_model)
     loud = llm.generate(["the", "a block"], greedy())
