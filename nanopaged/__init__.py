@@ -1,12 +1,12 @@
 """nanopaged: the engine of the PagedAttention paper, written to be read.
 
 Begin with the core, which is one sitting: llm as far as "Requests one by one",
-sequence, block_manager, scheduler, model_runner as far as "CUDA graphs", attention as
-far as `TritonMetadata`, cpu_kernels, model.
+sequence, block_manager, scheduler, model_runner as far as "CUDA graphs", attention,
+cpu_kernels, model.
 
 Read all files in this order: llm, config, inputs, sequence, block_manager, scheduler,
-beam_search, model_runner, attention, cpu_kernels, kernels, model, parallel, loader,
-sampler, detokenizer, outputs.
+beam_search, model_runner, attention, cpu_kernels, triton_attention, kernels, model,
+parallel, loader, sampler, detokenizer, outputs.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """Triton kernels: attention over the paged cache, and what writes to it.
 
-Read `cpu_kernels.py` first: it has the same steps in plain loops. The Triton backend in
-`attention.py` launches these kernels, and has the glossary of the shapes. With
+Read `cpu_kernels.py` first: it has the same steps in plain loops. `triton_attention.py`
+launches these kernels, and `attention.py` has the glossary of the shapes. With
 `TRITON_INTERPRET=1` they run on a CPU, one program after another, for tests and
 debuggers; in float32 or float16, because the interpreter cannot multiply bfloat16.
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS, KERNELS_NEED, ceil_div
+from nanopaged.attention import NumbaAttention, TorchAttention, ceil_div
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, check_int
 from nanopaged.loader import load_dummy_weights, load_weights
@@ -29,8 +29,15 @@ from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import Sampler, SamplerOutput
 from nanopaged.scheduler import PENDING, Batch, ControlMessage
+from nanopaged.triton_attention import KERNELS_NEED, FlashAttention, TritonAttention
 
 logger = logging.getLogger("nanopaged")
+BACKENDS: dict[str, Any] = {
+    "torch": TorchAttention,
+    "numba": NumbaAttention,
+    "triton": TritonAttention,
+    "flash": FlashAttention,
+}
 CPU_POOL_BYTES = 4 << 30  # if num_blocks is not given; unused pages cost nothing
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.attention.varlen
 
 import nanopaged
-from nanopaged import attention
-from nanopaged.attention import FlashAttention
+from nanopaged import triton_attention
+from nanopaged.triton_attention import FlashAttention
 from test_attention import Case
 
 pytest.importorskip("triton", reason="pip install triton")
@@ -199,7 +199,7 @@ def test_torchs_own_function_takes_what_it_gets(monkeypatch):
     """Without data, but with its own checks: of this version of torch."""
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     monkeypatch.setattr(
-        attention, "to_device", lambda x, device: torch.from_numpy(x).to(device)
+        triton_attention, "to_device", lambda x, device: torch.from_numpy(x).to(device)
     )
     case = FlashCase(PROMPTS)
     backend = FlashAttention(*case.heads, case.block_size, F16, torch.device("meta"))

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers import record_calls
 from nanopaged import model, sampler
-from nanopaged.attention import TorchAttention, TritonAttention
+from nanopaged.attention import TorchAttention
 from nanopaged.model_runner import ModelRunner, Staging
 from nanopaged.scheduler import ControlMessage
+from nanopaged.triton_attention import TritonAttention
 
 pytest.importorskip("triton", reason="pip install triton")
 if torch.cuda.is_available():

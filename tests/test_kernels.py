@@ -17,8 +17,9 @@ import torch
 
 import nanopaged
 from helpers import run_python
-from nanopaged.attention import TorchAttention, TritonAttention
+from nanopaged.attention import TorchAttention
 from nanopaged.model_runner import pick_attention, pick_dtype
+from nanopaged.triton_attention import TritonAttention
 from test_attention import GARBAGE, Case
 
 pytest.importorskip("triton", reason="pip install triton")

@@ -28,7 +28,7 @@ LAYOUT = {
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-MOST_LINES = 3100
+MOST_LINES = 3120
 MOST_NODES_PER_LINE = 11.5  # of the syntax tree: 13.3 was more than readers can decode
 
 
@@ -75,7 +75,7 @@ def test_the_core_is_one_sitting():
         "block_manager": None,
         "scheduler": None,
         "model_runner": "# -- CUDA graphs",
-        "attention": "class TritonMetadata",
+        "attention": None,
         "cpu_kernels": None,
         "model": None,
     }

@@ -23,8 +23,9 @@ from helpers import (
     serve,
 )
 from nanopaged import LLM, BeamSearchParams, SamplingParams, model
-from nanopaged.attention import FlashAttention, FlashMetadata, to_device
+from nanopaged.attention import to_device
 from nanopaged.sampler import Sampler
+from nanopaged.triton_attention import FlashAttention, FlashMetadata
 from test_fusions import arguments
 from test_kernels import TritonCase
 from test_one_step_ahead import TIGHT

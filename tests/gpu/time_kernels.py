@@ -34,10 +34,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bench
 from nanopaged import LLM
-from nanopaged.attention import FlashAttention, TorchAttention, TritonAttention
+from nanopaged.attention import TorchAttention
 from nanopaged.model_runner import record_cuda_graph
 from nanopaged.scheduler import Batch, ControlMessage
 from nanopaged.tour.limits import fastest, machine_limits
+from nanopaged.triton_attention import FlashAttention, TritonAttention
 
 Figures: TypeAlias = "dict[str, Any]"
 Seqs: TypeAlias = (
