@@ -134,6 +134,9 @@ class ModelRunner:
         self.backend.to_device = self.staging.add
 
         self.graphs: dict[int, Graph] = {}  # by number of sequences
+        # Steps that are run to measure them need one block, and nothing to swap.
+        self.kv_caches = self._make_pool(1, self.device)
+        self.swap_space = self._make_pool(0, torch.device("cpu"))
         self.num_blocks, self.num_swap_blocks = self._size_pools()
         self.kv_caches = self._make_pool(self.num_blocks, self.device)
         self.swap_space = self._make_pool(self.num_swap_blocks, torch.device("cpu"))
@@ -320,7 +323,6 @@ class ModelRunner:
         """
         if self.device.type == "cpu":
             return CPU_POOL_BYTES
-        self.kv_caches = self._make_pool(1, self.device)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         try:

@@ -289,6 +289,17 @@ def check_invariants(llm):
     assert arrivals == sorted(arrivals), "not first come, first served"
 
 
+def repeat_calls(run):
+    """A stand-in for a CUDA graph: what repeats a call, and the tensor it writes to."""
+    result = run()
+
+    @torch.inference_mode()
+    def replay():
+        result.copy_(run())
+
+    return replay, result
+
+
 def record_calls(runner):
     """Let `capture_graphs` record plain calls in place of CUDA graphs.
 
@@ -297,14 +308,13 @@ def record_calls(runner):
     replayed = []
 
     def record(run):
-        result = run()
+        replay, result = repeat_calls(run)
 
-        @torch.inference_mode()
-        def replay():
+        def noted():
             replayed.append(len(result))
-            result.copy_(run())
+            replay()
 
-        return replay, result
+        return noted, result
 
     # As on a GPU, where all steps use the same tensors.
     runner.staging = Staging(1 << 20, runner.device)
