@@ -24,8 +24,8 @@ Where the work is divided:
 
     part           some of a sequence's keys: attention to each part is computed by
                    itself, then the parts are merged
-    program        one run of a kernel's code, for one KV head of one part, or
-                   of all keys
+    program        one run of a kernel's code: one KV head, over one part or over all
+                   keys of a sequence
 """
 
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class TorchAttention:
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        # How arrays get there. The model runner collects those of a step instead.
+        # How arrays get to the device. The model runner replaces it by `Staging.add`.
         self.to_device: Any = partial(to_device, device=device)
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
@@ -153,7 +153,6 @@ class TorchAttention:
         sources = to_device(moves[:, 0].copy(), source.device)
         targets = to_device(moves[:, 1].copy(), target.device)
         for from_layer, to_layer in zip(source, target, strict=True):
-            # All are read before any is written, so their order does not matter.
             blocks = from_layer.index_select(0, sources).to(target.device)
             to_layer.index_copy_(0, targets, blocks)
 
@@ -240,12 +239,12 @@ class NumbaAttention(TorchAttention):
         seqs = np.flatnonzero(counts == 1)
         ends = starts[seqs] + 1
 
-        # The keys of all sequences are divided alike: into as many parts as the longest
-        # sequence needs, so that no part is more than a quarter of a thread's share of
-        # all keys.
+        # The keys of all sequences are divided into the same number of parts. No part
+        # should be more than a quarter of a thread's share of all keys, and that of the
+        # longest sequence decides.
         num_keys = int(ends.sum()) * self.num_kv_heads
-        longest_part = max(num_keys // self.num_threads // 4, MIN_PART)
-        num_parts = ceil_div(int(ends.max(initial=0)), longest_part)
+        max_part_keys = max(num_keys // self.num_threads // 4, MIN_PART)
+        num_parts = ceil_div(int(ends.max(initial=0)), max_part_keys)
 
         # Programs are independent. Each thread takes the next few until none are left,
         # so that no thread waits for one whose core is busy with something else.

@@ -63,8 +63,8 @@ def advance_beams(group: SequenceGroup,
     best_score = _replace_beams(group, survivors[:width], fork)
     if len(group.complete_beams) < width:
         return False
-    # With early_stopping the search is over now. Else it goes on while the best running
-    # beam scores above the worst complete one.
+    # With early_stopping the search is over now. Otherwise it goes on while the best
+    # running beam scores above the worst complete one.
     worst_score = group.complete_beams[-1].score
     return group.beam_params.early_stopping or best_score <= worst_score
 

@@ -9,7 +9,7 @@ changes a reference count or a block table.
 An example with block_size=4 and the free blocks 0, 1, 2, 3:
 
     a prompt of 6 tokens comes       [0, 1]   its step publishes block 0, which is full
-    one with the same 4 first tokens [0, 2]   block 0 has two references now
+    one with the same first 4 tokens [0, 2]   block 0 has two references now
     the first sequence forks         [0, 1]   its child has the same block table
     one of them writes its 7th token [0, 3]   not into block 1, which both share, but
                                               into a copy of it: copy-on-write
@@ -100,10 +100,10 @@ class BlockManager:
         return found
 
     def can_allocate(self, prefix: list[int], num_blocks: int, num_spare: int) -> bool:
-        """Whether `num_spare` blocks stay free if a group takes `num_blocks`.
+        """Whether `num_spare` blocks stay free if a group gets `num_blocks`.
 
-        The cached `prefix` is among them. Its blocks that are free now leave the free
-        list as well.
+        These include the cached `prefix`. Of the prefix, a block that somebody holds
+        costs nothing; one that is free leaves the free list, like a new block.
         """
         num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
         num_taken = num_blocks - len(prefix) + num_revived
@@ -127,9 +127,9 @@ class BlockManager:
             if index < len(seq.block_table):
                 writers[seq.block_table[index]] += 1
 
-        # Writers take their copies one by one, and each drops a reference. Whoever is
-        # the only holder by then writes in place: 3 writers that are all the holders
-        # take 2 copies.
+        # Writers take their copies one by one, and each drops a reference. If all
+        # holders write, the last of them is the only one left, and writes in place: 3
+        # holders take 2 copies. If some holder does not write, every writer takes one.
         for block_id, num_writers in writers.items():
             num_new += min(num_writers, self.blocks[block_id].ref_count - 1)
         return num_new
@@ -168,7 +168,7 @@ class BlockManager:
         return first, seq.block_table[first:]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all blocks that `parent` has computed, its last one too."""
+        """Let `child` share all blocks that `parent` has computed, full or not."""
         self.free(child)  # a beam that another one replaces still has blocks
         num_computed_blocks = self.num_blocks_for(parent.num_computed_tokens)
         self._hold(child, parent.block_table[:num_computed_blocks])

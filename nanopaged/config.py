@@ -178,7 +178,8 @@ class SamplingParams(Checked):
     cache_salt: requests share cached blocks only with requests of the same salt.
 
     The fields after these have no effect. They are for scripts that spell out vLLM's
-    defaults; a value that asks for something else is refused.
+    defaults: a value that asks for something else is refused, unless it would make no
+    difference here.
     """
 
     n: int = option(1, check_int, low=1)
@@ -297,8 +298,9 @@ class EngineConfig(Checked):
     load_format: "dummy" gives random weights to a model that has only a config.json.
     seed: where the seeds of requests without one come from; None: from the system.
 
-    The fields after these have no effect. They are taken for the sake of scripts
-    written for vLLM, with the values that ask for what the engine does anyway.
+    The fields after these have no effect. They are for scripts written for vLLM: a
+    value that asks for something else than the engine does is refused, unless it would
+    make no difference here.
     """
 
     model: PathLike | None = option(None, check_path)

@@ -45,8 +45,9 @@ def to_float32(number):
         # A bfloat16 is the upper half of a float32.
         return np.uint32(np.uint32(number) << 16).view(np.float32)
     if isinstance(number, np.int16):
+        # Sign, 5 bits of exponent and 10 of fraction become float32's sign, 8 and 23.
         # Exponents count from -15, and in float32 from -127: times 2^112 makes up for
-        # that. The highest exponent means infinity or NaN, and stays the highest.
+        # that. The highest exponent, all ones, means infinity or NaN, and stays so.
         sign = (np.uint32(number) & 0x8000) << 16
         rest = (np.uint32(number) & 0x7FFF) << 13
         if rest >= 0x0F800000:
@@ -57,7 +58,10 @@ def to_float32(number):
 
 @intrinsic
 def prefetch(typing_context, array, index):
-    """Start to load array[index], and do not wait for it: one machine instruction."""
+    """Start to load array[index], and do not wait for it: one machine instruction.
+
+    How Numba is told to use it does not matter for what follows.
+    """
 
     def generate(context, builder, signature, arguments):
         data = context.make_array(array)(context, builder, arguments[0]).data

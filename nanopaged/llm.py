@@ -79,10 +79,10 @@ class LLM(AbstractContextManager["LLM"]):
         self._random = random.Random(config.seed)
         self._requests: dict[str, SequenceGroup] = {}  # whose end was not reported
         self._for_step: set[str] = set()  # ids of those that `add_request` made
-        self._forgotten: list[SequenceGroup] = []  # nobody waits for them: abort them
+        self._forgotten: list[SequenceGroup] = []  # to abort: nobody waits for them
         self._lock = threading.Lock()
-        # The books are the queues, the block tables and the prefix cache. False while
-        # they change, and where cleaning up after a failure failed.
+        # The books are the queues, the block tables and the prefix cache. They are not
+        # right while they change, nor if an error interrupts `_end_all_requests`.
         self._are_books_right = True
         self._closed = False
         self.observers: list[Observer] = []
@@ -106,9 +106,10 @@ class LLM(AbstractContextManager["LLM"]):
         """The whole engine: who runs, one forward pass, what came out of it.
 
         On a GPU, what depends on a token's value (an end, a stop string) is noticed one
-        step late. By then one step too many has been launched for that sequence. Its
-        token is ignored. It may write K and V into a block that has been freed, but
-        steps run in order, so the block's next owner writes later.
+        step late. By then one step too many has been launched for that sequence. The
+        token that it samples is ignored. The K and V that it stores may go into a block
+        that has been freed, but steps run in order, so the block's next owner writes
+        later.
         """
         if not (self.scheduler.waiting or self.scheduler.running):
             return
@@ -117,6 +118,7 @@ class LLM(AbstractContextManager["LLM"]):
 
         batch = self.scheduler.schedule()
         if not (batch.message.rows or self._launched):
+            # Alone, the oldest group always fits.
             raise RuntimeError("nobody can run: blocks were lost, which is a bug")
         self._notify("scheduled", batch)
 
@@ -237,8 +239,8 @@ class LLM(AbstractContextManager["LLM"]):
         groups = self._make_groups(prompts, sampling_params)
         num_finished = 0
         before = self.scheduler.stats.output_tokens
-        # Python drops a Ctrl-C that strikes in a finalizer, and every bar has one: so
-        # none is made that is not shown.
+        # Python drops a Ctrl-C that strikes in a finalizer, and a bar has one. So a bar
+        # is made only if it is shown.
         with tqdm(unit=" tokens") if use_tqdm else nullcontext() as bar:
             for group in self._run(groups):
                 if bar is not None:

@@ -195,8 +195,8 @@ def load_weights(model: CausalLM, whole: CausalLM, ranks: Ranks, path: Path) -> 
     file that is absent.
     """
     targets = find_targets(model)
-    missing = find_targets(whole)
-    is_tied = HEAD not in missing  # then it is the embedding, which is named once
+    missing = find_targets(whole)  # all of them, so far
+    is_tied = HEAD not in missing  # the head is the embedding then, and has no own name
     tied: dict[str, Tensor] = {}
     misfits: dict[str, list[int]] = {}
     seen: set[str] = set()

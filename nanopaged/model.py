@@ -27,8 +27,9 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @cache
     def compiled() -> Callable[..., Any]:
-        # Three kernels for each model: its first batch size, any other, a single token.
-        # Past the limit, 8 by default, functions run uncompiled and nobody is told.
+        # Each model compiles three kernels: for its first batch size, for any other,
+        # and for a single token. Past torch's limit of compilations, 8 by default,
+        # functions would silently run uncompiled.
         limit = max(torch._dynamo.config.recompile_limit, 64)
         torch._dynamo.config.recompile_limit = limit
         return torch.compile(function)

@@ -167,6 +167,8 @@ class ModelRunner:
         if not message.rows:  # everybody waits for tokens that are not read yet
             return SamplerOutput(self.last_tokens[:0])
 
+        # A recorded graph finds its inputs in the staging buffer, where `_prepare` and
+        # `send` put those of every step.
         self.staging.begin()
         size = self._graph_size(message)
         inputs = self._prepare(padded(message, size) if size else message)
@@ -266,7 +268,8 @@ class ModelRunner:
         if self.config.load_format == "dummy":
             load_dummy_weights(model, self.config.seed)
         else:
-            with torch.device("meta"):  # only for the shapes of the whole tensors
+            # Only for the shapes of the whole tensors: a single rank divides nothing.
+            with torch.device("meta"):
                 alone = Ranks(EngineConfig(), model_config)
                 whole = CausalLM(model_config, self.backend, alone)
             load_weights(model, whole, self.ranks, path)
@@ -341,8 +344,8 @@ class ModelRunner:
     def warm_up(self) -> None:
         """Run the largest step, and others of every kind.
 
-        They compile all kernels, so that no request waits for that. Everything is read
-        from and stored to block 0.
+        They compile all kernels, so that no request waits for that. All sequences are
+        in row 0, and everything is read from and stored to block 0.
         """
         most_tokens = self.config.max_num_batched_tokens
         decodes = [1] * most_tokens
@@ -359,7 +362,7 @@ class ModelRunner:
                     token_ids=[0] * sum(counts), counts=counts, ends=counts,
                     rows=[0] * len(counts), samples=samples, sampled_rows=samples))
         self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
-        self.sampler = Sampler(len(params))
+        self.sampler = Sampler(len(params))  # without the parameters of these steps
 
     def describe(self) -> str:
         """What was decided, for the log."""

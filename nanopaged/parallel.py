@@ -177,7 +177,7 @@ class Ranks:
     def _put(self, data: bytes) -> None:
         self.num_steps += 1
         self.store.set(f"step {self.num_steps}", data)
-        # Every step sums over all ranks, so none can be as many as nine steps behind.
+        # Every step sums over all ranks, so none is more than a few steps behind.
         self.store.delete_key(f"step {self.num_steps - 9}")
 
     def serve(self, run: Callable[[ControlMessage], object]) -> None:

@@ -18,11 +18,11 @@ from torch import Tensor
 from nanopaged.attention import Ints, to_device
 from nanopaged.model import fused
 from nanopaged.outputs import Logprob, Logprobs
+from nanopaged.scheduler import FAILED
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 SUMMED = 128  # probabilities that are summed up before any is looked at
-FAILED = -1  # instead of a token, where the logits have NaN or allow no token
 ROW = np.dtype([
     ("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"),
     ("min_p", "f4"), ("min_len", "i8"), ("stop_token_ids", "O"),
@@ -215,7 +215,8 @@ def find(parts: Tensor, goal: Tensor,
     index = torch.arange(parts.shape[1], device=parts.device)
     last = torch.where(parts > 0, index, 0).amax(-1, keepdim=True)
     exceeds = (parts > 0) & (sums.float() > goal)  # the goal is a float32, too
-    # The first that exceeds it. If none does, all of these are `last`.
+    # The lowest index that exceeds it. The others count as `last`, which is never lower
+    # than one that does; if none does, it is found.
     found = torch.where(exceeds, index, last).amin(-1, keepdim=True)
     return found, (sums - parts).gather(1, found)
 
@@ -225,18 +226,23 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
     logits: [num_samples, vocab_size]; temperature, top_k, top_p, min_p: [num_samples,
-    1]. First the k most likely tokens stay; of these the fewest whose probabilities
-    reach top_p, with the one that crosses it; of these those with at least min_p times
-    the highest probability. The limit is a logit, so that tied tokens stay or go
-    together. `most` is the largest top_k or the size of the vocabulary, known to the
-    host, so that it need not wait for the device.
+    1]. `most` is the largest top_k or the size of the vocabulary, known to the host, so
+    that it need not wait for the device. Three limits, one after the other:
+
+        top_k   the k most likely tokens stay
+        top_p   of these the most likely ones stay, up to and with the one that brings
+                the sum of their probabilities to top_p
+        min_p   of these those stay that have at least min_p times the highest
+                probability
+
+    The result is a logit, so that tied tokens stay or go together.
     """
     vocab_size = logits.shape[1]
     top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
     values = logits.topk(min(most, vocab_size), dim=-1).values  # sorted
     scaled = values / temperature
     weights = (scaled - scaled[:, :1]).exp()  # probabilities, relative to the highest
-    sums = weights.cumsum(-1)
+    sums = weights.cumsum(-1)  # sums - weights: the sums before each token
     goal = torch.where(top_p < 1, top_p * sums.gather(1, top_k - 1), torch.inf)
     rank = torch.arange(values.shape[1], device=logits.device)
     is_kept = (rank < top_k) & (sums - weights < goal) & (weights >= min_p)

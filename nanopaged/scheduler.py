@@ -25,7 +25,8 @@ from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats, Logprobs
 from nanopaged.sequence import Sequence, SequenceGroup
 
-PENDING = -1  # stands for a token that so far only the device knows
+PENDING = -1  # in a message: a token that so far only the device knows
+FAILED = -1  # among the results: no token, as the logits have NaN or allow none
 
 
 @dataclass
@@ -139,8 +140,8 @@ class Scheduler:
         manager = self.block_manager
         seqs = group.next_sequences
         if len(seqs) == 1:
-            # The usual case, kept short. A sequence alone shares full blocks only, and
-            # never writes to those, so it needs no copy.
+            # The usual case, kept short. The only live sequence of a group shares full
+            # blocks at most, and never writes to those, so it needs no copy.
             num_slots = len(seqs[0].block_table) * manager.block_size
             if seqs[0].compute_end <= num_slots:
                 return True
@@ -156,8 +157,8 @@ class Scheduler:
 
         All of them sample in the same step, as a beam search compares all its beams,
         and a sequence samples when its last token is computed. So if the budget is too
-        small for all, nobody computes its last token in this step. A decode has no
-        other, and waits. For the long prompt of a leader this makes no difference.
+        small for all, nobody computes its last token in this step. For a decode that is
+        its only token: it waits. A long prompt is cut to the budget anyway.
         """
         left = budget
         seqs = group.next_sequences
@@ -178,9 +179,9 @@ class Scheduler:
         message = batch.message
         self.block_manager.advance(seq, count)
         end = seq.num_computed_tokens
-        # A pending token is not in token_ids yet. If it is next, it is computed alone:
-        # only a group that was preempted computes several tokens of its own, and when
-        # it is admitted again, in a later step, none of them is pending any more.
+        # A pending token is not in token_ids yet. If this entry computes it, the slice
+        # is empty, and count is 1. (Only a group that was preempted computes several of
+        # its own tokens at once, and by then none of them is pending.)
         known = seq.token_ids[end - count : end]
         message.token_ids += known or [PENDING]
         message.counts.append(count)
@@ -221,10 +222,10 @@ class Scheduler:
         if len(self.free_rows) < len(group.live):
             return False
         # While others run, a hundredth of the pool stays free (the watermark). Without
-        # it, the newcomer would be preempted as soon as one of them needs a block.
+        # it, the newcomer would be preempted as soon as a running group needs a block.
         num_spare = manager.num_blocks // 100 if self.running else 0
 
-        if leader.block_table:  # it was swapped out: others have no blocks
+        if leader.block_table:  # it was swapped out: no other waiting group has blocks
             num_spare += manager.num_blocks_to_grow(group.next_sequences)
             moves = manager.swap(group.live, manager.free_blocks, num_spare)
             if not moves:
@@ -296,8 +297,7 @@ class Scheduler:
                logprobs: dict[int, Logprobs]) -> None:
         """Append the sampled tokens, and finish the sequences that are complete.
 
-        A token is -1 if its logits were not numbers. logprobs: those of sample i, if
-        its request asked for them.
+        logprobs: those of sample i, if its request asked for them.
         """
         for i, (seq, token) in enumerate(zip(batch.sampled, token_ids, strict=True)):
             seq.num_pending_tokens -= 1
@@ -306,7 +306,7 @@ class Scheduler:
                 continue
             group = seq.group
             self.changed[group.request_id] = group
-            if token < 0:
+            if token == FAILED:
                 if group.is_beam_search:
                     # Beams are compared with each other, so none can go on alone.
                     self.abort([group], "error")
@@ -375,7 +375,7 @@ class Scheduler:
     def measure(self) -> EngineStats:
         """The statistics so far, with what the pool holds now."""
         manager = self.block_manager
-        tokens_in_block: dict[int, int] = {}  # the same for all sequences that share it
+        tokens_in_block: dict[int, int] = {}  # whoever shares one has the same number
         for group in self.running:
             for seq in group.live:
                 for index, block_id in enumerate(seq.block_table):

@@ -10,8 +10,9 @@ The words of the engine:
                  logical blocks from 0; a physical block is a place in the pool
     block table  the physical block of each logical block of a sequence
     slot         a token's place in the pool: physical block * block_size + offset
-    computed     a token's K and V are in the cache, or will be after the scheduled step
-    pending      a token is sampled, but so far only the device knows it
+    computed     said of a token whose K and V are in the cache, or will be there when
+                 the scheduled step has run
+    pending      said of a token that a scheduled step samples, until the host reads it
     row          the place of a running sequence in the tables of the model runner
     publish      to enter a full block into the prefix cache, so that others can find it
     fork         to let one more sequence share the blocks that another one has filled
@@ -71,8 +72,8 @@ class Sequence:
 
     @property
     def compute_end(self) -> int:
-        """The position up to which, but not including it, tokens must be computed to
-        sample the next.
+        """Tokens before this position must be computed: then the next one is sampled,
+        or the group forks.
         """
         group = self.group
         if not group.forked:

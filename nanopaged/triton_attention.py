@@ -133,54 +133,57 @@ class TritonAttention(TorchAttention):
                      [80, 1, 99, 1,   0,  100, -1]]
             merges = [[0, 0, 4, 1]]
 
-        before they are filled up, see below.
+        before they are filled up, see below. The values on the right, in the code, are
+        those of this example.
 
-        Items with the most keys come first, so that a long one does not start when all
-        others end. All parts but the last of a tile are as long as the limit, roughly,
-        so dividing adds at most 2 * num_places items. Decodes are filled up to that
-        with zeros: then shapes depend on the number of sequences alone, as graphs need
-        it.
+        Items with the most keys come first: a long one that starts last would keep all
+        others waiting. With n keys in all, the limit is n / (2 * num_places), so there
+        are at most 2 * num_places items more than tiles. Decodes are filled up to that
+        number with zeros: then shapes depend on the number of sequences alone, as
+        graphs need it.
         """
         # A tile begins at every size-th query of a sequence.
-        seqs = np.repeat(np.arange(len(counts)), counts)
-        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)
-        num_queries = np.diff(first_tokens, append=len(seqs))
-        first_positions = positions[first_tokens]
-        ends = first_positions + num_queries
-        tables = seqs[first_tokens] * table_size
+        seqs = np.repeat(np.arange(len(counts)), counts)  # of each token: [0, 1]
+        first_tokens = np.flatnonzero((positions - starts[seqs]) % size == 0)  # [0, 1]
+        num_queries = np.diff(first_tokens, append=len(seqs))  # [1, 1]
+        first_positions = positions[first_tokens]  # [999, 99]
+        ends = first_positions + num_queries  # [1000, 100]
+        tables = seqs[first_tokens] * table_size  # [0, 80]
         tiles = np.stack((tables, first_tokens, first_positions, num_queries), 1)
 
         # The keys of a tile are divided if they are more than the limit.
         most_added = 2 * num_places
-        limit = max(ceil_div(ends.sum(), most_added), self.key_tile)
-        num_parts = np.maximum(ceil_div(ends, limit), 1)
-        part_sizes = ceil_div(ends, num_parts)
+        limit = max(ceil_div(ends.sum(), most_added), self.key_tile)  # 275
+        num_parts = np.maximum(ceil_div(ends, limit), 1)  # [4, 1]
+        part_sizes = ceil_div(ends, num_parts)  # [250, 100]
 
         # An item for every part. Those of divided tiles get rows for their results.
-        tile = np.repeat(np.arange(len(tiles)), num_parts)  # of each item
-        first_items = np.cumsum(num_parts) - num_parts  # of each tile
-        first_keys = (np.arange(len(tile)) - first_items[tile]) * part_sizes[tile]
+        tile = np.repeat(np.arange(len(tiles)), num_parts)  # its own: [0, 0, 0, 0, 1]
+        first_items = np.cumsum(num_parts) - num_parts  # of each tile: [0, 4]
+        part = np.arange(len(tile)) - first_items[tile]  # of its tile: [0, 1, 2, 3, 0]
+        first_keys = part * part_sizes[tile]  # [0, 250, 500, 750, 0]
         end_keys = np.minimum(first_keys + part_sizes[tile], ends[tile])
-        num_rows = np.where(num_parts > 1, num_queries, 0)[tile]
-        rows = np.cumsum(num_rows) - num_rows
-        items = np.column_stack(
-            (tiles[tile], first_keys, end_keys, np.where(num_rows > 0, rows, -1)))
-        num_keys = end_keys - first_keys
-        items = items[np.argsort(-num_keys, kind="stable")]
+        rows_needed = np.where(num_parts > 1, num_queries, 0)[tile]  # [1, 1, 1, 1, 0]
+        first_rows = np.cumsum(rows_needed) - rows_needed  # [0, 1, 2, 3, 4]
+        items = np.column_stack((
+            tiles[tile], first_keys, end_keys,
+            np.where(rows_needed > 0, first_rows, -1)))
+        items = items[np.argsort(first_keys - end_keys, kind="stable")]
 
         # The tokens of divided tiles are merged: a row of each part, starting with the
         # first.
         tile_of_token = np.repeat(np.arange(len(tiles)), num_queries)
-        tokens = np.flatnonzero(num_parts[tile_of_token] > 1)
-        tile = tile_of_token[tokens]  # of each merge
-        first_rows = rows[first_items[tile]] + tokens - first_tokens[tile]
-        merges = np.column_stack(
-            (tokens, first_rows, num_parts[tile], num_queries[tile]))
+        tokens = np.flatnonzero(num_parts[tile_of_token] > 1)  # [0]
+        merged = tile_of_token[tokens]  # the tile of each merge
+        merges = np.column_stack((
+            tokens, first_rows[first_items[merged]] + tokens - first_tokens[merged],
+            num_parts[merged], num_queries[merged]))
         if counts.max() > 1:
-            return items, merges, int(num_rows.sum())
+            return items, merges, int(rows_needed.sum())
 
-        # A divided tile adds at least one item, so there are at most as many of them as
-        # items are added, and they have at most twice as many parts, of one row each.
+        # At most most_added items are added, and each divided tile adds at least one.
+        # So at most most_added tiles are divided, and they have at most twice as many
+        # parts: what they add, and the one that each had. A part of a decode has a row.
         items = filled_up(items, len(tiles) + most_added)
         merges = filled_up(merges, min(len(tiles), most_added))
         return items, merges, 2 * most_added
@@ -200,17 +203,11 @@ class TritonAttention(TorchAttention):
         return q
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        # Within a pool, moves may depend on their order: in [(1, 2), (3, 1)] block 1 is
-        # copied, given up, and taken for another copy. Then they are made one by one.
-        sources, targets = moves.T
-        in_turn = source is target and np.isin(sources, targets).any()
-        count = 1 if in_turn else len(moves)
-        on_device = to_device(moves, self.device)
-        for first in range(0, len(moves), count):
-            some = on_device[first : first + count]
-            self.kernels.copy_blocks[len(some), len(source)](
-                source, target, some, source.shape[1], target.shape[1],
-                SIZE=source[0, 0].numel(), STEP=2048)
+        # All at once: within a pool nothing is copied from a block that is written, as
+        # somebody still holds every block that is copied.
+        self.kernels.copy_blocks[len(moves), len(source)](
+            source, target, to_device(moves, self.device),
+            source.shape[1], target.shape[1], SIZE=source[0, 0].numel(), STEP=2048)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: TritonMetadata) -> Tensor:
         num_heads = q.shape[1]

@@ -139,7 +139,10 @@ class Stress:
             batch.message.swaps_in,
             batch.message.copies,
         ):
-            assert len({target for _, target in moves}) == len(moves)
+            targets = {target for _, target in moves}
+            assert len(targets) == len(moves)
+            # So they can be made in any order, and at the same time.
+            assert targets.isdisjoint(source for source, _ in moves)
         # Each moves once, even if several sequences share it.
         assert len(dict(batch.message.swaps_in)) == len(batch.message.swaps_in)
         return batch
