@@ -78,22 +78,24 @@ class Detokenizer:
         return is_complete
 
     def _add_unknown(self, check_stops: bool, final: bool) -> None:
-        """Add the text of the unknown tokens, unless they may end within a character.
-        """
+        """Add the text of the unknown tokens, unless it may end within a character."""
         new = self._decode(self.context + self.unknown)[self.num_known :]
-        if (new and not new.endswith(INCOMPLETE)) or final:
+        are_many = len(self.unknown) == MOST_UNKNOWN_TOKENS
+        if final or (new and not new.endswith(INCOMPLETE)):
+            # The usual case: the text ends with a whole character, or nothing follows.
             self._set_context(self.unknown, num_open=0)
-        elif len(self.unknown) == MOST_UNKNOWN_TOKENS and new:
-            # After none of them did the text end with a whole character.
+        elif are_many and new:
+            # Bytes that never became a whole character. Take the text of all but the
+            # last few, which may still become one.
             num_open = count_open(new)
             new = new[: len(new) - num_open]
             self._set_context(self.unknown[-NUM_KEPT_TOKENS:], num_open)
-        elif len(self.unknown) == MOST_UNKNOWN_TOKENS:
+        elif are_many:
             # Tokens without text (special ones) would be useless as context: the next
             # word would be decoded like the first of a text.
             self.unknown = []
         else:
-            return
+            return  # until more tokens come
 
         self.text += new
         if not check_stops:
