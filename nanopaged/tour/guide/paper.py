@@ -95,12 +95,16 @@ def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
 
 def costs_of_preemption() -> Values:
     """Figure 19: modelled for a large model on a GPU, and measured here."""
+    modelled, back = modelled_milliseconds(SIZES), milliseconds_back(SIZES)
     return {
+        "model_swap": f"{modelled['swap']['16']:.0f}",
+        "model_recompute": f"{modelled['recompute']['16']:.0f}",
+        "back_ratio": f"{back['recompute']['16'] / back['swap']['16']:.0f}",
         "preempted": memory.PREEMPTED,
         "copy_us": f"{COPY_S * 1e6:g}",
         "figure_model": figures.lines(
             "Modelled: milliseconds to bring a preempted sequence back, by block size "
-            "(the paper's Figure 19).", modelled_milliseconds(SIZES),
+            "(the paper's Figure 19).", modelled,
             "These are lower bounds, for OPT-13B on an A100. Recompute: "
             f"{claims.RATE / 1e12:g} TFLOP/s. Swap: all blocks out and in again, at "
             f"{BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds to start the copy "
@@ -108,7 +112,7 @@ def costs_of_preemption() -> Values:
             "tokens in a block", "ms"),
         "figure_back": figures.lines(
             "Milliseconds to bring a preempted sequence back, by block size (after the "
-            "paper's Figure 19).", milliseconds_back(SIZES),
+            "paper's Figure 19).", back,
             "Measured on one core of the machine that made this page, with the "
             "bundled model.",
             "tokens in a block", "ms"),
