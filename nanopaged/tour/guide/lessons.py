@@ -268,7 +268,7 @@ def schedule() -> Values:
 
 def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
     """The speed of decoding, by the number of sequences that decode together."""
-    speeds = {}
+    speeds = dict.fromkeys(batch_sizes, 0.0)
     count = 16
     with engine(block_size=16, num_blocks=256, max_num_seqs=64) as llm:
         for size in batch_sizes:
@@ -277,7 +277,7 @@ def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
                 began = time.perf_counter()
                 llm.generate(prompts, greedy(count), use_tqdm=False)
                 speed = size * count / (time.perf_counter() - began)
-                speeds[size] = max(speed, speeds.get(size, 0))
+                speeds[size] = max(speed, speeds[size])
     return speeds
 
 
