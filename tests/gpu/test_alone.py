@@ -46,7 +46,7 @@ def test_the_error_for_a_step_that_cannot_fit_says_what_to_lower(on_gpu):
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
         with pytest.raises(
-            ValueError, match="max_num_batched_tokens=1000000 or max_num_seqs=4"
+            ValueError, match="max_num_batched_tokens=1000000 and max_num_seqs=4"
         ):
             on_gpu(
                 None, num_blocks=None, max_num_seqs=4, max_num_batched_tokens=1_000_000
