@@ -600,6 +600,16 @@ def test_a_search_that_can_never_run_is_refused(beam_model, engine):
     assert not llm.has_unfinished_requests()
 
 
+def test_a_search_is_at_most_as_wide_as_the_vocabulary(llama, engine):
+    """Less its EOS tokens: every beam must have a child that goes on."""
+    llm = engine(llama, num_blocks=1000, max_num_seqs=256, max_num_batched_tokens=256)
+    most = llm.model_config.vocab_size - len(llm.eos_token_ids)
+    with pytest.raises(ValueError, match=f"beam_width, with {most} tokens"):
+        llm.beam_search([5, 6], beam_params(most + 1, max_tokens=2))
+    outputs = llm.beam_search([5, 6], beam_params(most, max_tokens=2))
+    assert len(outputs[0].outputs) == most
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -83,6 +83,18 @@ def test_requests_stepped_by_hand_give_the_tokens_of_generate(llama, work, engin
     assert not llm.has_unfinished_requests()
 
 
+def test_requests_of_generate_count_as_unfinished(llama, work, engine):
+    prompts, _ = work
+    llm = engine(llama)
+    seen = []
+    llm.observers.append(
+        lambda phase, batch: seen.append((phase, llm.has_unfinished_requests()))
+    )
+    llm.generate(prompts, greedy(), use_tqdm=False)
+    assert ("begin", True) in seen and ("begin", False) not in seen
+    assert ("scheduled", False) not in seen
+
+
 def test_a_step_with_nothing_to_do_returns_nothing(llama, engine):
     llm = engine(llama)
     assert llm.step() == []

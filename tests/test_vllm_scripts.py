@@ -243,6 +243,8 @@ def test_max_logprobs_bounds_logprobs(text_model):
         message = message_of(lambda: one(llm, [5, 6], greedy(logprobs=6)))
         assert "logprobs" in message and "6" in message and "5" in message
         assert "logprobs" in message_of(lambda: one(llm, [5, 6], greedy(logprobs=-1)))
+    with LLM(str(text_model), max_logprobs=0, max_model_len=64, **OPTIONS) as llm:
+        assert "logprobs" in message_of(lambda: one(llm, [5, 6], greedy(logprobs=1)))
 
 
 # --- SamplingParams ---
