@@ -143,8 +143,11 @@ class ModelRunner:
         # Graphs are padded, and only Triton's kernels know padding.
         knows_padding = self.attention in ("triton", "flash")
         if self.device.type == "cuda" and knows_padding and not config.enforce_eager:
+            # A pool and a stream of its own: cuBLAS keeps a workspace for each stream,
+            # and it goes when any graph that was recorded on that stream does.
             memory_pool = torch.cuda.graph_pool_handle()
-            self.capture_graphs(partial(record_cuda_graph, memory_pool))
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self.capture_graphs(partial(record_cuda_graph, memory_pool, stream))
 
     # -- A step ------------------------------------------------------------------------
 
@@ -394,10 +397,11 @@ def padded(message: ControlMessage, size: int) -> ControlMessage:
         samples=list(range(size)))
 
 
-def record_cuda_graph(pool: Any, run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+def record_cuda_graph(pool: Any, stream: Any,
+                      run: Callable[[], Tensor]) -> tuple[Any, Tensor]:
     run()  # a first call may set things up that must not be recorded
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool):
+    with torch.cuda.graph(graph, pool, stream):
         result = run()
     return graph.replay, result
 

@@ -60,13 +60,14 @@ class SamplingPlan:
     """
 
     params: Any  # [num_samples] of ROW
-    positions: Ints  # [num_samples]: of the tokens
     is_drawn: Tensor | None = None  # [num_samples]; None: all are, or none
     temperature: Tensor | None = None  # [num_samples, 1]; None: all are greedy
     numbers: Tensor | None = None  # [num_samples, 1]: random, in [0, 1)
     restricted: Tensor | None = None  # [num_restricted]: samples with limits
     limits: list[Tensor] = field(default_factory=list)  # [num_restricted, 1] each
     most: int | None = None  # the largest top_k, if all have one
+    # Samples, and tokens that they must not draw yet (min_tokens): [num_excluded] each
+    excluded: tuple[Tensor, Tensor] | None = None
 
 
 class Sampler:
@@ -93,7 +94,13 @@ class Sampler:
         rows: of the sequences that get the tokens; positions: of the tokens.
         """
         params = self.params[rows]
-        plan = SamplingPlan(params, positions)
+        plan = SamplingPlan(params)
+        too_short = np.flatnonzero(positions < params["min_len"])
+        if too_short.size:
+            pairs = [(i, token) for i in too_short.tolist()
+                     for token in params["stop_token_ids"][i]]
+            samples, tokens = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+            plan.excluded = (to_device(samples), to_device(tokens))
         is_drawn = params["temperature"] >= GREEDY
         if not is_drawn.any():
             return plan
@@ -124,8 +131,8 @@ class Sampler:
         if with_logprobs.size:
             indices = to_device(with_logprobs, logits.device)
             logprobs = logits[indices].float().log_softmax(-1)
-        for i in np.flatnonzero(plan.positions < params["min_len"]).tolist():
-            logits[i, params["stop_token_ids"][i]] = -torch.inf
+        if plan.excluded is not None:
+            logits.index_put_(plan.excluded, logits.new_full((), -torch.inf))
 
         if plan.temperature is None:
             tokens = most_likely(logits)

@@ -9,7 +9,6 @@ more words are needed here:
 
 import os
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -231,7 +230,6 @@ class TritonAttention(TorchAttention):
 
 @dataclass
 class FlashMetadata(TritonMetadata):
-    lengths: Tensor  # [num_seqs]: number of keys
     first_queries: Tensor  # [num_seqs + 1]: where sequences begin in the flat batch
     first_keys: Tensor  # [num_seqs + 1]
     most_queries: int
@@ -239,11 +237,11 @@ class FlashMetadata(TritonMetadata):
 
 
 class FlashAttention(TritonAttention):
-    """Computes steps with prompts by FlashAttention-2 (Dao 2023), flash-attn's or
-    torch's.
+    """Computes steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn.
 
     It reads the pool in place, too, if blocks are large enough for it. Steps of decodes
-    alone, which CUDA graphs record, are left to Triton, and so is float32.
+    alone, which CUDA graphs record, are left to Triton, and so is float32. (Torch has
+    the same function, but its FlashAttention-2 knows no block tables.)
     """
 
     def __init__(self, *shape: Any) -> None:
@@ -254,14 +252,11 @@ class FlashAttention(TritonAttention):
                 f"got {self.block_size}: use 256, or attention_backend='triton'")
         try:
             from flash_attn import flash_attn_varlen_func
-
-            self.from_torch = False
-            self.flash: Any = partial(flash_attn_varlen_func, causal=True)
         except ImportError:
-            from torch.nn.attention.varlen import varlen_attn
-
-            self.from_torch = True
-            self.flash = partial(varlen_attn, window_size=(-1, 0), enable_gqa=True)
+            raise ValueError(
+                "attention_backend='flash' needs flash-attn (`pip install flash-attn`):"
+                " install it, or use 'triton'") from None
+        self.flash: Any = flash_attn_varlen_func
 
     def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> TritonMetadata:
         metadata = super().prepare(block_tables, starts, counts)
@@ -274,7 +269,6 @@ class FlashAttention(TritonAttention):
         first_keys = np.cumsum([0, *ends], dtype=np.int32)
         return FlashMetadata(
             **vars(metadata),
-            lengths=self.to_device(ends.astype(np.int32)),
             first_queries=self.to_device(first_queries),
             first_keys=self.to_device(first_keys),
             most_queries=most_queries,
@@ -287,14 +281,10 @@ class FlashAttention(TritonAttention):
 
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
-        options = {"block_table": metadata.block_tables}
-        if self.from_torch:
-            options["seqused_k"] = metadata.lengths
         out = self.flash(
-            *(q, k, v, metadata.first_queries, metadata.first_keys),
-            *(metadata.most_queries, metadata.most_keys),
-            **options,
-        )
+            q, k, v, metadata.first_queries, metadata.first_keys,
+            metadata.most_queries, metadata.most_keys,
+            causal=True, block_table=metadata.block_tables)
         return torch.flatten(out, 1)
 
 

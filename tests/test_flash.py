@@ -15,7 +15,6 @@ import torch
 import torch.nn.attention.varlen
 
 import nanopaged
-from nanopaged import triton_attention
 from nanopaged.triton_attention import FlashAttention
 from test_attention import Case
 
@@ -57,8 +56,8 @@ def reference(q, k, v, cu_q, cu_k, max_q, max_k, block_table):
     return out
 
 
-@pytest.fixture(params=["flash-attn", "torch"])
-def calls(request, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
     """How long each call of the package was, and where its K came from."""
     calls = []
 
@@ -85,38 +84,10 @@ def calls(request, monkeypatch):
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table
         )
 
-    def varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_q,
-        cu_seq_k,
-        max_q,
-        max_k,
-        *,
-        return_aux=None,
-        scale=None,
-        window_size=(-1, -1),
-        enable_gqa=False,
-        seqused_k=None,
-        block_table=None,
-    ):
-        assert enable_gqa
-        assert window_size == (-1, 0)  # causal
-        assert seqused_k.tolist() == cu_seq_k.diff().tolist()
-        assert seqused_k.dtype == torch.int32
-        note(query, cu_seq_k, key)
-        return reference(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, block_table
-        )
-
-    package = None  # it is not installed
-    if request.param == "flash-attn":
-        package = ModuleType("flash_attn")
-        package.__spec__ = ModuleSpec("flash_attn", None)
-        package.flash_attn_varlen_func = flash_attn_varlen_func
+    package = ModuleType("flash_attn")
+    package.__spec__ = ModuleSpec("flash_attn", None)
+    package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", varlen_attn)
     return calls
 
 
@@ -171,7 +142,6 @@ def test_small_blocks_are_refused(calls, block_size):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("calls", ["flash-attn", "torch"], indirect=True)
 def test_the_engine_says_the_same_as_with_triton(calls):
     prompts = ["ROMEO:\nBut soft, what light through yonder", "To be"]
     params = nanopaged.SamplingParams(temperature=0, max_tokens=4)
@@ -195,14 +165,7 @@ def test_the_engine_says_the_same_as_with_triton(calls):
     assert calls
 
 
-def test_torchs_own_function_takes_what_it_gets(monkeypatch):
-    """Without data, but with its own checks: of this version of torch."""
+def test_without_flash_attn_the_error_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
-    monkeypatch.setattr(
-        triton_attention, "to_device", lambda x, device: torch.from_numpy(x).to(device)
-    )
-    case = FlashCase(PROMPTS)
-    backend = FlashAttention(*case.heads, case.block_size, F16, torch.device("meta"))
-    metadata = case.prepare(backend)
-    out = backend.attend(case.q.to("meta"), case.cache.to("meta"), metadata)
-    assert (out.shape, out.dtype) == ((len(case.q), 4 * 64), F16)
+    with pytest.raises(ValueError, match="flash-attn.*install it, or use 'triton'"):
+        FlashCase(PROMPTS).backend()

@@ -359,3 +359,25 @@ def test_a_decode_step_of_256_makes_one_copy_and_few_launches(
     # Four matrix products, two norms, one activation; rotation, attention, merge.
     assert per_layer == 10
     assert nodes[1] - per_layer <= 14
+
+
+def test_min_tokens_excludes_tokens_of_all_samples_at_once(llama, engine, launches):
+    """A list as an index, and a number as a value, would be copied for each of them,
+    and waited for.
+    """
+    llm = engine(
+        llama,
+        max_num_seqs=8,
+        max_num_batched_tokens=16,
+        attention_backend="triton",
+    )
+    mode = launches(llm)
+    params = llm.runner.sampler.params
+    params["min_len"] = 1000
+    for row in range(8):
+        params["stop_token_ids"][row] = [3, 7]
+    with mode:
+        llm.runner.run(decodes(8))
+    assert mode.names.count("copy to the device") == 1
+    assert mode.names.count("index_put_") == 2  # the other one: into last_tokens
+    assert "scalar_tensor" not in mode.names

@@ -127,13 +127,14 @@ def pretended_gpu(monkeypatch):
         "empty_cache": lambda: None,
         "mem_get_info": lambda device: (FREE_BYTES, FREE_BYTES),
         "graph_pool_handle": lambda: None,
+        "Stream": lambda: None,
         "current_stream": lambda: SimpleNamespace(record_event=lambda: event),
     }
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function)
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(
-        model_runner, "record_cuda_graph", lambda pool, run: repeat_calls(run)
+        model_runner, "record_cuda_graph", lambda pool, stream, run: repeat_calls(run)
     )
 
     return PretendGPU

@@ -68,7 +68,7 @@ def test_after_shutdown_an_engine_holds_no_memory(release):
 
     del llm
     release()
-    assert torch.cuda.memory_allocated() - before < 32 << 20  # cuBLAS keeps a workspace
+    assert torch.cuda.memory_allocated() - before < 64 << 20  # cuBLAS keeps a workspace
 
 
 # --- one step ahead ---

@@ -243,7 +243,12 @@ def test_no_call_of_a_step_synchronises(on_gpu, llama, enforce_eager, temperatur
         torch.cuda.set_sync_debug_mode(mode)
 
     params = SamplingParams(
-        temperature=temperature, seed=1, max_tokens=20, ignore_eos=True
+        temperature=temperature,
+        seed=1,
+        max_tokens=20,
+        min_tokens=20,
+        stop_token_ids=[3, 7],
+        ignore_eos=True,
     )
     llm = on_gpu(llama, enforce_eager=enforce_eager, max_num_seqs=32, num_blocks=400)
 

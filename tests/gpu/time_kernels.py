@@ -118,7 +118,8 @@ def seconds_of(way: Way, device: torch.device, graph: bool) -> Figures:
     from triton.testing import do_bench
 
     if graph:
-        way, _ = record_cuda_graph(torch.cuda.graph_pool_handle(), way)
+        place = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        way, _ = record_cuda_graph(*place, way)
     median, low, high = do_bench(way, warmup=20, rep=200, quantiles=[0.5, 0.1, 0.9])
     return {"median_s": median / 1e3, "p10_s": low / 1e3, "p90_s": high / 1e3}
 
