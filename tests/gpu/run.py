@@ -14,6 +14,7 @@ shapes, on a CPU too.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import re
@@ -234,6 +235,8 @@ def command_of(part: Part, quick: bool) -> tuple[str, str]:
     program = part.command.split()[0]
     if program != "python" and not shutil.which(program):
         return "", f"{program} is not installed"
+    if FLASH in part.command and importlib.util.find_spec("flash_attn") is None:
+        return "", "flash-attn is not installed"
     return part.command, ""
 
 
