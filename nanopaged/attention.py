@@ -7,30 +7,28 @@ position 0 to theirs.
 
 Shapes, here and everywhere:
 
-    num_tokens     tokens of the flat batch, one sequence after the other, no padding
-                   (but in recorded graphs, at position -1)
+    num_tokens     tokens of the flat batch, one sequence after the other. (A recorded
+                   graph is padded with sequences of one token, which have a row and a
+                   block of their own.)
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
-    k, v           [num_tokens, num_kv_heads, head_dim]
+    kv             [num_tokens, 2 * num_kv_heads, head_dim]: heads of K, then those of V
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
     block_tables   [num_seqs, max_blocks]: physical block of a logical block; entries
                    after the last one are stale, but valid block ids
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
-                   physical block * block_size + offset; -1: nowhere (padding)
+                   physical block * block_size + offset
 
-Where the work is divided:
+In the story of `sequence.py`, while A decodes t0 and B computes the last two tokens of
+its prompt:
 
-    part           some of a sequence's keys: attention to each part is computed by
-                   itself, then the parts are merged
-    program        one run of a kernel's code: one KV head, over one part or over all
-                   keys of a sequence
+    counts = [1, 2]   ends = [7, 6]   block_tables = [[0, 1], [0, 2]]
+    positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
 from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -38,169 +36,104 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
-Ints: TypeAlias = NDArray[np.int64]
+from nanopaged.config import check
 
-MASKED_QUERIES = 512  # a longer chunk is cut, so that masks stay small
-# On a CPU, in keys of one KV head:
-MIN_PART = 256  # merging a shorter part costs more than it gains
-MIN_CALL = 2048  # a shorter call of the kernel is not worth waking another thread
+Ints: TypeAlias = NDArray[np.integer[Any]]
 
 
 @dataclass
-class AttentionMetadata:
-    """Where this step's tokens stand and where their K and V go, the same in all
-    layers.
-    """
+class Metadata:
+    """What attention must know about a step, the same in all layers."""
 
     positions: Tensor  # [num_tokens]: of a token in its sequence
-    slots: Tensor  # [num_tokens]: the slot mapping
+    slots: Tensor  # [num_tokens]
+    block_tables: Tensor  # [num_seqs, max_blocks]
+    counts: Ints  # [num_seqs]: how many tokens of each sequence are computed
+    ends: Ints  # [num_seqs]: how many keys it has then
+    plan: list[Tensor]  # what the backend's own `plan` has made of the last two
 
 
-@dataclass
-class Chunk:
-    """Some queries of one sequence, and the blocks that hold their keys."""
-
-    tokens: slice  # of the flat batch
-    block_ids: Tensor  # [num_blocks]
-    num_keys: int
-    mask: Tensor | None  # [num_queries, num_keys]; None: plain causal, from 0
+def spread(counts: Ints) -> tuple[Ints, Ints]:
+    """Number some things of several owners: [2, 3] -> owners [0, 0, 1, 1, 1], and
+    numbers [0, 1, 0, 1, 2].
+    """
+    owners = np.repeat(np.arange(len(counts)), counts)
+    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
 
 
-@dataclass
-class TorchMetadata(AttentionMetadata):
-    chunks: list[Chunk]
+def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
+                 block_size: int) -> tuple[Ints, Ints]:
+    """The positions and slots of all tokens, as in the story above."""
+    seqs, numbers = spread(counts)
+    positions = (ends - counts)[seqs] + numbers
+    block_ids = block_tables[seqs, positions // block_size]
+    return positions, block_ids * block_size + positions % block_size
 
 
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
-    min_queries = 1  # sequences with fewer are left out of `chunks`
+    min_queries = 1  # `attend` leaves out sequences with fewer
 
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int,
-                 block_size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.num_kv_heads = num_kv_heads
-        self.group_size = num_heads // num_kv_heads
-        self.head_dim = head_dim
+    def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        self.num_kv_heads = model_config.num_key_value_heads
+        self.group_size = model_config.num_attention_heads // self.num_kv_heads
+        self.head_dim = model_config.head_dim
+        self.scale = self.head_dim**-0.5
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
-        # How arrays get to the device. The model runner replaces it by `Staging.add`.
-        self.to_device: Any = partial(to_device, device=device)
 
-    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> Any:
-        """Plan a step: sequence i has counts[i] new tokens, from starts[i] on."""
-        positions, slots = self.place_tokens(block_tables, starts, counts)
-        chunks = []
-        first_tokens = np.cumsum(counts) - counts
-        for seq in np.flatnonzero(counts >= self.min_queries).tolist():
-            start, count = int(starts[seq]), int(counts[seq])
-            most = MASKED_QUERIES if start else count
-            for first in range(0, count, most):
-                tokens = first_tokens[seq] + np.arange(first, min(first + most, count))
-                num_keys = start + first + len(tokens)
-                num_blocks = ceil_div(num_keys, self.block_size)
-                block_ids = self.to_device(block_tables[seq, :num_blocks])
-                mask = None
-                if start:
-                    last_keys = positions[tokens]
-                    seen = np.arange(num_keys) <= last_keys[:, None]
-                    mask = self.to_device(seen)
-                token_slice = slice(tokens[0], tokens[-1] + 1)
-                chunks.append(Chunk(token_slice, block_ids, num_keys, mask))
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
+        """What else a backend must know on the device: here nothing."""
+        return []
 
-        on_device = self.to_device(positions), self.to_device(slots)
-        return TorchMetadata(*on_device, chunks)
+    def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        """Put K and V into their slots."""
+        block_ids = slots // self.block_size
+        offsets = slots % self.block_size
+        kv_cache[block_ids, :, :, offsets] = kv.unflatten(1, (2, -1))
 
-    def place_tokens(
-        self, block_tables: Ints, starts: Ints, counts: Ints
-    ) -> tuple[Ints, Ints]:
-        """The positions and slots of all tokens.
-
-        starts=[5, 0] and counts=[2, 3] give positions=[5, 6, 0, 1, 2].
-        """
-        seqs = np.repeat(np.arange(len(counts)), counts)
-        first_tokens = np.cumsum(counts) - counts
-        positions = np.arange(len(seqs)) - first_tokens[seqs] + starts[seqs]
-        indices, offsets = np.divmod(positions, self.block_size)
-        slots = block_tables[seqs, indices] * self.block_size + offsets
-        return positions, np.where(positions < 0, -1, slots)
-
-    def rotate_and_store(self, qkv: Tensor, weights: list[Tensor], eps: float,
-                         rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
-                         metadata: Any) -> Tensor:
-        """Normalise and rotate Q and K, and store K and V; returns Q.
-
-        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weights: of the norms
-        of Q's heads and K's, [head_dim] each, or none; rotation: see `norm_rotate`.
-        """
-        num_heads = qkv.shape[1] - 2 * self.num_kv_heads
-        qk = qkv[:, : -self.num_kv_heads]
-        if weights:
-            weights = [weights[0].expand(num_heads, -1),
-                       weights[1].expand(self.num_kv_heads, -1)]
-        qk = norm_rotate(qk, weights, eps, *rotation)
-
-        kv = torch.stack((qk[:, num_heads:], qkv[:, -self.num_kv_heads :]), 1)
-        block_ids = metadata.slots // self.block_size
-        kv_cache[block_ids, :, :, metadata.slots % self.block_size] = kv
-        return qk[:, :num_heads]
-
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Tensor) -> None:
         """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
         moves: [num_moves, 2], blocks of the source and of the target.
         """
-        sources = to_device(moves[:, 0].copy(), source.device)
-        targets = to_device(moves[:, 1].copy(), target.device)
-        for from_layer, to_layer in zip(source, target, strict=True):
-            blocks = from_layer.index_select(0, sources).to(target.device)
-            to_layer.index_copy_(0, targets, blocks)
+        sources, targets = moves.unbind(1)
+        blocks = source[:, sources.to(source.device)]
+        target[:, targets.to(target.device)] = blocks.to(target.device)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Any) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
-        for chunk in metadata.chunks:
-            out[chunk.tokens] = self.attend_chunk(q[chunk.tokens], kv_cache, chunk)
+        last = 0
+        for seq, count in enumerate(metadata.counts.tolist()):
+            first, last = last, last + count
+            if count >= self.min_queries:
+                num_keys = int(metadata.ends[seq])
+                num_blocks = ceil_div(num_keys, self.block_size)
+                block_ids = metadata.block_tables[seq, :num_blocks]
+                out[first:last] = self.attend_chunk(
+                    q[first:last], kv_cache, block_ids, num_keys)
         return out.flatten(1)
 
-    def attend_chunk(self, q: Tensor, kv_cache: Tensor, chunk: Chunk) -> Tensor:
-        """q and the result: [num_queries, num_heads, head_dim]"""
+    def attend_chunk(self, q: Tensor, kv_cache: Tensor, block_ids: Tensor,
+                     num_keys: int) -> Tensor:
+        """Queries of one sequence at its end: [num_queries, num_heads, head_dim]."""
         # [2, num_kv_heads, num_blocks, block_size, head_dim]
-        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, chunk.block_ids)
+        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, block_ids)
         # After the last key its block holds old values: a NaN there would spread.
-        k, v = blocks.flatten(2, 3)[:, :, : chunk.num_keys]
+        k, v = blocks.flatten(2, 3)[:, :, :num_keys]
 
         # [num_kv_heads, group_size, num_queries or num_keys, head_dim]; K is not copied
-        q = q.view(len(q), self.num_kv_heads, self.group_size, -1).permute(1, 2, 0, 3)
+        q = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
         k = k.unsqueeze(1).expand(-1, self.group_size, -1, -1)
         v = v.unsqueeze(1).expand(-1, self.group_size, -1, -1)
-        causal = chunk.mask is None
-        result = F.scaled_dot_product_attention(q, k, v, chunk.mask, is_causal=causal)
+        mask = causal_lower_right(q.shape[2], num_keys)  # the last query sees all keys
+        result = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
         return result.permute(2, 0, 1, 3).flatten(1, 2)
-
-
-def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
-                sin: Tensor) -> Tensor:
-    """Normalise the heads of Q and K, if there are weights for it, then rotate them
-    (RoFormer).
-
-    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads and
-    K's; cos, sin: [num_tokens, 1, head_dim], of angles that grow with the position. The
-    halves of a head turn like (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
-    """
-    if weights:
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
-    x1, x2 = x.chunk(2, dim=-1)
-    return torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
-
-
-@dataclass
-class NumbaMetadata(TorchMetadata):
-    decodes: Tensor  # [num_decodes]: their tokens in the flat batch
-    block_tables: Ints  # [num_decodes, max_blocks]
-    ends: Ints  # [num_decodes]: number of keys
-    num_parts: int
-    calls: list[tuple[int, int]]  # first and last program (not included) of each call
 
 
 class NumbaAttention(TorchAttention):
@@ -213,84 +146,189 @@ class NumbaAttention(TorchAttention):
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
-        if find_spec("numba") is None or self.device.type != "cpu":
-            raise ValueError(
-                "attention_backend 'numba' needs numba (`pip install numba`) and "
-                f"device 'cpu', got {self.device.type!r}: use 'torch'")
-        from nanopaged import cpu_kernels
+        from nanopaged.cpu_kernels import paged_attention
 
-        self.kernels: Any = cpu_kernels
-        # NumPy has no bfloat16, and Numba no float16: the kernel gets their bits.
-        bits = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
-        self.view_dtype = bits.get(self.dtype, self.dtype)
-        self.num_threads = torch.get_num_threads()
+        self.paged_attention: Any = paged_attention
+        check(self.dtype != torch.float16, "dtype", "'float32' or 'bfloat16' for numba",
+              "float16")
 
-    def compile(self) -> None:
-        """Compile the kernel for this dtype; the next process finds it on the disk."""
-        shape = 1, 2, self.num_kv_heads, self.block_size, self.head_dim
-        kv_cache = torch.zeros(shape, dtype=self.dtype)
-        q = torch.zeros(1, self.num_kv_heads * self.group_size, self.head_dim)
-        zero = np.zeros(1, np.int64)
-        metadata = self.prepare(zero[None], starts=zero, counts=zero + 1)
-        self.attend(q.to(self.dtype), kv_cache, metadata)
-
-    def prepare(self, block_tables: Ints, starts: Ints, counts: Ints) -> NumbaMetadata:
-        chunks: TorchMetadata = super().prepare(block_tables, starts, counts)
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
+        """The sequences that decode, and their tokens in the flat batch."""
         seqs = np.flatnonzero(counts == 1)
-        ends = starts[seqs] + 1
+        return [seqs, np.cumsum(counts)[seqs] - 1]
 
-        # The keys of all sequences are divided into the same number of parts. No part
-        # should be more than a quarter of a thread's share of all keys, and that of the
-        # longest sequence decides.
-        num_keys = int(ends.sum()) * self.num_kv_heads
-        max_part_keys = max(num_keys // self.num_threads // 4, MIN_PART)
-        num_parts = ceil_div(int(ends.max(initial=0)), max_part_keys)
-
-        # Programs are independent. Each thread takes the next few until none are left,
-        # so that no thread waits for one whose core is busy with something else.
-        num_programs = num_parts * len(seqs) * self.num_kv_heads
-        num_calls = min(4 * self.num_threads, ceil_div(num_keys, MIN_CALL))
-        size = ceil_div(num_programs, num_calls) if num_calls else 1
-        calls = [(first, min(first + size, num_programs))
-                 for first in range(0, num_programs, size)]
-
-        decodes = torch.from_numpy(np.cumsum(counts)[seqs] - 1)
-        tables = block_tables[seqs]
-        return NumbaMetadata(**vars(chunks), decodes=decodes, block_tables=tables,
-                             ends=ends, num_parts=num_parts, calls=calls)
-
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
-        if len(metadata.ends):
-            decoded = self.decode(q[metadata.decodes], kv_cache, metadata)
-            out[metadata.decodes] = decoded.flatten(1)
+        seqs, tokens = metadata.plan
+        queries = q[tokens].float()
+        results = torch.empty_like(queries)
+        if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
+            kv_cache = kv_cache.view(torch.uint16)
+        self.paged_attention(
+            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            seqs.numpy(), metadata.ends, np.float32(self.scale), results.numpy())
+        out[tokens] = results.flatten(1).to(q.dtype)
         return out
 
-    def decode(self, q: Tensor, kv_cache: Tensor, metadata: NumbaMetadata) -> Tensor:
-        """q and the result: [num_decodes, num_heads, head_dim]"""
-        parts = torch.empty(metadata.num_parts, *q.shape)
-        lse = torch.empty(parts.shape[:3])
-        tensors = q.float(), kv_cache.view(self.view_dtype)
-        tables = metadata.block_tables, metadata.ends
-        arrays = *(x.numpy() for x in tensors), *tables, parts.numpy(), lse.numpy()
 
-        calls = iter(metadata.calls)
+class TritonAttention(TorchAttention):
+    """On a GPU: everything by the kernels of `kernels.py`.
 
-        def work() -> None:
-            for first, last in calls:
-                self.kernels.paged_attention(first, last, *arrays)
+    With other contents in the metadata's tensors, the same calls compute other decodes
+    of as many sequences: CUDA graphs rest on this.
+    """
 
-        if len(metadata.calls) > 1:
-            self.kernels.run_on_threads(work, self.num_threads)
-        else:
-            work()
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        from nanopaged import kernels
 
-        # Log-sum-exp merge: the mean of the parts, weighted by their sums.
-        weights = torch.softmax(lse, 0).unsqueeze(-1)
-        return (parts * weights).sum(0).to(q.dtype)
+        self.kernels = kernels
+        # tl.dot takes sizes that are powers of two, 16 or more.
+        self.dim = max(16, next_power_of_2(self.head_dim))
+        row_bytes = self.dim * self.dtype.itemsize
+        self.keys = max(16, min(128, kernels.TILE_BYTES // row_bytes))
+        # Rows of a tile: large ones are for chunks. They fill all of a multiprocessor's
+        # registers, where three small ones run at the same time.
+        self.few_rows = next_power_of_2(max(16, self.group_size))
+        self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
+        self.num_processors = 4
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            self.num_processors = gpu.multi_processor_count
+
+    def pick_rows(self, counts: Ints) -> int:
+        """Large tiles would be mostly empty where sequences have few queries."""
+        is_large = counts.mean() * self.group_size > self.few_rows
+        return self.many_rows if is_large else self.few_rows
+
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
+        """The work of a step, cut up for the programs of the kernel.
+
+        A tile is some neighbouring queries of one sequence, which are computed
+        together. The keys of a long tile are divided into parts: else a step would take
+        as long as its longest sequence. No part has more than half of what a program
+        would read if all read equally much.
+
+            items   [num_items, 7]: where the block table begins; first token, its
+                    position, number of queries; first key, end of the keys; number of
+                    parts of the tile
+            merges  [num_tiles, 4]: first token, number of queries; first item, number
+                    of parts
+
+        An example: with 2 places per KV head and tiles that read 64 keys in a round,
+        two decodes have 16 and 2 rounds to go, 18 in all, so a part has at most 5. The
+        first has four parts:
+
+            items = [[0, 0, 999, 1,   0,  320, 4],
+                     [0, 0, 999, 1, 320,  640, 4],
+                     [0, 0, 999, 1, 640,  960, 4],
+                     [0, 0, 999, 1, 960, 1000, 4],
+                     [80, 1, 99, 1,   0,  100, 1]]
+            merges = [[0, 1, 0, 4], [1, 1, 4, 1]]
+
+        If all sequences decode, empty items follow, so that shapes depend on their
+        number alone, as graphs need it.
+        """
+        rows = self.pick_rows(counts)
+        size = rows // self.group_size
+        programs = 3 if rows == self.few_rows else 1  # of a multiprocessor
+        num_places = ceil_div(programs * self.num_processors, self.num_kv_heads)
+
+        seqs, numbers = spread(-(-counts // size))
+        first = numbers * size  # query of each tile
+        tokens = (np.cumsum(counts) - counts)[seqs] + first
+        positions = (ends - counts)[seqs] + first
+        queries = np.minimum(counts[seqs] - first, size)
+        tiles = np.stack((seqs * table_size, tokens, positions, queries), 1)
+        # Long ones first: one that starts last would keep all others waiting.
+        tiles = tiles[np.argsort(-positions, kind="stable")]
+
+        num_keys = tiles[:, 2] + tiles[:, 3]
+        rounds = -(-num_keys // self.keys)
+        part_keys = max(1, ceil_div(int(rounds.sum()), 2 * num_places)) * self.keys
+        num_parts = -(-num_keys // part_keys)
+        tile, number = spread(num_parts)
+        first_keys = number * part_keys
+        end_keys = np.minimum(first_keys + part_keys, num_keys[tile])
+        items = np.column_stack((tiles[tile], first_keys, end_keys, num_parts[tile]))
+        if len(tiles) == len(counts):
+            spare = len(tiles) + 2 * num_places - len(items)
+            items = np.pad(items, ((0, spare), (0, 0)))
+        first_items = np.cumsum(num_parts) - num_parts
+        return [items, np.column_stack((tiles[:, [1, 3]], first_items, num_parts))]
+
+    def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        num_rows = kv.shape[1]
+        self.kernels.store[(len(kv),)](
+            kv, slots, kv_cache, kv.stride(0), num_rows, self.head_dim, self.block_size,
+            next_power_of_2(num_rows), self.dim)
+
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Tensor) -> None:
+        # All at once: within a pool nothing is copied from a block that is written, as
+        # somebody still holds every block that is copied.
+        self.kernels.copy_blocks[len(moves), len(source)](
+            source, target, moves, source.shape[1], target.shape[1],
+            SIZE=source[0, 0].numel(), STEP=2048)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
+        items, merges = metadata.plan
+        rows = self.pick_rows(metadata.counts)
+        out = q.new_empty(q.shape)
+        num_queries = rows // self.group_size
+        parts = torch.empty(len(items), num_queries, *q.shape[1:], device=q.device)
+        lse = torch.empty(len(items), self.num_kv_heads, rows, device=q.device)
+        sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
+        self.kernels.paged_attention[len(items), self.num_kv_heads](
+            q, kv_cache, metadata.block_tables, items, out, parts, lse, self.scale,
+            q.stride(0), *sizes, self.block_size, self.keys,
+            num_warps=8 if rows > 64 else 4)
+        if len(items) > len(merges):  # some tile may be divided
+            self.kernels.merge_parts[len(merges), self.num_kv_heads](
+                parts, lse, merges, out, *sizes)
+        return out.flatten(1)
 
 
-def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+class FlashAttention(TritonAttention):
+    """Computes steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn.
+
+    It reads the pool in place, too, if blocks are large enough for it. Steps of decodes
+    alone, which CUDA graphs record, are left to Triton.
+    """
+
+    def __init__(self, *shape: Any) -> None:
+        super().__init__(*shape)
+        from flash_attn import flash_attn_varlen_func
+
+        self.flash: Any = flash_attn_varlen_func
+        fits = self.block_size % 256 == 0 and self.dtype != torch.float32
+        check(fits, "attention_backend", "'triton' for float32, or with a block_size "
+              "that is not a multiple of 256", "flash")
+
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
+        if counts.max() == 1:
+            return super().plan(counts, ends, table_size)
+        # Where sequences begin, and where their keys would if they were in one piece.
+        return [np.cumsum([0, *counts]), np.cumsum([0, *ends])]
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
+        if metadata.counts.max() == 1:
+            return super().attend(q, kv_cache, metadata)
+        starts = [bounds.int() for bounds in metadata.plan]
+        longest = int(metadata.counts.max()), int(metadata.ends.max())
+        # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
+        k, v = kv_cache.transpose(2, 3).unbind(1)
+        out = self.flash(
+            q, k, v, *starts, *longest, softmax_scale=self.scale, causal=True,
+            block_table=metadata.block_tables.int())
+        return torch.flatten(out, 1)
+
+
+BACKENDS: dict[str, type[TorchAttention]] = {
+    "torch": TorchAttention, "numba": NumbaAttention, "triton": TritonAttention,
+    "flash": FlashAttention}
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor
@@ -298,5 +336,9 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def ceil_div(numbers: Any, divisors: Any) -> Any:
-    return -(-numbers // divisors)
+def ceil_div(number: int, divisor: int) -> int:
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()

@@ -6,20 +6,21 @@ other tokens. Blocks that nobody can find again are taken first, then the least 
 used. The manager deals in block ids and token ids and never sees a tensor. Nobody else
 changes a reference count or a block table.
 
-An example with block_size=4 and the free blocks 0, 1, 2, 3:
+The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
-    a prompt of 6 tokens comes       [0, 1]   its step publishes block 0, which is full
-    one with the same first 4 tokens [0, 2]   block 0 has two references now
-    the first sequence forks         [0, 1]   its child has the same block table
-    one of them writes its 7th token [0, 3]   not into block 1, which both share, but
+    A comes: p0 .. p5                [0, 1]   its step publishes block 0, which is full
+    B comes: p0 .. p3, q4, q5        [0, 2]   block 0 has two references now
+    B forks, as it has n=2           [0, 2]   its sibling has the same block table
+    one of them writes its 7th token [0, 3]   not into block 2, which both share, but
                                               into a copy of it: copy-on-write
+    the other writes its own         [0, 2]   it is the only holder of block 2 now
 """
 
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import TypeAlias
 
 import xxhash
@@ -31,44 +32,40 @@ from nanopaged.sequence import Sequence
 FreeList: TypeAlias = OrderedDict[int, None]
 # Pairs (from, to) of physical blocks: the contents of one are copied to the other.
 Moves: TypeAlias = list[tuple[int, int]]
-# What a full block holds: the name of the block before it (the salt, for a first
-# block), and its own token ids.
+# What a full block holds: its own token ids, after the name of the block before it. In
+# place of a name, a first block has the salt of the request.
 Content: TypeAlias = tuple[int | str | None, list[int]]
-Hash: TypeAlias = Callable[[bytes], int]
 
 
 @dataclass(slots=True)
 class Block:
     """One physical block, and what it was published as.
 
-    Its name stands for all tokens from the start of the sequence to the end of this
-    block. A block is named once, when it is published, and keeps the name until it is
-    taken again. A block published while the cache holds one with the same
-    content gets that one's name. A name never stands for two contents.
+    A block is found by the hash of its content. The hash covers the block's own tokens
+    and the *name* of the block before it. A name is not the block's id: ids are used
+    again, for other tokens. A name is never given twice to different contents. It
+    stands for all tokens from the start of the sequence to the end of the block.
     """
 
     ref_count: int = 0
-    content: Content | None = None  # None: it has no name
-    name: int = 0
+    content: Content | None = None  # None: it was not published
     hash: int = 0  # of the content
+    name: int = 0
 
 
 class BlockManager:
     """Blocks 0 to num_blocks - 1 are on the device, those that follow in CPU memory."""
 
     def __init__(self, num_blocks: int, block_size: int,
-                 enable_prefix_caching: bool = True, num_swap_blocks: int = 0,
-                 hash_function: Hash = xxhash.xxh3_64_intdigest) -> None:
+                 enable_prefix_caching: bool = True, num_swap_blocks: int = 0) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.hash_function = hash_function
-        num_all_blocks = num_blocks + num_swap_blocks
-        self.blocks = [Block() for _ in range(num_all_blocks)]
-        self.free_blocks: FreeList = OrderedDict.fromkeys(range(num_blocks))
-        swap_blocks = range(num_blocks, num_all_blocks)
-        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(swap_blocks)
-        self.published: dict[int, int] = {}  # the prefix cache: hash -> physical block
+        ids = range(num_blocks + num_swap_blocks)
+        self.blocks = [Block() for _ in ids]
+        self.free_blocks: FreeList = OrderedDict.fromkeys(ids[:num_blocks])
+        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(ids[num_blocks:])
+        self.published: dict[int, int] = {}  # the prefix cache: block ids, by hash
         self.names = count(1)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -81,51 +78,30 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def match_prefix(self, seq: Sequence) -> list[int]:
-        """The physical blocks that hold the longest cached prefix of `seq`.
+    def begin(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
+        """Let `seq` hold blocks in which its first `num_tokens` have K and V."""
+        for block_id in block_ids:
+            self.free_blocks.pop(block_id, None)  # it may have been free and cached
+            self.blocks[block_id].ref_count += 1
+        seq.block_table = list(block_ids)
+        seq.num_computed_tokens = num_tokens
+        seq.num_published_blocks = num_tokens // self.block_size
+        seq.num_sent_blocks = 0
 
-        They never hold its last token: that one is computed, to get the logits that
-        follow. A hash only suggests a block; its content must be equal, and the content
-        names the block before. So a hash collision can cost a hit, but never gives a
-        wrong one.
-        """
-        found: list[int] = []
-        num_full_blocks = (seq.compute_end - 1) // self.block_size
-        for index in range(num_full_blocks):
-            content = self._content(seq, index, found)
-            block_id = self.published.get(self._hash(content))
-            if block_id is None or self.blocks[block_id].content != content:
-                break
-            found.append(block_id)
-        return found
-
-    def can_allocate(self, prefix: list[int], num_blocks: int, num_spare: int) -> bool:
-        """Whether `num_spare` blocks stay free if a group gets `num_blocks`.
-
-        These include the cached `prefix`. Of the prefix, a block that somebody holds
-        costs nothing; one that is free leaves the free list, like a new block.
-        """
-        num_revived = sum(self.blocks[block_id].ref_count == 0 for block_id in prefix)
-        num_taken = num_blocks - len(prefix) + num_revived
-        return num_taken + num_spare <= len(self.free_blocks)
-
-    def allocate(self, seq: Sequence, prefix: list[int]) -> None:
-        """Give `seq` a block table: its cached prefix, then new blocks for the rest."""
-        self._hold(seq, prefix)
-        seq.num_published_blocks = len(prefix)
-        seq.num_computed_tokens = len(prefix) * self.block_size
-        self.grow(seq)  # makes no copies: the blocks of a prefix are full
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let `child` share all blocks that `parent` has computed, full or not."""
+        num_tokens = parent.num_computed_tokens
+        shared = parent.block_table[: self.num_blocks_for(num_tokens)]
+        self.begin(child, shared, num_tokens)
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        """How many free blocks `grow` will take for these sequences of a group."""
+        """How many free blocks `grow` takes for these sequences of a group."""
         num_new = 0
         writers: Counter[int] = Counter()
         for seq in seqs:
-            num_blocks = self.num_blocks_for(seq.compute_end)
-            num_new += num_blocks - len(seq.block_table)
-            index = seq.num_computed_tokens // self.block_size
-            if index < len(seq.block_table):
-                writers[seq.block_table[index]] += 1
+            num_new += self.num_blocks_for(seq.compute_end) - len(seq.block_table)
+            index = seq.num_computed_tokens // self.block_size  # it writes there next
+            writers.update(seq.block_table[index : index + 1])
 
         # Writers take their copies one by one, and each drops a reference. If all
         # holders write, the last of them is the only one left, and writes in place: 3
@@ -141,12 +117,12 @@ class BlockManager:
         """
         table = seq.block_table
         copies: Moves = []
-        index = seq.num_computed_tokens // self.block_size  # it writes there next
+        index = seq.num_computed_tokens // self.block_size
         if index < len(table) and self.blocks[table[index]].ref_count > 1:
             # Others hold this block too: copy-on-write.
             shared = table[index]
-            table[index] = self._take(self.free_blocks)
             self.blocks[shared].ref_count -= 1
+            table[index] = self._take(self.free_blocks)
             copies.append((shared, table[index]))
             # The model runner must be sent this entry of the table again.
             seq.num_sent_blocks = min(seq.num_sent_blocks, index)
@@ -155,110 +131,90 @@ class BlockManager:
             table.append(self._take(self.free_blocks))
         return copies
 
-    def advance(self, seq: Sequence, num_tokens: int) -> None:
-        """Count more tokens as computed, and publish the blocks that are now full."""
-        seq.num_computed_tokens += num_tokens
-        if seq.num_computed_tokens // self.block_size > seq.num_published_blocks:
-            self.publish(seq)
-
-    def unsent_blocks(self, seq: Sequence) -> tuple[int, list[int]]:
-        """What is new in a block table since the last call: (index, blocks)."""
-        first = seq.num_sent_blocks
-        seq.num_sent_blocks = len(seq.block_table)
-        return first, seq.block_table[first:]
-
-    def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all blocks that `parent` has computed, full or not."""
-        self.free(child)  # a beam that another one replaces still has blocks
-        num_computed_blocks = self.num_blocks_for(parent.num_computed_tokens)
-        self._hold(child, parent.block_table[:num_computed_blocks])
-        child.num_computed_tokens = parent.num_computed_tokens
-        child.num_published_blocks = parent.num_published_blocks
-
     def free(self, seq: Sequence) -> None:
-        """Drop all references of `seq`; nothing of it counts as computed any more."""
-        self._drop(seq)
-        seq.num_computed_tokens = 0
+        """Drop all references of `seq`; nothing of it counts as computed any more.
 
-    # -- Swapping ----------------------------------------------------------------------
+        The last block goes first, so that a prefix outlives what follows it.
+        """
+        for block_id in reversed(seq.block_table):
+            self.blocks[block_id].ref_count -= 1
+            if self.blocks[block_id].ref_count == 0:
+                on_device = block_id < self.num_blocks
+                free_list = self.free_blocks if on_device else self.free_swap_blocks
+                free_list[block_id] = None
+                # A block that nobody can find again is the first to be taken.
+                free_list.move_to_end(block_id, last=self.is_cached(block_id))
+        self.begin(seq, [], 0)
 
-    def swap(self, seqs: list[Sequence], free_list: FreeList,
-             num_spare: int = 0) -> Moves:
+    def swap(self, seqs: list[Sequence], free_list: FreeList) -> Moves:
         """Move the blocks of these sequences to the pool that has this free list.
 
-        Returns no moves, and changes nothing, if that would leave fewer than
-        `num_spare` free. A block that another group holds too is copied: that group
-        keeps it. The new blocks have no names: they are published when their group next
-        runs.
+        Returns no moves, and changes nothing, if it has too few. A block that several
+        of them share moves once, and they go on sharing it. The new blocks are
+        published when their group next runs.
         """
-        held = {block_id for seq in seqs for block_id in seq.block_table}
-        if len(held) + num_spare > len(free_list):
+        tables = chain.from_iterable(seq.block_table for seq in seqs)
+        held = dict.fromkeys(tables)
+        if len(held) > len(free_list):
             return []
-
-        # A block that several of them share moves once, and they go on sharing it.
-        moved: dict[int, int] = {}
-        for seq in seqs:
-            for block_id in seq.block_table:
-                if block_id not in moved:
-                    moved[block_id] = self._take(free_list)
+        moved = {block_id: self._take(free_list) for block_id in held}
         for seq in seqs:
             table = [moved[block_id] for block_id in seq.block_table]
-            self._drop(seq)
-            self._hold(seq, table)
+            num_tokens = seq.num_computed_tokens
+            self.free(seq)
+            self.begin(seq, table, num_tokens)
+            seq.num_published_blocks = 0
         for block_id in moved.values():
             self.blocks[block_id].ref_count -= 1  # the reference that `_take` gave
         return list(moved.items())
 
     # -- The prefix cache --------------------------------------------------------------
 
-    def publish(self, seq: Sequence) -> None:
-        """Let others find the full blocks of `seq`, even before the step has run.
+    def match_prefix(self, seq: Sequence) -> list[int]:
+        """The physical blocks that hold the longest cached prefix of `seq`.
 
-        That is safe. Whoever finds such a block reads it in a later step, or in this
-        one. Steps run in order, and within a step every layer stores the K and V of all
-        tokens before it reads any.
+        They never hold its last token: that one is computed, to get the logits that
+        follow.
         """
-        if not self.enable_prefix_caching:
-            return
+        found: list[int] = []
+        for index in range((seq.compute_end - 1) // self.block_size):
+            block_id = self._find(self._content(seq, index, found))
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def advance(self, seq: Sequence, num_tokens: int) -> None:
+        """Count more tokens as computed, and publish the blocks that are now full.
+
+        So others find them even before the step has run. That is safe. Whoever finds
+        such a block reads it in a later step, or in this one. Steps run in order, and
+        within a step every layer stores the K and V of all tokens before it reads any.
+        And if the step fails, all books are thrown away, this cache among them.
+        """
+        seq.num_computed_tokens += num_tokens
         # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full_blocks = num_known_tokens // self.block_size
-        for index in range(seq.num_published_blocks, num_full_blocks):
-            block_id = seq.block_table[index]
-            if self.blocks[block_id].content is None:  # no sibling has published it
-                self._name(block_id, self._content(seq, index, seq.block_table))
-            seq.num_published_blocks = index + 1
+        if self.enable_prefix_caching:
+            for index in range(seq.num_published_blocks, num_full_blocks):
+                self._publish(seq, index)
+                seq.num_published_blocks += 1
 
-    def _name(self, block_id: int, content: Content) -> None:
-        """Give a block its name, and let others find it if they can."""
+    def _publish(self, seq: Sequence, index: int) -> None:
+        """Give logical block `index` its name, and let others find it."""
+        block_id = seq.block_table[index]
         block = self.blocks[block_id]
-        block.content = content
-        block.hash = self._hash(content)
-        if block.hash not in self.published:
-            self.published[block.hash] = block_id
-            block.name = next(self.names)
-            return
-
-        other = self.blocks[self.published[block.hash]]
-        if other.content != content:
-            # The hashes collide: nobody finds this block.
-            block.name = next(self.names)
-            return
-        # Both blocks hold the same tokens. They get one name, so that a block published
-        # after one of them is also found after the other. The cache refers to one of
-        # the two. If that one is free, it may be taken soon: refer to this one, then.
-        block.name = other.name
-        if other.ref_count == 0:
-            self.published[block.hash] = block_id
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget what blocks hold; False, and nothing changes, if any is in use."""
-        if any(block.ref_count for block in self.blocks):
-            return False
-        for block in self.blocks:
-            block.content = None
-        self.published.clear()
-        return True
+        if block.content is None:  # no sibling has published it
+            block.content = self._content(seq, index, seq.block_table)
+            block.hash = hash_content(block.content)
+            # If there is a block of the same content, both get one name, and whatever
+            # follows the one is found after the other. The cache has the older one,
+            # unless that is free: it may be taken soon.
+            twin = self._find(block.content)
+            block.name = next(self.names) if twin is None else self.blocks[twin].name
+            if twin is None or self.blocks[twin].ref_count == 0:
+                self.published[block.hash] = block_id
 
     def _content(self, seq: Sequence, index: int, table: list[int]) -> Content:
         """What logical block `index` holds; `table` has the blocks before it."""
@@ -268,47 +224,30 @@ class BlockManager:
             return seq.group.params.cache_salt, token_ids
         return self.blocks[table[index - 1]].name, token_ids
 
-    def _hash(self, content: Content) -> int:
-        """A chained hash: by the name of the block before, it covers all tokens."""
-        before, token_ids = content
-        start = before if isinstance(before, int) else hash(before)  # a salt, or None
-        return self.hash_function(array("q", [start, *token_ids]).tobytes())
+    def _find(self, content: Content) -> int | None:
+        """The block of this content.
 
-    # -- References --------------------------------------------------------------------
+        A hash only suggests a block: its content must be equal. So if hashes collide,
+        that can cost a hit, but never gives a wrong one.
+        """
+        block_id = self.published.get(hash_content(content))
+        if block_id is None or self.blocks[block_id].content != content:
+            return None
+        return block_id
+
+    def is_cached(self, block_id: int) -> bool:
+        return self.published.get(self.blocks[block_id].hash) == block_id
 
     def _take(self, free_list: FreeList) -> int:
         """Take the first block of a free list, and forget what it holds."""
         block_id, _ = free_list.popitem(last=False)
-        block = self.blocks[block_id]
-        if self._can_be_found(block_id):
-            del self.published[block.hash]
-        block.content = None
-        block.ref_count = 1
+        if self.is_cached(block_id):
+            del self.published[self.blocks[block_id].hash]
+        self.blocks[block_id] = Block(ref_count=1)
         return block_id
 
-    def _hold(self, seq: Sequence, block_table: list[int]) -> None:
-        for block_id in block_table:
-            block = self.blocks[block_id]
-            if block.ref_count == 0:
-                del self.free_blocks[block_id]
-            block.ref_count += 1
-        seq.block_table = list(block_table)
 
-    def _drop(self, seq: Sequence) -> None:
-        """Drop references, last block first: a prefix outlives what follows it."""
-        for block_id in reversed(seq.block_table):
-            block = self.blocks[block_id]
-            block.ref_count -= 1
-            if block.ref_count == 0:
-                on_device = block_id < self.num_blocks
-                free_list = self.free_blocks if on_device else self.free_swap_blocks
-                free_list[block_id] = None
-                # A block that nobody can find again is the first to be taken.
-                free_list.move_to_end(block_id, last=self._can_be_found(block_id))
-        seq.block_table = []
-        seq.num_published_blocks = 0
-        seq.num_sent_blocks = 0
-
-    def _can_be_found(self, block_id: int) -> bool:
-        block = self.blocks[block_id]
-        return block.content is not None and self.published.get(block.hash) == block_id
+def hash_content(content: Content) -> int:
+    before, token_ids = content
+    return xxhash.xxh3_64_intdigest(
+        array("q", token_ids).tobytes(), seed=hash(before) % 2**64)

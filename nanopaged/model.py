@@ -5,8 +5,8 @@ not know what a sequence is. Modules have the names of the checkpoints, except w
 several matrices are stacked into one: `Linear.parts` has their names.
 """
 
-from collections.abc import Callable, Mapping
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,20 +25,18 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     so that all layers share one kernel.
     """
 
-    @cache
-    def compiled() -> Callable[..., Any]:
-        # Each model compiles three kernels: for its first batch size, for any other,
-        # and for a single token. Past torch's limit of compilations, 8 by default,
-        # functions would silently run uncompiled.
-        limit = max(torch._dynamo.config.recompile_limit, 64)
-        torch._dynamo.config.recompile_limit = limit
-        return torch.compile(function)
-
-    @wraps(function)
     def run(x: Tensor, *arguments: Any) -> Any:
-        return (compiled() if x.is_cuda else function)(x, *arguments)
+        return (compiled(function) if x.is_cuda else function)(x, *arguments)
 
     return run
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    # Past torch's limit of compilations, 8 by default, functions would silently run
+    # uncompiled. Each model compiles two: for one token, and for more.
+    torch._dynamo.config.recompile_limit = 64
+    return torch.compile(function, dynamic=True)
 
 
 @fused
@@ -56,6 +54,27 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+@fused
+def norm_rotate(qkv: Tensor, num_kv_heads: int, weights: list[Tensor], eps: float,
+                cos: Tensor, sin: Tensor) -> Tensor:
+    """Normalise the heads of Q and K, if there are weights for it, then rotate them
+    (RoFormer). V stays as it is.
+
+    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weights: those of Q's
+    heads and K's, [head_dim] each; cos, sin: [num_tokens, 1, head_dim], of angles that
+    grow with the position. The halves of a head turn like (x1, x2) -> (x1 cos - x2 sin,
+    x2 cos + x1 sin).
+    """
+    x, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    if weights:
+        num_heads = x.shape[1] - num_kv_heads
+        scales = [weights[0].expand(num_heads, -1), weights[1].expand(num_kv_heads, -1)]
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(scales)
+    x1, x2 = x.chunk(2, dim=-1)
+    rotated = torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
+    return torch.cat((rotated, v), 1)
+
+
 class Linear(nn.Linear):
     """y = x W^T + b, where W stacks the matrices `parts` of the checkpoint: name ->
     rows.
@@ -63,10 +82,10 @@ class Linear(nn.Linear):
     One product for Q, K and V reads x once, and is faster than three small ones.
     """
 
-    def __init__(self, in_features: int, parts: Mapping[str, int],
+    def __init__(self, in_features: int, parts: dict[str, int],
                  bias: bool = False) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = dict(parts)
+        self.parts = parts
         self.packed: Tensor | None = None
 
     def reset_parameters(self) -> None:
@@ -88,9 +107,8 @@ class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is None:
             return super().forward(x)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(
+        return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
             x, self.packed, self.bias, "none", [], "")
-        return product
 
 
 class Attention(nn.Module):
@@ -98,29 +116,30 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.ranks = ranks
-        self.head_dim = config.head_dim
         self.eps = config.rms_norm_eps
+        self.head_dim = config.head_dim
+        self.num_kv_heads = config.num_key_value_heads
         q_size = config.num_attention_heads * self.head_dim
-        kv_size = config.num_key_value_heads * self.head_dim
+        kv_size = self.num_kv_heads * self.head_dim
         parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, parts, config.qkv_bias)
-        # The results of the ranks are added up, so only rank 0 adds the bias.
-        o_bias = config.o_bias and ranks.rank == 0
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, o_bias)
-        if config.qk_norm:
+        has_bias = getattr(config, "attention_bias", False)
+        has_qkv_bias = has_bias or config.model_type == "qwen2"
+        self.qkv_proj = Linear(config.hidden_size, parts, has_qkv_bias)
+        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, has_bias)
+        if config.model_type == "qwen3":
             self.q_norm = nn.RMSNorm(self.head_dim)
             self.k_norm = nn.RMSNorm(self.head_dim)
-        self.has_norms = config.qk_norm
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: Any) -> Tensor:
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
+        norms = [self.q_norm, self.k_norm] if hasattr(self, "q_norm") else []
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        weights = []
-        if self.has_norms:
-            weights = [self.q_norm.weight, self.k_norm.weight]
-        q = self.backend.rotate_and_store(
-            qkv, weights, self.eps, rotation, kv_cache, metadata)
+        qkv = norm_rotate(qkv, self.num_kv_heads, [norm.weight for norm in norms],
+                          self.eps, *rotation)
+        kv = qkv[:, -2 * self.num_kv_heads :]
+        self.backend.store(kv, kv_cache, metadata.slots)
+        q = qkv[:, : -2 * self.num_kv_heads]
         attended = self.backend.attend(q, kv_cache, metadata)
         return self.ranks.all_reduce(self.o_proj(attended))
 
@@ -130,10 +149,10 @@ class MLP(nn.Module):
         super().__init__()
         self.ranks = ranks
         size, inner = config.hidden_size, config.intermediate_size
+        has_bias = getattr(config, "mlp_bias", False)
         parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = Linear(size, parts, config.mlp_bias)
-        down_bias = config.mlp_bias and ranks.rank == 0
-        self.down_proj = Linear(inner, {"down_proj": size}, down_bias)
+        self.gate_up_proj = Linear(size, parts, has_bias)
+        self.down_proj = Linear(inner, {"down_proj": size}, has_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         x = silu_mul(self.gate_up_proj(x))
@@ -151,10 +170,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
                 kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
-        """The layer's input is x + residual. The kernel that normalises it makes the
-        sum.
+        """The layer's input is x + residual; returns such a pair for the next layer.
 
-        Returns such a pair for the next layer.
+        The kernel that normalises the sum makes it, too.
         """
         norm = self.input_layernorm
         x, residual = add_norm(x, residual, norm.weight, norm.eps)
@@ -177,48 +195,33 @@ class CausalLM(nn.Module):
         layers = [DecoderLayer(config, backend, ranks)
                   for _ in range(config.num_hidden_layers)]
         weight = torch.empty(vocab_size, size)  # loaded later
-        embed_tokens = nn.Embedding(vocab_size, size, _weight=weight)
-        self.model: Any = nn.ModuleDict({
-            "embed_tokens": embed_tokens,
-            "layers": nn.ModuleList(layers),
-            "norm": nn.RMSNorm(size, config.rms_norm_eps),
-            "rotary_emb": LlamaRotaryEmbedding(config),
-        })
+        self.model: Any = nn.Module()
+        self.model.embed_tokens = nn.Embedding(vocab_size, size, _weight=weight)
+        self.model.layers = nn.ModuleList(layers)
+        self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
+        self.model.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head = Linear(size, {"lm_head": vocab_size})
         if config.tie_word_embeddings:
-            self.lm_head.weight = embed_tokens.weight
+            self.lm_head.weight = self.model.embed_tokens.weight
         self.requires_grad_(False)
 
-    @torch.inference_mode()
-    def forward(self, token_ids: Tensor, sampling_indices: Tensor, kv_caches: Tensor,
-                metadata: Any) -> Tensor:
-        """One pass over a flat batch; returns logits [num_samples, vocab_size].
+    def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
+        """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
-        token_ids: [num_tokens]; sampling_indices: [num_samples], the tokens after which
-        one is sampled; kv_caches: the caches of all layers, stacked.
+        kv_caches: the caches of all layers, stacked.
         """
-        return self.head(self.last_states(
-            token_ids, sampling_indices, kv_caches, metadata))
-
-    @torch.inference_mode()
-    def head(self, x: Tensor) -> Tensor:
-        """[num_samples, hidden_size] -> [num_samples, vocab_size]"""
-        return self.ranks.gather(self.lm_head(x))
-
-    def last_states(self, token_ids: Tensor, sampling_indices: Tensor,
-                    kv_caches: Tensor, metadata: Any) -> Tensor:
-        """All but the head: [num_samples, hidden_size]."""
         x = self.embed(token_ids)
         residual = torch.zeros_like(x)
         # cos and sin of the angles, [num_tokens, 1, head_dim]
         cos, sin = self.model.rotary_emb(x, metadata.positions[None])
         rotation = (cos.transpose(0, 1), sin.transpose(0, 1))
-
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
             x, residual = layer(x, residual, rotation, kv_cache, metadata)
+        return x + residual
 
-        states: Tensor = self.model.norm((x + residual)[sampling_indices])
-        return states
+    def head(self, x: Tensor) -> Tensor:
+        """Logits: [num_samples, hidden_size] -> [num_samples, vocab_size]."""
+        return self.ranks.gather(self.lm_head(self.model.norm(x)))
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size]; a rank without a token's embedding adds zeros."""

@@ -1,7 +1,18 @@
 """What the caller gets back. The names are vLLM's where it has them."""
 
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+
+class Logprob(NamedTuple):
+    """The log-probability of a token, before temperature and limits change it."""
+
+    logprob: float
+    rank: int  # 1: the most likely token of the vocabulary
+
+
+# By token id: the sampled token's, then those of the most likely ones.
+Logprobs: TypeAlias = dict[int, Logprob]
 
 
 @dataclass
@@ -14,26 +25,13 @@ class RequestMetrics:
     finished_time: float = 0.0
 
 
-@dataclass(slots=True)
-class Logprob:
-    """The log-probability of a token, before temperature and limits change it."""
-
-    logprob: float
-    rank: int  # 1: the most likely token of the vocabulary
-    decoded_token: str | None = None  # None: not decoded
-
-
-Logprobs: TypeAlias = dict[int, Logprob]  # by token id; the sampled token comes first
-
-
 @dataclass
 class CompletionOutput:
     """One continuation so far.
 
-    `finish_reason` is None while the sequence runs, then "stop", "length", "abort", or
-    "error" if its logits were not numbers. `stop_reason` is the stop string or the id
-    among `stop_token_ids` that ended it. A token that ended it is the last of
-    `token_ids`, but not part of `text`, unless `include_stop_str_in_output` is set.
+    `finish_reason` is None while the sequence runs, then "stop", "length" or "abort".
+    `stop_reason` is the stop string or the id among `stop_token_ids` that ended it. A
+    token that ended it is the last of `token_ids`, but not part of `text`.
     """
 
     index: int
@@ -44,26 +42,12 @@ class CompletionOutput:
     finish_reason: str | None
     stop_reason: int | str | None = None
 
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-
-@dataclass
-class BeamSearchSequence:
-    """A beam as vLLM reports it: `tokens` and `text` begin with the prompt."""
-
-    tokens: list[int]
-    text: str | None
-    cum_logprob: float
-    logprobs: list[Logprobs]
-
 
 @dataclass
 class RequestOutput:
     """The answer to a request so far.
 
-    `num_cached_tokens` of the prompt were found in the prefix cache. `sequences` are
-    the beams of a finished beam search.
+    `num_cached_tokens` of the prompt were found in the prefix cache.
     """
 
     request_id: str
@@ -73,19 +57,15 @@ class RequestOutput:
     finished: bool
     num_cached_tokens: int
     metrics: RequestMetrics
-    sequences: list[BeamSearchSequence] = field(default_factory=list)
-    prompt_logprobs: None = None  # not supported
 
 
 @dataclass
 class EngineStats:
-    """What the engine holds now, and what it has done since it started."""
+    """What the engine holds now, and what it has done since its books began."""
 
     blocks_total: int
     blocks_used: int = 0  # held by a sequence
     blocks_cached: int = 0  # in the prefix cache, held or free
-    tokens_held: int = 0  # tokens whose K and V sequences hold; shared ones count once
-    kv_utilisation: float = 0.0  # tokens held / slots in the used blocks
     steps: int = 0
     prompt_tokens: int = 0  # of all requests that have started, cached or not
     output_tokens: int = 0
@@ -95,4 +75,3 @@ class EngineStats:
     preemptions_swap: int = 0
     blocks_copied: int = 0  # copy-on-write
     blocks_swapped: int = 0  # out and in
-    step_seconds: float = 0.0

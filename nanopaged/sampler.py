@@ -1,39 +1,40 @@
 """From logits to tokens: greedy or drawn, with seeds, and with log-probabilities.
 
 A sampled token depends on the logits, the seed of its request and its position, and on
-nothing else in the batch. One uniform number decides (inverse-transform sampling): it
-takes the first token at which the cumulative probability exceeds it.
+nothing else in the batch. One random number decides (inverse-transform sampling): it
+takes the first token at which the cumulative probability exceeds it. A row of logits
+that has NaN gives some token, and changes no other row's.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanopaged.attention import Ints, to_device
+from nanopaged.attention import to_device
 from nanopaged.model import fused
 from nanopaged.outputs import Logprob, Logprobs
-from nanopaged.scheduler import FAILED
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 SUMMED = 128  # probabilities that are summed up before any is looked at
-ROW = np.dtype([
-    ("seed", "u8"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"),
-    ("min_p", "f4"), ("min_len", "i8"), ("stop_token_ids", "O"),
-    ("num_logprobs", "i8")])
+# A random number is a multiple of this, and below 1. Tokens that are less likely may
+# never be drawn. Sums in float64 are more exact than that, even of a whole vocabulary.
+RESOLUTION = 2.0**-32
 
 
 @dataclass
 class SamplerOutput:
-    token_ids: Tensor  # [num_samples], still on the device; FAILED: there is none
-    # By sample; FAILED tokens have none.
-    logprobs: dict[int, Logprobs] = field(default_factory=dict)
+    """The tokens of a step; until they are read, only the device knows them."""
+
+    token_ids: Tensor  # [num_samples]
+    logprobs: dict[int, Logprobs]  # by sample, of those that ask for them
 
     def __post_init__(self) -> None:
         # This copy is queued before the next step, so `read` waits for this step alone.
@@ -52,180 +53,107 @@ class SamplerOutput:
         return self.host_ids.tolist()
 
 
-@dataclass
-class SamplingPlan:
-    """What is known of a step's samples before their logits.
+def sample(logits: Tensor, seqs: list[Sequence], positions: list[int]) -> SamplerOutput:
+    """One token for each row of logits, [num_samples, vocab_size].
 
-    Tensors are on the device; one that nothing needs is None.
+    seqs: those that get the tokens; positions: of the tokens in them.
     """
+    raw = logits
+    too_short = [(i, token) for i, seq in enumerate(seqs)
+                 if positions[i] < seq.group.min_len
+                 for token in seq.group.stop_token_ids]
+    if too_short:
+        rows, columns = to_device(np.array(too_short), logits.device).unbind(1)
+        logits = logits.index_put((rows, columns), logits.new_full((), -torch.inf))
 
-    params: Any  # [num_samples] of ROW
-    is_drawn: Tensor | None = None  # [num_samples]; None: all are, or none
-    temperature: Tensor | None = None  # [num_samples, 1]; None: all are greedy
-    numbers: Tensor | None = None  # [num_samples, 1]: random, in [0, 1)
-    restricted: Tensor | None = None  # [num_restricted]: samples with limits
-    limits: list[Tensor] = field(default_factory=list)  # [num_restricted, 1] each
-    most: int | None = None  # the largest top_k, if all have one
-    # Samples, and tokens that they must not draw yet (min_tokens): [num_excluded] each
-    excluded: tuple[Tensor, Tensor] | None = None
+    tokens = logits.max(-1).indices  # as argmax, in a third of the time
+    if any(seq.group.params.temperature >= GREEDY for seq in seqs):
+        table = [draw_params(*pair) for pair in zip(seqs, positions, strict=True)]
+        tokens = draw(logits, tokens, np.array(table))
 
-
-class Sampler:
-    """Holds the parameters of every running sequence, by row."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        self.params = np.zeros(max_num_seqs, ROW)
-
-    def set_row(self, seq: Sequence) -> None:
-        group = seq.group
-        params = group.params
-        seed = (group.seed + seq.index * 0xD1B54A32D192ED03) % 2**64
-        # One more than asked for: the sampled token is reported too. 0: nothing is.
-        num_logprobs = 0 if params.logprobs is None else params.logprobs + 1
-        self.params[seq.row] = (
-            seed, params.temperature, params.top_k, params.top_p, params.min_p,
-            group.min_len, sorted(group.stop_token_ids), num_logprobs)
-
-    def plan(self, rows: Ints, positions: Ints,
-             to_device: Callable[[NDArray[Any]], Tensor] = torch.from_numpy
-             ) -> SamplingPlan:
-        """What is known before there are logits.
-
-        rows: of the sequences that get the tokens; positions: of the tokens.
-        """
-        params = self.params[rows]
-        plan = SamplingPlan(params)
-        too_short = np.flatnonzero(positions < params["min_len"])
-        if too_short.size:
-            pairs = [(i, token) for i in too_short.tolist()
-                     for token in params["stop_token_ids"][i]]
-            samples, tokens = np.array(pairs, np.int64).reshape(-1, 2).T.copy()
-            plan.excluded = (to_device(samples), to_device(tokens))
-        is_drawn = params["temperature"] >= GREEDY
-        if not is_drawn.any():
-            return plan
-
-        if not is_drawn.all():
-            plan.is_drawn = to_device(is_drawn)
-        temperature = np.maximum(params["temperature"], GREEDY)[:, None]
-        plan.temperature = to_device(temperature)
-        plan.numbers = to_device(uniform(params["seed"], positions)[:, None])
-
-        is_restricted = (
-            params["top_k"] > 0) | (params["top_p"] < 1) | (params["min_p"] > 0)
-        indices = np.flatnonzero(is_restricted)
-        if indices.size:
-            top_k = params["top_k"][indices]
-            plan.most = int(top_k.max()) if top_k.min() > 0 else None
-            plan.restricted = to_device(indices)
-            plan.limits = [to_device(temperature[indices])]
-            for name in ("top_k", "top_p", "min_p"):
-                plan.limits.append(to_device(params[name][indices, None]))
-        return plan
-
-    def sample(self, logits: Tensor, plan: SamplingPlan) -> SamplerOutput:
-        """One token for each row of logits, [num_samples, vocab_size]."""
-        params = plan.params
-        with_logprobs = np.flatnonzero(params["num_logprobs"])
-        logprobs = torch.empty(0)
-        if with_logprobs.size:
-            indices = to_device(with_logprobs, logits.device)
-            logprobs = logits[indices].float().log_softmax(-1)
-        if plan.excluded is not None:
-            logits.index_put_(plan.excluded, logits.new_full((), -torch.inf))
-
-        if plan.temperature is None:
-            tokens = most_likely(logits)
-        else:
-            tokens = draw(logits, plan)
-            if plan.is_drawn is not None:
-                tokens = torch.where(plan.is_drawn, tokens, most_likely(logits))
-
-        output = SamplerOutput(tokens)
-        for i, row in zip(with_logprobs.tolist(), logprobs, strict=True):
-            token = int(tokens[i])
-            if token != FAILED:
-                count = int(params["num_logprobs"][i]) - 1
-                output.logprobs[i] = report_logprobs(row, token, count)
-        return output
+    counts = [(i, seq.group.params.logprobs) for i, seq in enumerate(seqs)]
+    logprobs = {i: report_logprobs(raw[i], int(tokens[i]), count)
+                for i, count in counts if count is not None}
+    return SamplerOutput(tokens, logprobs)
 
 
-def report_logprobs(logprobs: Tensor, token: int, count: int) -> Logprobs:
+def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
     """The sampled token's log-probability, then those of the `count` most likely.
 
-    logprobs: [vocab_size]
+    logits: [vocab_size]
     """
-    rank = 1 + int((logprobs > logprobs[token]).sum())
-    report = {token: Logprob(float(logprobs[token]), rank)}
-    values, tokens = logprobs.topk(count)
-    pairs = zip(tokens.tolist(), values.tolist(), strict=True)
-    for rank, (other, value) in enumerate(pairs, start=1):
-        report.setdefault(other, Logprob(value, rank))
-    return report
+    logprobs = logits.float().log_softmax(-1)
+    own = Logprob(float(logprobs[token]), 1 + int((logprobs > logprobs[token]).sum()))
+    values, ids = logprobs.topk(min(count, len(logprobs)))
+    likely = map(Logprob, values.tolist(), itertools.count(1))
+    return {token: own} | dict(zip(ids.tolist(), likely, strict=True))
 
 
-def draw(logits: Tensor, plan: SamplingPlan) -> Tensor:
-    """Draw a token for each row: [num_samples]."""
-    lowest = None
-    if plan.restricted is not None:
-        lowest = logits.new_full((len(logits), 1), -torch.inf)
-        lowest[plan.restricted] = lowest_kept(
-            logits[plan.restricted], plan.most or logits.shape[1], *plan.limits)
-    tokens: Tensor = draw_tokens(logits, lowest, plan.temperature, plan.numbers)
-    return tokens
+def draw_params(seq: Sequence, position: int) -> list[float]:
+    """Temperature, random number, top-k, top-p and min-p."""
+    params = seq.group.params
+    seed = (seq.group.seed << 20) + seq.index  # of the sequence
+    bits = xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little"), seed=position) >> 32
+    return [params.temperature, bits * RESOLUTION, params.top_k or 2**31, params.top_p,
+            params.min_p]
 
 
-def most_likely(logits: Tensor) -> Tensor:
-    """[num_samples, vocab_size] -> [num_samples]; of equal ones the first."""
-    highest, tokens = logits.max(-1)  # as argmax, in a third of the time
-    return torch.where(highest.isfinite(), tokens, FAILED)
+def draw(logits: Tensor, likely: Tensor, table: NDArray[np.float64]) -> Tensor:
+    """A token for each row of logits: [num_samples]. Greedy ones get the most likely.
+
+    likely: [num_samples]; table: a row of `draw_params` for each.
+    """
+    most = int(min(table[:, 2].max(), logits.shape[1]))  # the largest top-k
+    is_limited = most < logits.shape[1] or table[:, 3].min() < 1 or table[:, 4].max()
+    # [num_samples, 1] each, in a single copy
+    columns = to_device(table, logits.device).split(1, dim=1)
+    temperature, numbers, *limits = columns
+    divisor = temperature.float().clamp(min=GREEDY)
+    if is_limited:
+        lowest = lowest_kept(logits, most, divisor, *limits)
+        logits = logits.masked_fill(logits < lowest, -torch.inf)
+    tokens = draw_tokens(logits, divisor, numbers)
+    return torch.where(temperature[:, 0] < GREEDY, likely, tokens)
 
 
 @fused
-def draw_tokens(logits: Tensor, lowest: Tensor | None, temperature: Tensor,
-                numbers: Tensor) -> Tensor:
+def draw_tokens(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """Draw a token for each row, by its number in [0, 1): [num_samples].
 
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. Logits below
-    `lowest` are excluded. Sums of 128 tokens each say in which of these groups the
-    token is, and only the sums within that group are needed then.
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. Sums of 128 tokens
+    each say in which of these groups the token is, and only that group is looked at
+    then. So the logits are read once.
     """
-    if lowest is not None:
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    probs = (logits / temperature).softmax(-1)  # float32; all NaN, if one of them is
+    padding = -logits.shape[1] % SUMMED
+    groups = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
+    groups = groups.unflatten(1, (-1, SUMMED))  # [num_samples, num_groups, SUMMED]
+    highest = groups.amax(-1, keepdim=True)
+    highest = highest.clamp(min=-1e30)  # not -inf: that minus itself is not a number
+    sums = (groups - highest).exp().sum(-1)
+    highest = highest.squeeze(-1)
+    weights = sums * (highest - highest.amax(-1, keepdim=True)).exp()
 
-    padding = -probs.shape[1] % SUMMED
-    if padding:
-        probs = F.pad(probs, (0, padding))
-    probs = probs.view(len(probs), -1, SUMMED)  # [num_samples, num_groups, SUMMED]
-    groups = probs.sum(-1).double()  # [num_samples, num_groups]
-    total = groups.sum(-1, keepdim=True)
-    goal = numbers * total.float()
-
-    group, before = find(groups, goal)
-    probs = probs.gather(1, group.unsqueeze(2).expand(-1, -1, SUMMED)).squeeze(1)
-    token, _ = find(probs, goal, before)
-    tokens = torch.where(total.isfinite(), group * SUMMED + token, FAILED)
-    return tokens.squeeze(1)
+    group, rest = find(weights, numbers)
+    logits = groups.gather(1, group[..., None].expand(-1, -1, SUMMED)).squeeze(1)
+    token, _ = find((logits - logits.amax(-1, keepdim=True)).exp(), rest)
+    return (group * SUMMED + token).squeeze(1)
 
 
-def find(parts: Tensor, goal: Tensor,
-         before: float | Tensor = 0) -> tuple[Tensor, Tensor]:
-    """The first part with which the sum exceeds the goal, and the sum before it.
+def find(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The first weight with which the sum exceeds the number's part of the whole sum,
+    and how far into this weight that is, from 0 to below 1.
 
-    parts: [num_samples, num_parts]; the others: [num_samples, 1]. On a GPU the sums are
-    made in parallel, and each is rounded in its own way. So a sum may seem to grow at a
-    part that is 0: such parts are never chosen. And the last sum may stay below the
-    goal: then the last part that is not 0 is chosen.
+    weights: [num_samples, num_weights]; the others: [num_samples, 1]. On a GPU the sums
+    are made in parallel, and each is rounded in its own way, so one may seem to grow at
+    a weight of 0: such a weight is never chosen.
     """
-    sums = before + parts.cumsum(-1, dtype=torch.float64)
-    index = torch.arange(parts.shape[1], device=parts.device)
-    last = torch.where(parts > 0, index, 0).amax(-1, keepdim=True)
-    exceeds = (parts > 0) & (sums.float() > goal)  # the goal is a float32, too
-    # The lowest index that exceeds it. The others count as `last`, which is never lower
-    # than one that does; if none does, it is found.
-    found = torch.where(exceeds, index, last).amin(-1, keepdim=True)
-    return found, (sums - parts).gather(1, found)
+    sums = weights.cumsum(-1, dtype=torch.float64)
+    goal = numbers * sums[:, -1:]
+    is_found = (sums > goal) & (weights > 0)
+    index = is_found.byte().argmax(-1, keepdim=True)  # the first one
+    weight = weights.gather(1, index)
+    rest = (goal - sums.gather(1, index) + weight) / weight
+    return index, rest.clamp(0, 1 - RESOLUTION)
 
 
 def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
@@ -233,8 +161,7 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
     logits: [num_samples, vocab_size]; temperature, top_k, top_p, min_p: [num_samples,
-    1]. `most` is the largest top_k or the size of the vocabulary, known to the host, so
-    that it need not wait for the device. Three limits, one after the other:
+    1]; `most` is the largest top_k, known to the host. Three limits, one by one:
 
         top_k   the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and with the one that brings
@@ -244,26 +171,11 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
 
     The result is a logit, so that tied tokens stay or go together.
     """
-    vocab_size = logits.shape[1]
-    top_k = torch.where(top_k > 0, top_k, vocab_size).clamp(max=vocab_size)
-    values = logits.topk(min(most, vocab_size), dim=-1).values  # sorted
-    scaled = values / temperature
-    weights = (scaled - scaled[:, :1]).exp()  # probabilities, relative to the highest
-    sums = weights.cumsum(-1)  # sums - weights: the sums before each token
-    goal = torch.where(top_p < 1, top_p * sums.gather(1, top_k - 1), torch.inf)
-    rank = torch.arange(values.shape[1], device=logits.device)
-    is_kept = (rank < top_k) & (sums - weights < goal) & (weights >= min_p)
+    values = logits.topk(most, dim=-1).values  # sorted
+    rank = torch.arange(most, device=logits.device)
+    scaled = (values / temperature).masked_fill(rank >= top_k, -torch.inf)
+    probs = scaled.softmax(-1)
+    before = probs.cumsum(-1) - probs
+    is_kept = (rank < top_k) & ((before < top_p) | (top_p >= 1))
+    is_kept &= probs >= min_p * probs[:, :1]
     return values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
-
-
-def uniform(seeds: NDArray[np.uint64], positions: Ints) -> NDArray[np.float32]:
-    """A number in [0, 1) for every seed and position: splitmix64 (Steele et al., OOPSLA
-    2014).
-
-    It has 23 bits, so that its float32 product with a sum is always below that sum.
-    """
-    x = seeds + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    bits: NDArray[np.uint64] = (x ^ (x >> np.uint64(31))) >> np.uint64(41)
-    return bits.astype(np.float32) * np.float32(2.0**-23)

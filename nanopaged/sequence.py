@@ -28,26 +28,26 @@ from __future__ import annotations
 import math
 import time
 from copy import copy
-from dataclasses import replace
 from typing import Any
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.detokenizer import Detokenizer
-from nanopaged.outputs import Logprobs, RequestMetrics
+from nanopaged.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
 
 
 class Sequence:
     """One continuation of a prompt.
 
-    An example with block_size=4: after the step that computed a prompt of 6 tokens and
-    sampled the first token t0,
+    The files that follow tell the story of two requests, with block_size=4. Request A
+    has a prompt of 6 tokens. After the step that computed it and sampled the first
+    token t0, its sequence has
 
         token_ids = [p0, p1, p2, p3, p4, p5, t0]
         num_computed_tokens = 6
-        block_table = [8, 3]
+        block_table = [0, 1]
 
-    so block 8 is full, and block 3 holds p4 and p5. The K and V of t0 are not in the
-    cache yet. The next step computes them, stores them in block 3, and samples t1.
+    so block 0 is full, and block 1 holds p4 and p5. The K and V of t0 are not in the
+    cache yet. The next step computes them, stores them in block 1, and samples t1.
     """
 
     def __init__(self, group: SequenceGroup, index: int) -> None:
@@ -61,7 +61,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.num_computed_tokens = 0
         self.num_published_blocks = 0  # the first ones, which the prefix cache has seen
-        self.num_sent_blocks = 0  # the first ones, which the model runner knows
+        # The first entries of the table, which the model runner knows.
+        self.num_sent_blocks = 0
 
         self.detokenizer = copy(group.detokenizer)
         self.logprobs: list[Logprobs] = []
@@ -74,6 +75,15 @@ class Sequence:
     def compute_end(self) -> int:
         """Tokens before this position must be computed: then the next one is sampled,
         or the group forks.
+
+        A decode of request A goes like this:
+
+                     token_ids  computed  pending  compute_end
+            before           7         6        0            7
+            schedule         7         7        1            8  t0 gets a slot
+            forward                                             its K and V are stored
+            sample                                              the device knows t1
+            update           8         7        0            8  t1 is appended
         """
         group = self.group
         if not group.forked:
@@ -86,43 +96,51 @@ class Sequence:
     @property
     def score(self) -> float:
         """What beams are compared by: log-probability, normalised by the length."""
-        assert self.group.beam_params is not None, "only beams have a score"
         length = len(self.token_ids) - self.group.num_prompt_tokens
-        return self.cumulative_logprob / math.pow(
-            length, self.group.beam_params.length_penalty)
+        penalty = self.group.beam_params.length_penalty
+        return self.cumulative_logprob / math.pow(length, penalty)
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
         """Add a sampled token; `logprobs` has its log-probability and those of others.
         """
         self.token_ids.append(token)
         if logprobs is not None:
-            self.logprobs.append({
-                id: replace(entry, decoded_token=self.detokenizer.name_of(id))
-                for id, entry in logprobs.items()})
+            self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
 
-    def continue_beam(self, parent: Sequence, token: int) -> None:
-        """Become the beam `parent`, continued by one of its candidates."""
-        logprob = parent.candidates[token]
-        self.token_ids = [*parent.token_ids, token]
-        self.logprobs = [*parent.logprobs, {token: logprob}]
-        self.cumulative_logprob = parent.cumulative_logprob + logprob.logprob
-        self.detokenizer = copy(parent.detokenizer)
-
-    def detokenize(self, final: bool) -> Detokenizer:
-        """Turn new tokens into text; `final` means that no more tokens will follow."""
-        token_ids = self.token_ids
-        may_stop = len(token_ids) > self.group.min_len
-        if self.ended_by_token and not self.group.params.include_stop_str_in_output:
-            token_ids = token_ids[:-1]
-        self.detokenizer.update(token_ids, may_stop, final)
-        return self.detokenizer
+    def child(self, token: int) -> Sequence:
+        """A new beam: this one, continued by one of its candidates."""
+        beam = Sequence(self.group, self.index)
+        beam.token_ids = list(self.token_ids)
+        beam.logprobs = list(self.logprobs)
+        beam.cumulative_logprob = self.cumulative_logprob
+        beam.detokenizer = copy(self.detokenizer)
+        beam.append(token, {token: self.candidates[token]})
+        return beam
 
     @property
     def ended_by_token(self) -> bool:
         """Whether the last token is EOS or a stop token of the request."""
         is_sampled = len(self.token_ids) > self.group.num_prompt_tokens
         return is_sampled and self.token_ids[-1] in self.group.stop_token_ids
+
+    def detokenize(self, final: bool) -> Detokenizer:
+        """Turn new tokens into text; `final` means that no more tokens will follow."""
+        token_ids = self.token_ids[:-1] if self.ended_by_token else self.token_ids
+        may_stop = len(self.token_ids) > self.group.min_len
+        self.detokenizer.update(token_ids, final, may_stop)
+        return self.detokenizer
+
+    def output(self, index: int) -> CompletionOutput:
+        """What the caller gets to see of it so far."""
+        is_final = self.finish_reason is not None
+        has_logprobs = self.group.params.logprobs is not None
+        return CompletionOutput(
+            index=index, text=self.detokenize(is_final).visible(is_final),
+            token_ids=self.token_ids[self.group.num_prompt_tokens :],
+            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
+            logprobs=list(self.logprobs) if has_logprobs else None,
+            finish_reason=self.finish_reason, stop_reason=self.stop_reason)
 
 
 class SequenceGroup:
@@ -136,14 +154,16 @@ class SequenceGroup:
     def __init__(self, prompt: str | None, prompt_token_ids: list[int],
                  params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
                  tokenizer: Any, beam_params: BeamSearchParams | None = None) -> None:
-        self.request_id = ""  # this and the seed are given when the request is queued
-        self.seed = 0
+        # The id, a seed and the outbox are given on submission. The outbox is where the
+        # group is put when it has changed, until its client has seen that.
+        self.request_id = ""
+        self.seed = params.seed or 0
+        self.outbox: Outbox = {}
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
-        self.beam_params = beam_params
-        self.is_beam_search = beam_params is not None
+        self.beam_params: Any = beam_params  # None: it is no beam search
         self.stop_token_ids = stop_token_ids
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
@@ -152,10 +172,7 @@ class SequenceGroup:
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
 
-        self.detokenizer = Detokenizer(
-            tokenizer if params.detokenize else None, prompt_token_ids,
-            params.stop_strings, params.skip_special_tokens,
-            params.include_stop_str_in_output)
+        self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
         # False while the leader computes the prompt for all; True once each live
@@ -165,5 +182,27 @@ class SequenceGroup:
 
     @property
     def next_sequences(self) -> list[Sequence]:
-        """The sequences whose tokens are computed next: before the fork, the leader."""
+        """The sequences whose tokens are computed next: before the fork, the leader.
+
+        None while beams have pending tokens: the next beams are not known yet.
+        """
+        if self.beam_params and self.live[0].num_pending_tokens:
+            return []
         return self.live if self.forked else self.live[:1]
+
+    def report(self) -> None:
+        """Let the client know of a change. This comes before the change, as Ctrl-C may
+        strike in between.
+        """
+        self.outbox[self.request_id] = self
+
+    def output(self) -> RequestOutput:
+        outputs = [seq.output(index) for index, seq in enumerate(self.sequences)]
+        return RequestOutput(
+            request_id=self.request_id, prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids, outputs=outputs,
+            finished=not self.live, num_cached_tokens=self.num_cached_tokens,
+            metrics=self.metrics)
+
+
+Outbox = dict[str, SequenceGroup]  # by request id, in order of change
