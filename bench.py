@@ -37,6 +37,7 @@ import torch
 import transformers
 
 from nanopaged import LLM, RequestOutput, SamplingParams
+from nanopaged.parallel import FIELDS
 from nanopaged.tour import memory
 from nanopaged.tour.limits import machine_limits, time_floor
 
@@ -75,7 +76,7 @@ def make_engine(args: Args, **changes: Any) -> LLM:
     options = {"model": args.model, "load_format": "dummy"} | args.engine | changes
     llm = LLM(**options)
     if args.steps_ahead is not None:
-        llm.steps_ahead = args.steps_ahead
+        llm.runs_ahead = bool(args.steps_ahead)
     # Fault in the pages of the KV pool, as on a server that has run for a while.
     llm.runner.kv_caches.zero_()
     return llm
@@ -345,7 +346,9 @@ class Watcher:
             self.last = time.perf_counter()
         elif phase == "scheduled":
             self.note("schedule_s")
-            self.steps[-1]["message_bytes"] = len(json.dumps(vars(batch.message)))
+            fields = [torch.tensor(getattr(batch, name)) for name in FIELDS]
+            message = torch.cat([field.flatten().long() for field in fields])
+            self.steps[-1]["message_bytes"] = message.nbytes
             self.note("message_s")  # what it takes to tell other ranks
         elif phase == "executed":
             self.note("sampler_s")
@@ -370,7 +373,7 @@ def bench_host(args: Args) -> Figures:
             num_blocks=256 + size * (args.prompt_len + args.tokens) // 14,
             enforce_eager=True,
         )
-        llm.steps_ahead = 0
+        llm.runs_ahead = False
         figures[str(size)] = host_costs(llm, size, args)
         llm.shutdown()
     show(f"a decode step, {args.prompt_len} tokens and more a sequence", figures)

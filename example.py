@@ -106,10 +106,9 @@ def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
     stats = llm.stats()
     print(
         f"After 20 steps of the same requests: {stats.blocks_used} of "
-        f"{stats.blocks_total} blocks are in use, and {stats.kv_utilisation:.0%} of "
-        f"their slots hold a token. {stats.blocks_cached} blocks are cached; "
-        f"{stats.prefix_hit_tokens} of {stats.prefix_query_tokens} prompt tokens "
-        "were found there."
+        f"{stats.blocks_total} blocks are in use, and {stats.blocks_cached} are cached;"
+        f" {stats.prefix_hit_tokens} of {stats.prefix_query_tokens} prompt tokens were "
+        "found there."
     )
 
 

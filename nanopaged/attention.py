@@ -28,6 +28,7 @@ its prompt:
     positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
+import os
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -108,30 +109,27 @@ class TorchAttention:
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
+        pairs = zip(metadata.counts.tolist(), metadata.ends.tolist(), strict=True)
         last = 0
-        for seq, count in enumerate(metadata.counts.tolist()):
+        for seq, (count, num_keys) in enumerate(pairs):
             first, last = last, last + count
             if count >= self.min_queries:
-                num_keys = int(metadata.ends[seq])
-                num_blocks = ceil_div(num_keys, self.block_size)
-                block_ids = metadata.block_tables[seq, :num_blocks]
-                out[first:last] = self.attend_chunk(
-                    q[first:last], kv_cache, block_ids, num_keys)
+                table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
+                # [2, num_kv_heads, num_blocks, block_size, head_dim]
+                blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
+                # After the last key there are old values: a NaN there would spread.
+                k, v = blocks.flatten(2, 3)[:, :, :num_keys]
+                out[first:last] = self.attend_chunk(q[first:last], k, v)
         return out.flatten(1)
 
-    def attend_chunk(self, q: Tensor, kv_cache: Tensor, block_ids: Tensor,
-                     num_keys: int) -> Tensor:
-        """Queries of one sequence at its end: [num_queries, num_heads, head_dim]."""
-        # [2, num_kv_heads, num_blocks, block_size, head_dim]
-        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, block_ids)
-        # After the last key its block holds old values: a NaN there would spread.
-        k, v = blocks.flatten(2, 3)[:, :, :num_keys]
-
+    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Queries at the end of a sequence, [num_queries, num_heads, head_dim]; k, v:
+        [num_kv_heads, num_keys, head_dim]
+        """
         # [num_kv_heads, group_size, num_queries or num_keys, head_dim]; K is not copied
         q = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
-        k = k.unsqueeze(1).expand(-1, self.group_size, -1, -1)
-        v = v.unsqueeze(1).expand(-1, self.group_size, -1, -1)
-        mask = causal_lower_right(q.shape[2], num_keys)  # the last query sees all keys
+        k, v = [x.unsqueeze(1).expand(-1, self.group_size, -1, -1) for x in (k, v)]
+        mask = causal_lower_right(q.shape[2], k.shape[2])  # the last one sees all keys
         result = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
         return result.permute(2, 0, 1, 3).flatten(1, 2)
 
@@ -149,8 +147,8 @@ class NumbaAttention(TorchAttention):
         from nanopaged.cpu_kernels import paged_attention
 
         self.paged_attention: Any = paged_attention
-        check(self.dtype != torch.float16, "dtype", "'float32' or 'bfloat16' for numba",
-              "float16")
+        fits = self.device.type == "cpu" and self.dtype != torch.float16
+        check(fits, "attention_backend", "'torch' on a GPU, and for float16", "numba")
 
     def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
         """The sequences that decode, and their tokens in the flat batch."""
@@ -183,6 +181,13 @@ class TritonAttention(TorchAttention):
         from nanopaged import kernels
 
         self.kernels = kernels
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            fits = torch.cuda.get_device_capability() >= (8, 0)
+        else:
+            fits = os.environ.get("TRITON_INTERPRET") == "1"  # for tests
+        check(fits, "attention_backend", "'torch' on a GPU older than compute capability"
+              " 8.0 (and dtype 'float16'), and 'numba' or 'torch' on a CPU", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         row_bytes = self.dim * self.dtype.itemsize
@@ -192,7 +197,7 @@ class TritonAttention(TorchAttention):
         self.few_rows = next_power_of_2(max(16, self.group_size))
         self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
         self.num_processors = 4
-        if self.device.type == "cuda":
+        if on_gpu:
             gpu = torch.cuda.get_device_properties(self.device)
             self.num_processors = gpu.multi_processor_count
 
@@ -232,7 +237,7 @@ class TritonAttention(TorchAttention):
         rows = self.pick_rows(counts)
         size = rows // self.group_size
         programs = 3 if rows == self.few_rows else 1  # of a multiprocessor
-        num_places = ceil_div(programs * self.num_processors, self.num_kv_heads)
+        num_places = -(-programs * self.num_processors // self.num_kv_heads)
 
         seqs, numbers = spread(-(-counts // size))
         first = numbers * size  # query of each tile
@@ -245,7 +250,7 @@ class TritonAttention(TorchAttention):
 
         num_keys = tiles[:, 2] + tiles[:, 3]
         rounds = -(-num_keys // self.keys)
-        part_keys = max(1, ceil_div(int(rounds.sum()), 2 * num_places)) * self.keys
+        part_keys = -(-rounds.sum() // (2 * num_places)) * self.keys
         num_parts = -(-num_keys // part_keys)
         tile, number = spread(num_parts)
         first_keys = number * part_keys
@@ -328,16 +333,25 @@ BACKENDS: dict[str, type[TorchAttention]] = {
     "flash": FlashAttention}
 
 
+def make_backend(name: str, *shape: Any) -> TorchAttention:
+    """An attention backend; ValueError if it cannot run here."""
+    *_, dtype, device = shape
+    if name == "auto":
+        on_cpu = "torch" if dtype == torch.float16 else "numba"
+        name = "triton" if device.type == "cuda" else on_cpu
+    try:
+        return BACKENDS[name](*shape)
+    except ImportError as error:
+        raise ValueError("attention_backend must be 'torch', or one whose package is "
+                         f"installed, got {name!r}: {error}") from error
+
+
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
     tensor = torch.from_numpy(values)
     if device.type != "cuda":
         return tensor
     # To a GPU from pinned memory, or else the copy may wait for it.
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def ceil_div(number: int, divisor: int) -> int:
-    return -(-number // divisor)
 
 
 def next_power_of_2(number: int) -> int:

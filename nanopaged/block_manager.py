@@ -30,6 +30,7 @@ from nanopaged.sequence import Sequence
 # Block ids in the order in which they are taken. An OrderedDict without values can also
 # drop a block from its middle in O(1): the prefix cache revives free blocks.
 FreeList: TypeAlias = OrderedDict[int, None]
+Blocks: TypeAlias = "list[int] | array[int]"
 # Pairs (from, to) of physical blocks: the contents of one are copied to the other.
 Moves: TypeAlias = list[tuple[int, int]]
 # What a full block holds: its own token ids, after the name of the block before it. In
@@ -78,15 +79,14 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def begin(self, seq: Sequence, block_ids: list[int], num_tokens: int) -> None:
+    def begin(self, seq: Sequence, block_ids: Blocks, num_tokens: int) -> None:
         """Let `seq` hold blocks in which its first `num_tokens` have K and V."""
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
             self.blocks[block_id].ref_count += 1
-        seq.block_table = list(block_ids)
+        seq.block_table = array("q", block_ids)
         seq.num_computed_tokens = num_tokens
         seq.num_published_blocks = num_tokens // self.block_size
-        seq.num_sent_blocks = 0
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not."""
@@ -124,8 +124,6 @@ class BlockManager:
             self.blocks[shared].ref_count -= 1
             table[index] = self._take(self.free_blocks)
             copies.append((shared, table[index]))
-            # The model runner must be sent this entry of the table again.
-            seq.num_sent_blocks = min(seq.num_sent_blocks, index)
 
         while len(table) * self.block_size < seq.compute_end:
             table.append(self._take(self.free_blocks))
@@ -216,7 +214,7 @@ class BlockManager:
             if twin is None or self.blocks[twin].ref_count == 0:
                 self.published[block.hash] = block_id
 
-    def _content(self, seq: Sequence, index: int, table: list[int]) -> Content:
+    def _content(self, seq: Sequence, index: int, table: Blocks) -> Content:
         """What logical block `index` holds; `table` has the blocks before it."""
         first = index * self.block_size
         token_ids = seq.token_ids[first : first + self.block_size]

@@ -7,10 +7,9 @@ It turns a `Batch` into one forward pass over one flat batch of tokens.
 
 import ctypes
 import logging
-import os
 import sys
 import time
-from importlib.util import find_spec
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +18,20 @@ import torch
 from torch import Tensor
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.attention import BACKENDS, Metadata, ceil_div, place_tokens, to_device
+from nanopaged import attention
+from nanopaged.attention import Metadata, place_tokens, spread, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_weights
 from nanopaged.model import CausalLM
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import SamplerOutput, sample
-from nanopaged.scheduler import PENDING, Batch
+from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 
 # If num_blocks is not given. On a CPU, unused pages cost nothing.
 CPU_POOL_BYTES = 4 << 30
 GRAPH_BYTES = 256 << 20  # what graphs take besides the memory of a step
-# What a backend needs: a package, and a kind of device.
-NEEDS = {"numba": ("numba", "cpu"), "triton": ("triton", "cuda"),
-         "flash": ("flash_attn", "cuda")}
 
 logger = logging.getLogger("nanopaged")
 
@@ -46,12 +43,14 @@ class ModelRunner:
         self.ranks = ranks
         self.share = ranks.share  # the sizes of this rank's part of the model
         self.started = time.perf_counter()
-        self.device = pick_device(config.device)
-        self.is_gpu = self.device.type == "cuda"
+        self.is_gpu = torch.cuda.is_available() and config.device != "cpu"
+        check(self.is_gpu or config.device != "cuda", "device",
+              "'cpu', as torch sees no GPU", config.device)
+        self.device = torch.device("cuda" if self.is_gpu else "cpu")
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
-        name = pick_attention(config.attention_backend, self.device, self.dtype)
-        self.backend = BACKENDS[name](
-            self.share, config.block_size, self.dtype, self.device)
+        self.backend = attention.make_backend(
+            config.attention_backend, self.share, config.block_size, self.dtype,
+            self.device)
         if sys.platform == "linux":
             keep_freed_memory()
         with self.device, local_torch_dtype(self.dtype):
@@ -66,25 +65,23 @@ class ModelRunner:
         check(self.max_model_len <= longest, "max_model_len",
               f"at most {longest} for this model", self.max_model_len)
 
-        # What a rank must remember of every running sequence, by row. The last row is
-        # padding: its K and V go to a block that nobody else has, the pool's last one.
-        num_rows = config.max_num_seqs + 1
-        max_blocks = ceil_div(self.max_model_len, config.block_size)
-        self.block_tables = np.zeros((num_rows, max_blocks), np.int64)
-        self.last_tokens = torch.zeros(num_rows, dtype=torch.int64, device=self.device)
-        # Where the numbers of a step go, see `_prepare`: fewer than 32 for each token
-        # or row, and the block tables.
-        num_inputs = 32 * (config.max_num_batched_tokens + num_rows) + (1 << 16)
-        self.inputs = torch.empty(num_inputs + self.block_tables.size,
-                                  dtype=torch.int64, device=self.device)
+        # The tokens that the last step sampled, and where the numbers of a step go, see
+        # `_prepare`: fewer than 32 for each token, and the block tables.
+        max_num_seqs = config.max_num_seqs
+        self.most_blocks = max_num_seqs * -(-self.max_model_len // config.block_size)
+        num_inputs = 32 * (config.max_num_batched_tokens + max_num_seqs) + (1 << 16)
+        numbers = partial(torch.zeros, dtype=torch.int64, device=self.device)
+        self.last_tokens = numbers(max_num_seqs)
+        self.inputs = numbers(num_inputs + self.most_blocks)
 
         self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
         # The first steps only have padding, so one block is enough for them.
         self._make_pools(0, 0)
         self._warm_up()
-        self._log(f"first steps, attention by {name}")
+        self._log(f"first steps, attention by {type(self.backend).__name__}")
         self._make_pools(*self._size_pools())
-        if self.is_gpu and name != "torch" and not config.enforce_eager:
+        has_kernels = config.attention_backend != "torch"
+        if self.is_gpu and has_kernels and not config.enforce_eager:
             self._capture_graphs()
             self._log(f"{len(self.graphs)} CUDA graphs")
 
@@ -107,63 +104,63 @@ class ModelRunner:
         self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
         self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
         self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
-        updates = np.array(batch.table_updates, np.int64).reshape(-1, 3)
-        rows, indices, block_ids = updates.T
-        self.block_tables[rows, indices] = block_ids
-        if not batch.rows:  # everybody waits for tokens that are not read yet
+        num_seqs = len(batch.counts)
+        if not num_seqs:  # everybody waits for tokens that are not read yet
             return SamplerOutput(self.last_tokens[:0], {})
 
         # The smallest graph for as many decodes; none (0) if not all decode.
-        num_seqs = len(batch.rows)
         all_decode = len(batch.token_ids) == num_seqs
         sizes = [size for size in self.graphs if all_decode and size >= num_seqs]
         size = min(sizes, default=0)
-        *inputs, last_indices, sampled_rows = self._prepare(batch, size - num_seqs)
+        token_ids, metadata, last_indices = self._prepare(batch, size - num_seqs)
         if size:
             graph, states = self.graphs[size]
             graph.replay()
         else:
-            states = self._forward(*inputs)
+            states = self._forward(token_ids, metadata)
 
         logits = self.model.head(states[last_indices])
-        positions = [batch.ends[entry] for entry in batch.samples]
-        output = sample(logits, batch.sampled, positions)
+        output = sample(logits, batch.sampled)
         # Only rank 0 knows the parameters of the requests, so its tokens count.
-        self.last_tokens[sampled_rows] = self.ranks.broadcast(output.token_ids)
+        tokens = self.ranks.broadcast(output.token_ids)
+        self.last_tokens[: len(tokens)] = tokens
         return output
 
-    def _prepare(self, batch: Batch, padding: int) -> list[Any]:
-        """What `_forward` takes; then the last indices of entries that sample, and the
-        rows of the sequences that get the tokens. Padding are sequences of one token.
+    def _prepare(self, batch: Batch, padding: int) -> tuple[Tensor, Metadata, Tensor]:
+        """Token ids, metadata, and the last indices of entries that sample.
 
-        All numbers travel in one copy, as each copy takes its time, whatever its size.
-        A graph finds them where they were when it was recorded.
+        Padding are sequences of one token. Their K and V go to a block that nobody else
+        has, the pool's last one. All numbers travel in one copy, as each copy takes its
+        time, whatever its size. A graph finds them where they were when it was
+        recorded.
         """
-        ones = [1] * padding
-        counts, ends = np.array(batch.counts + ones), np.array(batch.ends + ones)
-        rows = np.array(batch.rows + [len(self.block_tables) - 1] * padding)
-        width = ceil_div(int(ends.max()), self.config.block_size)  # columns in use
-        tables = self.block_tables[rows, :width]
+        block_size = self.config.block_size
+        ends = np.array(batch.ends + [1] * padding)
+        counts = np.array(batch.counts + [1] * padding)
+        num_blocks = -(-np.array(batch.ends, np.int64) // block_size)  # of each table
+        width = int(num_blocks.max(initial=1))
+        tables = np.full((len(ends), width), self.num_blocks)
+        tables[spread(num_blocks)] = batch.block_ids
         # With longer sequences tables get wider: what comes before them stays in place.
-        arrays = [np.array(batch.token_ids + ones), np.repeat(rows, counts),
-                  *place_tokens(tables, counts, ends, self.config.block_size),
+        arrays = [np.array(batch.token_ids + [0] * padding),
+                  *place_tokens(tables, counts, ends, block_size),
                   *self.backend.plan(counts, ends, width), tables,
-                  (np.cumsum(counts) - 1)[batch.samples],
-                  np.array(batch.sampled_rows, np.int64)]
+                  (np.cumsum(counts) - 1)[batch.samples]]
         flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
         flat = flat.pin_memory() if self.is_gpu else flat
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)
-        parts = sent.split([array.size for array in arrays])  # type: ignore[no-untyped-call]
-        ids, token_rows, positions, slots, *plan, block_tables, last, sampled = [
+        parts: Any = torch.split(sent, [array.size for array in arrays])
+        token_ids, positions, slots, *plan, block_tables, last_indices = [
             part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
         metadata = Metadata(positions, slots, block_tables, counts, ends, plan)
-        return [ids, token_rows, metadata, last, sampled]
+        return token_ids, metadata, last_indices
 
-    def _forward(self, token_ids: Tensor, rows: Tensor, metadata: Metadata) -> Tensor:
-        """The last hidden states of all tokens. Pending ones come from where the last
-        step left them.
+    def _forward(self, token_ids: Tensor, metadata: Metadata) -> Tensor:
+        """The last hidden states of all tokens. A pending one, -1 - i, is what the step
+        before has sampled as number i.
         """
-        token_ids = torch.where(token_ids == PENDING, self.last_tokens[rows], token_ids)
+        pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
+        token_ids = torch.where(token_ids < 0, pending, token_ids)
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
@@ -188,7 +185,7 @@ class ModelRunner:
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         for size in sorted(sizes, reverse=True):
-            inputs = self._prepare(Batch(), size)[:3]
+            inputs = self._prepare(Batch(), size)[:2]
             self._forward(*inputs)  # a first call may set up what others need
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, memory_pool, stream):
@@ -202,35 +199,30 @@ class ModelRunner:
         it is written.
         """
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        share = self.share
-        shape = (2, share.num_key_value_heads, self.config.block_size, share.head_dim)
-        self.kv_caches = torch.empty(
-            share.num_hidden_layers, num_blocks + 1, *shape, dtype=self.dtype,
-            device=self.device)
+        block_shape = (2, self.share.num_key_value_heads, self.config.block_size,
+                       self.share.head_dim)
+        make_pool = partial(torch.empty, dtype=self.dtype)
+        num_layers = self.share.num_hidden_layers
+        self.kv_caches = make_pool(
+            (num_layers, num_blocks + 1, *block_shape), device=self.device)
         # In pinned memory: a GPU copies from and to it without waiting.
-        self.swap_space = torch.empty(
-            share.num_hidden_layers, num_swap_blocks, *shape, dtype=self.dtype,
-            pin_memory=self.is_gpu)
-        self.block_tables[-1] = num_blocks
+        self.swap_space = make_pool(
+            (num_layers, num_swap_blocks, *block_shape), pin_memory=self.is_gpu)
 
     def _warm_up(self) -> None:
-        """Run steps of padding. On a GPU they are the largest ones of every kind, so
-        that all kernels are compiled, and it is known what memory a step takes.
+        """Run steps of padding: one token; and on a GPU as many as it gets, so that all
+        kernels are compiled, and it is known what memory a step takes.
         """
+        params = SamplingParams(top_p=0.5)  # sorting all tokens takes most memory
+        group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
         most = self.config.max_num_batched_tokens
         longest = min(most, self.max_model_len)
-        decodes = [1] * min(most, self.config.max_num_seqs)
-        kinds = [[1], decodes, [longest] * (most // longest)] if self.is_gpu else [[1]]
-        for counts in kinds:
-            rows = [len(self.block_tables) - 1] * len(counts)
-            # Drawn after sorting all tokens, which takes most memory; drawn; greedy.
-            for temperature, top_p in ((1, 0.5), (1, 1), (0, 1)):
-                params = SamplingParams(temperature=temperature, top_p=top_p)
-                group = SequenceGroup(None, [0], params, set(), longest, None)
-                self.run(Batch(
-                    [0] * sum(counts), counts, ends=counts, rows=rows,
-                    samples=list(range(len(counts))), sampled_rows=rows,
-                    sampled=group.sequences * len(counts)))
+        for counts in ([1], [longest] * (most // longest))[: 1 + self.is_gpu]:
+            num_blocks = sum(-(-count // self.config.block_size) for count in counts)
+            self.run(Batch(
+                [0] * sum(counts), counts, ends=counts, block_ids=[0] * num_blocks,
+                samples=list(range(len(counts))),
+                sampled=group.sequences * len(counts)))
         self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
 
     def _size_pools(self) -> tuple[int, int]:
@@ -240,21 +232,21 @@ class ModelRunner:
         config = self.config
         num_bytes = CPU_POOL_BYTES
         if self.is_gpu:
-            step_bytes = (
-                torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated())
+            # What a step took besides the weights, it will need again.
+            used = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             torch.cuda.empty_cache()
             free, total = torch.cuda.mem_get_info(self.device)
-            reserved = int((1 - config.gpu_memory_utilization) * total)
-            num_bytes = free - reserved - step_bytes - GRAPH_BYTES
+            num_bytes = free - used - GRAPH_BYTES
+            num_bytes -= int((1 - config.gpu_memory_utilization) * total)
         block_bytes = self.kv_caches.nbytes  # so far the pool has one block
-        most = config.max_num_seqs * self.block_tables.shape[1]
+        most = self.most_blocks
         num_blocks = config.num_blocks or min(num_bytes // block_bytes, most)
         num_swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
 
         # All ranks have the same block ids, so the smallest pools decide.
         pools = torch.tensor([[num_blocks], [num_swap_blocks]], device=self.device)
         num_blocks, num_swap_blocks = map(int, self.ranks.gather(pools).amin(1))
-        fewest = self.block_tables.shape[1] if config.max_model_len else 1
+        fewest = most // config.max_num_seqs if config.max_model_len else 1
         check(num_blocks >= fewest, "num_blocks", f"at least {fewest}: raise it, free "
               "memory, or lower max_model_len", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
@@ -281,12 +273,6 @@ def keep_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
-def pick_device(name: str) -> torch.device:
-    has_gpu = torch.cuda.is_available()
-    check(has_gpu or name != "cuda", "device", "'cpu', as torch sees no GPU", name)
-    return torch.device(name.replace("auto", "cuda" if has_gpu else "cpu"))
-
-
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
     """The checkpoint's dtype, but on a CPU one that it has instructions for."""
     if name != "auto":
@@ -295,19 +281,3 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
         has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if has_bfloat16 else torch.float32
     return model_dtype or torch.float32
-
-
-def pick_attention(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The backend's name; ValueError if it cannot run here."""
-    has_numba = find_spec("numba") is not None and dtype != torch.float16
-    if name == "auto":
-        on_cpu = "numba" if has_numba else "torch"
-        name = "triton" if device.type == "cuda" else on_cpu
-    package, kind = NEEDS.get(name, (name, device.type))
-    is_new = device.type == "cpu" or torch.cuda.get_device_capability() >= (8, 0)
-    fits = kind == device.type or os.environ.get("TRITON_INTERPRET") == "1"
-    can_run = is_new and fits and find_spec(package) is not None
-    check(can_run or name == "torch", "attention_backend",
-          f"'torch' here, as {name!r} needs device {kind!r} (a GPU of compute capability"
-          f" 8.0 or newer) and the package {package} (pip install {package})", name)
-    return name

@@ -16,6 +16,7 @@ from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,8 +26,8 @@ from nanopaged.scheduler import Batch
 dist: Any = torch.distributed
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size")
-# What is sent of a batch. Table updates, the longest entry of three numbers, and moves
-# of two become pairs and triples again where they are used.
+# What is sent of a batch. Moves are flattened, and become pairs again where they are
+# used.
 FIELDS = [field.name for field in fields(Batch) if field.name != "sampled"]
 
 
@@ -86,7 +87,7 @@ class Ranks:
         the batch has, then all of them.
         """
         if self.size > 1:
-            numbers = [torch.tensor(getattr(batch, name), dtype=torch.int64).flatten()
+            numbers = [torch.from_numpy(np.array(getattr(batch, name), np.int64).ravel())
                        for name in FIELDS]
             self.broadcast(torch.tensor([len(field) for field in numbers]))
             self.broadcast(torch.cat(numbers))

@@ -53,14 +53,13 @@ class SamplerOutput:
         return self.host_ids.tolist()
 
 
-def sample(logits: Tensor, seqs: list[Sequence], positions: list[int]) -> SamplerOutput:
-    """One token for each row of logits, [num_samples, vocab_size].
-
-    seqs: those that get the tokens; positions: of the tokens in them.
+def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
+    """One token for each row of logits, [num_samples, vocab_size]; seqs: those that get
+    the tokens.
     """
     raw = logits
     too_short = [(i, token) for i, seq in enumerate(seqs)
-                 if positions[i] < seq.group.min_len
+                 if seq.num_computed_tokens < seq.group.min_len
                  for token in seq.group.stop_token_ids]
     if too_short:
         rows, columns = to_device(np.array(too_short), logits.device).unbind(1)
@@ -68,8 +67,7 @@ def sample(logits: Tensor, seqs: list[Sequence], positions: list[int]) -> Sample
 
     tokens = logits.max(-1).indices  # as argmax, in a third of the time
     if any(seq.group.params.temperature >= GREEDY for seq in seqs):
-        table = [draw_params(*pair) for pair in zip(seqs, positions, strict=True)]
-        tokens = draw(logits, tokens, np.array(table))
+        tokens = draw(logits, tokens, np.array([draw_params(seq) for seq in seqs]))
 
     counts = [(i, seq.group.params.logprobs) for i, seq in enumerate(seqs)]
     logprobs = {i: report_logprobs(raw[i], int(tokens[i]), count)
@@ -89,10 +87,11 @@ def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
     return {token: own} | dict(zip(ids.tolist(), likely, strict=True))
 
 
-def draw_params(seq: Sequence, position: int) -> list[float]:
+def draw_params(seq: Sequence) -> list[float]:
     """Temperature, random number, top-k, top-p and min-p."""
     params = seq.group.params
     seed = (seq.group.seed << 20) + seq.index  # of the sequence
+    position = seq.num_computed_tokens  # of the new token, one step ahead of the host
     bits = xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little"), seed=position) >> 32
     return [params.temperature, bits * RESOLUTION, params.top_k or 2**31, params.top_p,
             params.min_p]

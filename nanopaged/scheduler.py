@@ -15,6 +15,7 @@ the pool.
 """
 
 import time
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -26,65 +27,56 @@ from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats
 from nanopaged.sequence import Sequence, SequenceGroup
 
-PENDING = -1  # in a batch: a token that so far only the device knows
-
-
 @dataclass
 class Batch:
     """One step, in plain numbers: what every rank must know about it.
 
-    Entry i of the step computes `counts[i]` tokens of the sequence in row `rows[i]`, up
-    to, but not including, position `ends[i]`. Sample j is drawn from the logits after
-    entry `samples[j]`, and its token goes to the sequence in row `sampled_rows[j]`.
-    That need not be the entry's own sequence: when a group forks, all its sequences
-    sample from the one that computed the prompt.
+    Entry i of the step computes `counts[i]` tokens of a sequence, up to, but not
+    including, position `ends[i]`. Sample j is drawn from the logits after entry
+    `samples[j]`. When a group forks, all its sequences sample from the one entry that
+    computed the prompt.
 
     In the story of `sequence.py`, A decodes t0 while B computes what is new in its
-    prompt, and forks. A has row 0, and B's sequences have rows 1 and 2:
+    prompt, and forks, with block_size=4:
 
-        token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]   rows = [0, 1]
-        samples = [0, 1, 1]   sampled_rows = [0, 1, 2]
-        table_updates = [(1, 0, 0), (1, 1, 2)]
+        token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]
+        block_ids = [0, 1, 0, 2]   samples = [0, 1, 1]
 
-    The next step decodes all three, and copies=[(2, 3)] comes first.
+    The next step decodes all three, and copies=[(2, 3)] comes first. If it is launched
+    before the host has read the tokens of this one, they are still pending: then its
+    token_ids are [-1, -2, -3], for samples 0, 1 and 2 of the step before.
     """
 
-    # Of all entries, one after another.
+    # Of all entries, one after another: tokens, and the blocks of tokens 0 to the end.
     token_ids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
+    block_ids: "array[int]" = field(default_factory=lambda: array("q"))
     samples: list[int] = field(default_factory=list)
-    sampled_rows: list[int] = field(default_factory=list)
     # Blocks are moved in this order before the model runs: a swap in may take a block
     # that a swap out leaves, and what is copied may have just been swapped in.
     swaps_out: Moves = field(default_factory=list)
     swaps_in: Moves = field(default_factory=list)
     copies: Moves = field(default_factory=list)
-    # What is new in block tables: (row, logical block, physical block).
-    table_updates: list[tuple[int, int, int]] = field(default_factory=list)
     # Only on rank 0: who gets the sampled tokens.
     sampled: list[Sequence] = field(default_factory=list)
 
-    def add_entry(self, seq: Sequence, first: int, end: int) -> None:
+    def add_entry(self, seq: Sequence, first: int, end: int, num_blocks: int) -> None:
         """Compute the tokens of `seq` from position `first` up to `end`."""
         # A pending token is not in token_ids yet. If this entry computes it, the slice
         # is empty, and it is the only one. (Only a group that was preempted computes
         # several of its own tokens at once, and by then none of them is pending.)
-        self.token_ids += seq.token_ids[first:end] or [PENDING]
+        self.token_ids += seq.token_ids[first:end] or [-1 - seq.sample_index]
         self.counts.append(end - first)
         self.ends.append(end)
-        self.rows.append(seq.row)
-        for index in range(seq.num_sent_blocks, len(seq.block_table)):
-            self.table_updates.append((seq.row, index, seq.block_table[index]))
-        seq.num_sent_blocks = len(seq.block_table)
+        self.block_ids += seq.block_table[:num_blocks]
 
     def add_sample(self, seq: Sequence) -> None:
         """Sample a token for `seq` after the entry that was added last."""
-        self.samples.append(len(self.rows) - 1)
-        self.sampled_rows.append(seq.row)
-        self.sampled.append(seq)
+        seq.sample_index = len(self.samples)
         seq.num_pending_tokens += 1
+        self.samples.append(len(self.counts) - 1)
+        self.sampled.append(seq)
 
 
 Observer = Callable[[str, Batch | None], None]
@@ -101,7 +93,6 @@ class Scheduler:
         # group is lost if Ctrl-C strikes.
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
         self.running: dict[str, SequenceGroup] = {}
-        self.free_rows = list(reversed(range(config.max_num_seqs)))
         self.stats = EngineStats(block_manager.num_blocks)
 
     def _notify(self, phase: str, batch: Batch | None = None) -> None:
@@ -128,9 +119,11 @@ class Scheduler:
         # A pool that was just full has no room for newcomers. And a group that was just
         # preempted may have a pending token, so it cannot tell yet what to compute.
         has_preempted = len(self.running) < num_running
+        num_seqs = sum(len(group.live) for group in self.running.values())
         while self.waiting and budget > 0 and not has_preempted:
             group = next(iter(self.waiting.values()))
-            if not self._admit(group, batch):
+            num_seqs += len(group.live)
+            if num_seqs > self.config.max_num_seqs or not self._admit(group, batch):
                 break
             budget = self._schedule_group(group, batch, budget)
 
@@ -144,6 +137,12 @@ class Scheduler:
         """Give a group the blocks for what it computes next, if enough are free."""
         manager = self.block_manager
         seqs = group.next_sequences
+        if len(seqs) == 1:
+            # The usual case, kept short. The only live sequence of a group shares full
+            # blocks at most, and never writes to those, so it needs no copy.
+            num_slots = len(seqs[0].block_table) * manager.block_size
+            if seqs[0].compute_end <= num_slots:
+                return True
         if manager.num_blocks_to_grow(seqs) > len(manager.free_blocks):
             return False
         for seq in seqs:
@@ -184,7 +183,7 @@ class Scheduler:
         first = seq.num_computed_tokens
         end = first + count
         self.block_manager.advance(seq, count)
-        batch.add_entry(seq, first, end)
+        batch.add_entry(seq, first, end, self.block_manager.num_blocks_for(end))
         if end == len(seq.token_ids) + seq.num_pending_tokens:
             batch.add_sample(seq)
 
@@ -199,7 +198,7 @@ class Scheduler:
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Let a waiting group run, if there are rows and blocks for all its sequences.
+        """Let a waiting group run, if there are blocks for all its sequences.
 
         One rule for all, whether they are new, swapped out or to be recomputed: the
         most blocks that they can need now must be free, except for those of a cached
@@ -209,8 +208,6 @@ class Scheduler:
         """
         manager = self.block_manager
         leader = group.live[0]
-        if len(group.live) > len(self.free_rows):
-            return False
         is_swapped = bool(leader.block_table)  # no other waiting group has blocks
         prefix = [] if is_swapped else manager.match_prefix(leader)
         lengths = [len(seq.token_ids) + seq.num_pending_tokens for seq in group.live]
@@ -227,8 +224,6 @@ class Scheduler:
             manager.begin(leader, prefix, len(prefix) * manager.block_size)
             self.stats.prefix_query_tokens += leader.compute_end
             self.stats.prefix_hit_tokens += leader.num_computed_tokens
-        for seq in group.live:
-            seq.row = self.free_rows.pop()
         if not group.metrics.first_scheduled_time:
             group.metrics.first_scheduled_time = time.perf_counter()
             group.num_cached_tokens = leader.num_computed_tokens
@@ -250,22 +245,14 @@ class Scheduler:
         moves: Moves = []
         if self.config.preemption_mode == "swap":
             moves = manager.swap(group.live, manager.free_swap_blocks)
-        for seq in group.live:
-            self._free_row(seq)
-            if not moves:
-                manager.free(seq)
-
         if moves:
             batch.swaps_out += moves
             self.stats.preemptions_swap += 1
         else:
+            for seq in group.live:
+                manager.free(seq)
             group.forked = len(group.live) == 1
             self.stats.preemptions_recompute += 1
-
-    def _free_row(self, seq: Sequence) -> None:
-        if seq.row >= 0:
-            self.free_rows.append(seq.row)
-            seq.row = -1
 
     # -- After the forward pass --------------------------------------------------------
 
@@ -328,7 +315,6 @@ class Scheduler:
         group.report()
         seq.finish_reason = reason
         group.live.remove(seq)
-        self._free_row(seq)
         self.block_manager.free(seq)
         if not group.live:
             self.waiting.pop(group.request_id, None)

@@ -13,7 +13,6 @@ The words of the engine:
     computed     said of a token whose K and V are in the cache, or will be there when
                  the scheduled step has run
     pending      said of a token that a scheduled step samples, until the host reads it
-    row          the place of a running sequence in the tables of the model runner
     publish      to enter a full block into the prefix cache, so that others can find it
     fork         to let one more sequence share the blocks that another one has filled
     swap         to move blocks between the device's pool and the CPU's
@@ -27,6 +26,7 @@ from __future__ import annotations
 
 import math
 import time
+from array import array
 from copy import copy
 from typing import Any
 
@@ -55,14 +55,12 @@ class Sequence:
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # changed by methods here only
         self.num_pending_tokens = 0
-        self.row = -1  # none: it is not running
+        self.sample_index = 0  # of its pending token, among the samples of its step
 
         # These belong to the block manager: nobody else writes them.
-        self.block_table: list[int] = []
+        self.block_table = array("q")
         self.num_computed_tokens = 0
         self.num_published_blocks = 0  # the first ones, which the prefix cache has seen
-        # The first entries of the table, which the model runner knows.
-        self.num_sent_blocks = 0
 
         self.detokenizer = copy(group.detokenizer)
         self.logprobs: list[Logprobs] = []
