@@ -102,13 +102,14 @@ def draw(logits: Tensor, likely: Tensor, table: NDArray[np.float64]) -> Tensor:
 
     likely: [num_samples]; table: a row of `draw_params` for each.
     """
-    most = int(min(table[:, 2].max(), logits.shape[1]))  # the largest top-k
-    is_limited = most < logits.shape[1] or table[:, 3].min() < 1 or table[:, 4].max()
+    top_k, top_p, min_p = table[:, 2:].T
+    is_limited = top_k.min() < logits.shape[1] or top_p.min() < 1 or min_p.max() > 0
     # [num_samples, 1] each, in a single copy
     columns = to_device(table, logits.device).split(1, dim=1)
     temperature, numbers, *limits = columns
     divisor = temperature.float().clamp(min=GREEDY)
     if is_limited:
+        most = int(min(top_k.max(), logits.shape[1]))
         lowest = lowest_kept(logits, most, divisor, *limits)
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     tokens = draw_tokens(logits, divisor, numbers)
