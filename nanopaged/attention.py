@@ -182,12 +182,11 @@ class TritonAttention(TorchAttention):
 
         self.kernels = kernels
         on_gpu = self.device.type == "cuda"
-        if on_gpu:
-            fits = torch.cuda.get_device_capability() >= (8, 0)
-        else:
-            fits = os.environ.get("TRITON_INTERPRET") == "1"  # for tests
-        check(fits, "attention_backend", "'torch' on a GPU older than compute capability"
-              " 8.0 (and dtype 'float16'), and 'numba' or 'torch' on a CPU", "triton")
+        is_old = on_gpu and torch.cuda.get_device_capability() < (8, 0)
+        in_tests = os.environ.get("TRITON_INTERPRET") == "1"
+        check(not is_old and (on_gpu or in_tests), "attention_backend", "'torch' (with "
+              "dtype 'float16' or 'float32') without a GPU of compute capability 8.0 or "
+              "newer, or 'numba' on a CPU", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         row_bytes = self.dim * self.dtype.itemsize
@@ -214,22 +213,19 @@ class TritonAttention(TorchAttention):
         as long as its longest sequence. No part has more than half of what a program
         would read if all read equally much.
 
-            items   [num_items, 7]: where the block table begins; first token, its
-                    position, number of queries; first key, end of the keys; number of
-                    parts of the tile
-            merges  [num_tiles, 4]: first token, number of queries; first item, number
-                    of parts
+        Returns items of work, [num_items, 7]: where the block table begins; first
+        token, its position, number of queries; first key, end of the keys; number of
+        parts of the tile.
 
         An example: with 2 places per KV head and tiles that read 64 keys in a round,
         two decodes have 16 and 2 rounds to go, 18 in all, so a part has at most 5. The
         first has four parts:
 
-            items = [[0, 0, 999, 1,   0,  320, 4],
-                     [0, 0, 999, 1, 320,  640, 4],
-                     [0, 0, 999, 1, 640,  960, 4],
-                     [0, 0, 999, 1, 960, 1000, 4],
-                     [80, 1, 99, 1,   0,  100, 1]]
-            merges = [[0, 1, 0, 4], [1, 1, 4, 1]]
+            [[0, 0, 999, 1,   0,  320, 4],
+             [0, 0, 999, 1, 320,  640, 4],
+             [0, 0, 999, 1, 640,  960, 4],
+             [0, 0, 999, 1, 960, 1000, 4],
+             [80, 1, 99, 1,   0,  100, 1]]
 
         If all sequences decode, empty items follow, so that shapes depend on their
         number alone, as graphs need it.
@@ -259,8 +255,7 @@ class TritonAttention(TorchAttention):
         if len(tiles) == len(counts):
             spare = len(tiles) + 2 * num_places - len(items)
             items = np.pad(items, ((0, spare), (0, 0)))
-        first_items = np.cumsum(num_parts) - num_parts
-        return [items, np.column_stack((tiles[:, [1, 3]], first_items, num_parts))]
+        return [items]
 
     def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         num_rows = kv.shape[1]
@@ -276,28 +271,27 @@ class TritonAttention(TorchAttention):
             SIZE=source[0, 0].numel(), STEP=2048)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        items, merges = metadata.plan
+        [items] = metadata.plan
         rows = self.pick_rows(metadata.counts)
         out = q.new_empty(q.shape)
         num_queries = rows // self.group_size
         parts = torch.empty(len(items), num_queries, *q.shape[1:], device=q.device)
         lse = torch.empty(len(items), self.num_kv_heads, rows, device=q.device)
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
-        self.kernels.paged_attention[len(items), self.num_kv_heads](
+        grid = len(items), self.num_kv_heads
+        self.kernels.paged_attention[grid](
             q, kv_cache, metadata.block_tables, items, out, parts, lse, self.scale,
             q.stride(0), *sizes, self.block_size, self.keys,
             num_warps=8 if rows > 64 else 4)
-        if len(items) > len(merges):  # some tile may be divided
-            self.kernels.merge_parts[len(merges), self.num_kv_heads](
-                parts, lse, merges, out, *sizes)
+        self.kernels.merge_parts[grid](parts, lse, items, out, *sizes)
         return out.flatten(1)
 
 
 class FlashAttention(TritonAttention):
     """Computes steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn.
 
-    It reads the pool in place, too, if blocks are large enough for it. Steps of decodes
-    alone, which CUDA graphs record, are left to Triton.
+    It reads the pool in place, too, if block_size is a multiple of 256, and the dtype
+    has 16 bits. Steps of decodes alone, which CUDA graphs record, are left to Triton.
     """
 
     def __init__(self, *shape: Any) -> None:
@@ -305,9 +299,6 @@ class FlashAttention(TritonAttention):
         from flash_attn import flash_attn_varlen_func
 
         self.flash: Any = flash_attn_varlen_func
-        fits = self.block_size % 256 == 0 and self.dtype != torch.float32
-        check(fits, "attention_backend", "'triton' for float32, or with a block_size "
-              "that is not a multiple of 256", "flash")
 
     def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
         if counts.max() == 1:

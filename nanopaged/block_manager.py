@@ -21,7 +21,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import TypeAlias
+from typing import Any
 
 import xxhash
 
@@ -29,13 +29,12 @@ from nanopaged.sequence import Sequence
 
 # Block ids in the order in which they are taken. An OrderedDict without values can also
 # drop a block from its middle in O(1): the prefix cache revives free blocks.
-FreeList: TypeAlias = OrderedDict[int, None]
-Blocks: TypeAlias = "list[int] | array[int]"
+FreeList = OrderedDict[int, None]
 # Pairs (from, to) of physical blocks: the contents of one are copied to the other.
-Moves: TypeAlias = list[tuple[int, int]]
+Moves = list[tuple[int, int]]
 # What a full block holds: its own token ids, after the name of the block before it. In
 # place of a name, a first block has the salt of the request.
-Content: TypeAlias = tuple[int | str | None, list[int]]
+Content = tuple[int | str | None, list[int]]
 
 
 @dataclass(slots=True)
@@ -79,14 +78,13 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def begin(self, seq: Sequence, block_ids: Blocks, num_tokens: int) -> None:
+    def begin(self, seq: Sequence, block_ids: Iterable[int], num_tokens: int) -> None:
         """Let `seq` hold blocks in which its first `num_tokens` have K and V."""
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
             self.blocks[block_id].ref_count += 1
         seq.block_table = array("q", block_ids)
         seq.num_computed_tokens = num_tokens
-        seq.num_published_blocks = num_tokens // self.block_size
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not."""
@@ -161,7 +159,6 @@ class BlockManager:
             num_tokens = seq.num_computed_tokens
             self.free(seq)
             self.begin(seq, table, num_tokens)
-            seq.num_published_blocks = 0
         for block_id in moved.values():
             self.blocks[block_id].ref_count -= 1  # the reference that `_take` gave
         return list(moved.items())
@@ -193,34 +190,35 @@ class BlockManager:
         seq.num_computed_tokens += num_tokens
         # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
-        num_full_blocks = num_known_tokens // self.block_size
+        num_full = num_known_tokens // self.block_size
         if self.enable_prefix_caching:
-            for index in range(seq.num_published_blocks, num_full_blocks):
+            first = num_full
+            # What comes before a published block has been published, too.
+            while first and self.blocks[seq.block_table[first - 1]].content is None:
+                first -= 1
+            for index in range(first, num_full):
                 self._publish(seq, index)
-                seq.num_published_blocks += 1
 
     def _publish(self, seq: Sequence, index: int) -> None:
         """Give logical block `index` its name, and let others find it."""
         block_id = seq.block_table[index]
         block = self.blocks[block_id]
-        if block.content is None:  # no sibling has published it
-            block.content = self._content(seq, index, seq.block_table)
-            block.hash = hash_content(block.content)
-            # If there is a block of the same content, both get one name, and whatever
-            # follows the one is found after the other. The cache has the older one,
-            # unless that is free: it may be taken soon.
-            twin = self._find(block.content)
-            block.name = next(self.names) if twin is None else self.blocks[twin].name
-            if twin is None or self.blocks[twin].ref_count == 0:
-                self.published[block.hash] = block_id
+        block.content = self._content(seq, index, seq.block_table)
+        block.hash = hash_content(block.content)
+        # If there is a block of the same content, both get one name, and whatever
+        # follows the one is found after the other. The cache has the older one, unless
+        # that is free: it may be taken soon.
+        twin = self._find(block.content)
+        block.name = next(self.names) if twin is None else self.blocks[twin].name
+        if twin is None or self.blocks[twin].ref_count == 0:
+            self.published[block.hash] = block_id
 
-    def _content(self, seq: Sequence, index: int, table: Blocks) -> Content:
+    def _content(self, seq: Sequence, index: int, table: Any) -> Content:
         """What logical block `index` holds; `table` has the blocks before it."""
         first = index * self.block_size
         token_ids = seq.token_ids[first : first + self.block_size]
-        if index == 0:
-            return seq.group.params.cache_salt, token_ids
-        return self.blocks[table[index - 1]].name, token_ids
+        salt = seq.group.params.cache_salt
+        return self.blocks[table[index - 1]].name if index else salt, token_ids
 
     def _find(self, content: Content) -> int | None:
         """The block of this content.

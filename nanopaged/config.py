@@ -24,10 +24,9 @@ def fits(value: object, annotation: Any) -> bool:
     """Whether a value is what its annotation says."""
     options = get_args(annotation)
     if get_origin(annotation) is Literal:
-        return any(value == option and type(value) is type(option)
-                   for option in options)
+        return repr(value) in map(repr, options)  # not `in options`: True equals 1
     if get_origin(annotation) is list:
-        return isinstance(value, list) and all(fits(v, options[0]) for v in value)
+        return isinstance(value, list) and all(type(v) is options[0] for v in value)
     if options:  # a union
         return any(fits(value, option) for option in options)
     is_bool = isinstance(value, bool)  # Python counts True among the integers
@@ -46,11 +45,10 @@ class Checked:
     def __post_init__(self) -> None:
         annotations = get_type_hints(type(self))
         for f in fields(self):  # type: ignore[arg-type]
-            value, annotation = getattr(self, f.name), annotations[f.name]
-            if get_origin(annotation) is Literal:
-                expected = f"one of {get_args(annotation)}"
-                check(fits(value, annotation), f.name, expected, value)
-            check(fits(value, annotation), f.name, f.type, value, TypeError)
+            value = getattr(self, f.name)
+            error = ValueError if f.type.startswith("Literal") else TypeError
+            expected = f.type.replace("Literal", "one of ")
+            check(fits(value, annotations[f.name]), f.name, expected, value, error)
             if f.metadata and value is not None:
                 low, high = f.metadata["low"], f.metadata["high"]
                 limits = f"at least {low}" if high == inf else f"from {low} to {high}"

@@ -53,12 +53,17 @@ class Detokenizer:
         if self.tokenizer is None or self.stopped_by is not None:
             return
         num_old = len(self.text)
-        last = len(token_ids)
-        ends = range(self.known_end + 1, last + 1)
+        first, last = self.known_end + 1, len(token_ids)
         if INCOMPLETE not in self._decode(token_ids[self.context_start :]):
-            ends = range(last, last + 1)  # token by token the text would be the same
-        for end in ends:
-            self._add(token_ids[:end], is_final=final and end == last)
+            first = last  # token by token the text would be the same
+        for end in range(first, last + 1):
+            known = self._decode(token_ids[self.context_start : self.known_end])
+            new = self._decode(token_ids[self.context_start : end])[len(known) :]
+            waits = not new or new.endswith(INCOMPLETE)  # perhaps within a character
+            is_late = end - self.known_end >= MOST_UNKNOWN_TOKENS
+            if not waits or is_late or (final and end == last):
+                self.text += new
+                self.context_start, self.known_end = self.known_end, end
 
         if may_stop:
             # A stop string that was not there before ends in the new text.
@@ -69,22 +74,13 @@ class Detokenizer:
                 at, self.stopped_by = min(hits)
                 self.text = self.text[:at]
 
-    def _add(self, token_ids: list[int], is_final: bool) -> None:
-        """Add the text of the unknown tokens, unless it may end within a character."""
-        known = self._decode(token_ids[self.context_start : self.known_end])
-        new = self._decode(token_ids[self.context_start :])[len(known) :]
-        are_many = len(token_ids) - self.known_end >= MOST_UNKNOWN_TOKENS
-        if is_final or are_many or (new and not new.endswith(INCOMPLETE)):
-            self.text += new
-            self.context_start, self.known_end = self.known_end, len(token_ids)
-
     def visible(self, final: bool = False) -> str:
         """The text; before the end without the characters that may turn out to begin a
         stop string.
         """
-        if final or self.stopped_by is not None or not self.stops:
+        if final or self.stopped_by is not None:
             return self.text
-        num_held_back = max(map(len, self.stops)) - 1
+        num_held_back = max(map(len, self.stops), default=1) - 1
         return self.text[: max(0, len(self.text) - num_held_back)]
 
     def _decode(self, token_ids: list[int]) -> str:

@@ -14,20 +14,19 @@ DIM is head_dim rounded up, and masks cut it off.
 
 import triton
 import triton.language as tl
+from triton.language import constexpr
 
 # The speed of decoding depends on how much of K and V is on its way at any time: an
 # H200 needs 4.8 TB/s x 1 us = 4.8 MB, 36 KB for each of its 132 multiprocessors. A
 # program has two tiles of K and two of V, of this size, in shared memory: while it
 # computes one, the next loads. Three such programs fit into a multiprocessor.
 TILE_BYTES = 16 << 10  # 64 keys of head_dim 128 in bf16
-LOG2_E = tl.constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
+LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
 
 
 @triton.jit(do_not_specialize=["slots"])
-def store(kv, slots, kv_cache,
-          kv_stride,
-          NUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-          ROWS: tl.constexpr, DIM: tl.constexpr):
+def store(kv, slots, kv_cache, kv_stride, NUM_ROWS: constexpr, HEAD_DIM: constexpr,
+          BLOCK_SIZE: constexpr, ROWS: constexpr, DIM: constexpr):
     """Put a token's K and V into its slot: grid [num_tokens].
 
     kv        [num_tokens, 2 * num_kv_heads, head_dim]; NUM_ROWS is this second size
@@ -47,9 +46,8 @@ def store(kv, slots, kv_cache,
 
 
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
-def copy_blocks(source, target, moves,
-                source_blocks, target_blocks,
-                SIZE: tl.constexpr, STEP: tl.constexpr):
+def copy_blocks(source, target, moves, source_blocks, target_blocks,
+                SIZE: constexpr, STEP: constexpr):
     """Copy blocks of all layers, also from and to pinned memory of the CPU.
 
     Grid: [num_moves, num_layers].
@@ -68,11 +66,10 @@ def copy_blocks(source, target, moves,
 
 
 @triton.jit(do_not_specialize=["block_tables", "items"])
-def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
-                    scale, q_stride,
-                    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-                    HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-                    BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
+def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_stride,
+                    NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
+                    ROWS: constexpr, DIM: constexpr, BLOCK_SIZE: constexpr,
+                    KEYS: constexpr):
     """A tile of queries and one KV head: one pass over its keys, or a part of them.
 
     Grid: [num_items, num_kv_heads].
@@ -160,24 +157,22 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse,
         tl.store(logs + row, highest + tl.log2(total))
 
 
-@triton.jit(do_not_specialize=["merges"])
-def merge_parts(parts, lse, merges, out,
-                NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
-                HEAD_DIM: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr):
+@triton.jit(do_not_specialize=["items"])
+def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
+                HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr):
     """The mean of a tile's parts, weighted by their sums (log-sum-exp).
 
-    Grid: [num_tiles, num_kv_heads]. A tile that was not divided is left as it is.
-
-    parts, lse, out  as in `paged_attention`
-    merges           [num_tiles, 4]: see `TritonAttention.plan`
+    Grid and arguments are those of `paged_attention`. The program of a tile's first
+    part merges all of them, and the others do nothing.
     """
-    merges += tl.program_id(0) * 4
+    first = tl.program_id(0).to(tl.int64)
+    items += first * 7
     kv_head = tl.program_id(1)
-    token = tl.load(merges)
-    num_queries = tl.load(merges + 1)
-    first = tl.load(merges + 2)
-    num_parts = tl.load(merges + 3)
-    if num_parts == 1:
+    token = tl.load(items + 1)
+    num_queries = tl.load(items + 3)
+    first_key = tl.load(items + 4)
+    num_parts = tl.load(items + 6)
+    if (first_key > 0) | (num_parts < 2):
         return
 
     row = tl.arange(0, ROWS)

@@ -25,14 +25,12 @@ from tqdm.auto import tqdm
 
 from nanopaged import loader
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, check
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams, check, fits
 from nanopaged.model_runner import ModelRunner
 from nanopaged.outputs import EngineStats, RequestOutput
 from nanopaged.parallel import Ranks
 from nanopaged.scheduler import Observer, Scheduler
 from nanopaged.sequence import Outbox, SequenceGroup
-
-Params = SamplingParams | BeamSearchParams
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -66,28 +64,27 @@ class LLM(AbstractContextManager["LLM"]):
         has been freed, but steps run in order, so the block's next owner writes later.
         """
         batch = self.scheduler.schedule()
-        launched = batch, self.runner.execute(batch)
-        if self._launched is not None:
-            self.scheduler.update(*self._launched)
-        self._launched = launched
+        self._launched.append((batch, self.runner.execute(batch)))
+        if len(self._launched) > 1:
+            self.scheduler.update(*self._launched.popleft())
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         self.config = config = EngineConfig(model, **options)
-        path = loader.find_model(config)
-        self.model_config = loader.load_config(path)
-        self.tokenizer = loader.load_tokenizer(path)
+        name = config.model or loader.BUNDLED
+        self.model_config = loader.load_config(name)
+        self.tokenizer = loader.load_tokenizer(name)
         self.eos_token_ids, self.default_params = loader.load_generation_config(
-            path, self.model_config)
+            name, self.model_config)
         self.ranks = Ranks(config, self.model_config)
-        self.runner = ModelRunner(config, self.model_config, path, self.ranks)
+        self.runner = ModelRunner(config, self.model_config, self.ranks)
         weakref.finalize(self, self.runner.free)
         if self.ranks.rank > 0:
             self.ranks.serve(self.runner.run)  # until rank 0 ends; does not return
 
         self._ids = itertools.count()
         self._random = random.Random(config.seed)
-        # Requests, by id; in the place of one that is to be aborted there is None.
-        self._inbox: deque[tuple[str, SequenceGroup | None]] = deque()
+        # Requests, and the ids of those that are to be aborted.
+        self._inbox: deque[SequenceGroup | str] = deque()
         self._outbox: Outbox = {}  # of those that `add_request` made
         self._lock: Any = threading.RLock()
         self._in_step = False  # it stays True if an error or Ctrl-C ended the step
@@ -97,20 +94,20 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _start_books(self) -> None:
         """Begin with all blocks free, an empty prefix cache, and no requests."""
-        self._launched: Any = None  # a step whose tokens are not read yet
+        self._launched: deque[Any] = deque()  # steps whose tokens are not read yet
         self.block_manager = BlockManager(
             self.runner.num_blocks, self.config.block_size,
             self.config.enable_prefix_caching, self.runner.num_swap_blocks)
-        self.scheduler = Scheduler(self.config, self.block_manager, self.observers)
+        self.scheduler: Scheduler = Scheduler(
+            self.config, self.block_manager, self.observers)
 
     def _end_all_requests(self) -> None:
         """Abort what waits and runs, whatever the books say, and start new ones."""
-        for queue in (self.scheduler.waiting, self.scheduler.running):
-            for group in queue.values():
-                group.report()
-                for seq in group.live:
-                    seq.finish_reason = "abort"
-                group.live = []
+        for group in self.scheduler.unfinished.values():
+            group.report()
+            for seq in group.live:
+                seq.finish_reason = "abort"
+            group.live = []
         self._start_books()
 
     def _serve(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
@@ -130,7 +127,7 @@ class LLM(AbstractContextManager["LLM"]):
             self._in_step = True
             self._read_inbox()
             # The step of another thread may have filled the outbox already.
-            if not outbox and (self.scheduler.waiting or self.scheduler.running):
+            if not outbox and self.scheduler.unfinished:
                 self._step_ahead() if self.runs_ahead else self._step()
             self._in_step = False
             outputs = [group.output() for group in outbox.values()
@@ -140,21 +137,16 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _check_not_in_step(self) -> None:
         if self._lock._is_owned():
-            raise RuntimeError(
-                "an observer or a signal handler that interrupts a step cannot wait for"
-                " its end: add_request and abort_request can be called at any time")
+            raise RuntimeError("a step cannot wait for itself: call this after it")
 
     def _read_inbox(self) -> None:
-        scheduler = self.scheduler
         while self._inbox:
-            request_id, group = self._inbox[0]  # it stays there until this is done
-            if group is None:
-                group = scheduler.waiting.get(request_id)
-                group = group or scheduler.running.get(request_id)
-                if group is not None:
-                    scheduler.abort(group)
-            elif group.live:
-                scheduler.waiting[request_id] = group
+            wish = self._inbox[0]  # it stays there until this is done
+            if isinstance(wish, SequenceGroup):
+                if wish.live:
+                    self.scheduler.waiting[wish.request_id] = wish
+            elif wish in self.scheduler.unfinished:
+                self.scheduler.abort(self.scheduler.unfinished[wish])
             self._inbox.popleft()
 
     # -- Prompts in, text out ----------------------------------------------------------
@@ -207,19 +199,17 @@ class LLM(AbstractContextManager["LLM"]):
         """Step until these groups have finished; yields their outputs as they change.
         """
         outbox: Outbox = {}
-        num_unfinished = len(groups)
         try:
             self._submit(groups, outbox)
-            while num_unfinished:
-                for output in self._serve(outbox, final_only):
-                    num_unfinished -= output.finished
-                    yield output
+            # In this order, as another thread reports an end before there is one.
+            while any(group.live for group in groups) or outbox:
+                yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
-            self._inbox.extend([(g.request_id, None) for g in groups if g.live])
+            self._inbox.extend([group.request_id for group in groups if group.live])
 
     # -- Requests one by one -----------------------------------------------------------
 
-    def add_request(self, prompt: Any, sampling_params: Params | None = None) -> str:
+    def add_request(self, prompt: Any, sampling_params: Any = None) -> str:
         """Queue a request for `step`; returns its id. A bad one changes nothing."""
         group = self._make_group(prompt, sampling_params)
         self._submit([group], self._outbox)
@@ -238,14 +228,12 @@ class LLM(AbstractContextManager["LLM"]):
         It returns what the request has so far, with finish_reason "abort". Nothing
         happens to one that has finished.
         """
-        check(isinstance(request_id, str), "request_id", "a string", request_id,
-              TypeError)
-        self._inbox.append((request_id, None))
+        self._inbox.append(str(request_id))
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
         return bool(self._inbox or self._outbox or self._in_step
-                    or self.scheduler.waiting or self.scheduler.running)
+                    or self.scheduler.unfinished)
 
     # -- From prompts to requests ------------------------------------------------------
 
@@ -256,86 +244,69 @@ class LLM(AbstractContextManager["LLM"]):
             group.outbox = outbox
             if group.params.seed is None:
                 group.seed = self._random.getrandbits(63)
-        self._inbox.extend([(group.request_id, group) for group in groups])
+        self._inbox.extend(groups)
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        is_list = isinstance(prompts, list)
-        if not is_list or (prompts and isinstance(prompts[0], int)):
+        if not isinstance(prompts, list) or (prompts and isinstance(prompts[0], int)):
             prompts = [prompts]
         params = params if isinstance(params, list) else [params] * len(prompts)
         check(len(params) == len(prompts), "sampling_params",
               f"one for all prompts, or {len(prompts)}, one for each", params)
         return [self._make_group(*pair) for pair in zip(prompts, params, strict=True)]
 
-    def _make_group(self, prompt: Any, params: Params | None) -> SequenceGroup:
+    def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can."""
         params = self.default_params if params is None else params
+        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         beam_params = None
         if isinstance(params, BeamSearchParams):
-            beam_params, params = params, self._beam_sampling_params(params)
+            # A group of `beam_width` sequences that report candidates. EOS tokens may
+            # be among the best candidates of a beam. So each asks for more than
+            # `beam_width`, as transformers does: enough must be left that go on.
+            beam_params, width = params, params.beam_width
+            num_eos = len(self.eos_token_ids)
+            most = min(most, self.model_config.vocab_size - num_eos)
+            params = SamplingParams(
+                n=width, temperature=0, max_tokens=params.max_tokens,
+                ignore_eos=params.ignore_eos, logprobs=width * max(2, 1 + num_eos))
         check(isinstance(params, SamplingParams), "sampling_params",
               "SamplingParams or BeamSearchParams", params, TypeError)
-        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        check(params.n <= most, "n (or beam_width)",
-              f"at most {most}, as max_num_seqs and max_num_batched_tokens", params.n)
-        stop_ids = self._check_token_ids("stop_token_ids", params.stop_token_ids or [])
-        if not params.ignore_eos:
-            stop_ids += self.eos_token_ids
+        check(params.n <= most, "n (or beam_width)", f"at most {most}, because of "
+              "max_num_seqs, max_num_batched_tokens or the vocabulary", params.n)
         if params.stop:
             self.get_tokenizer()
 
-        if not isinstance(prompt, dict):
-            key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-            prompt = {key: prompt}
-        text, ids, salt = self._encode(**prompt)
+        fields = prompt if isinstance(prompt, dict) else {"prompt": prompt}
+        text, ids, salt = self._encode(**fields)
         if salt is not None:
             params = replace(params, cache_salt=salt)
+        stop_ids = params.stop_token_ids or []
+        last = self.model_config.vocab_size - 1
+        wrong = [id for id in ids + stop_ids if not 0 <= id <= last]
+        check(not wrong, "token ids", f"from 0 to {last}", wrong)
+        eos_ids = [] if params.ignore_eos else self.eos_token_ids
         longest = self.runner.max_model_len
         check(0 < len(ids) < longest, "number of prompt tokens",
               f"at least 1, and below max_model_len={longest}", len(ids))
-        group = SequenceGroup(text, ids, params, set(stop_ids), longest,
+        group = SequenceGroup(text, ids, params, {*stop_ids, *eos_ids}, longest,
                               self.tokenizer, beam_params)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
-        num_blocks = self.block_manager.most_blocks(
-            len(ids), [group.max_len] * params.n)
-        check(num_blocks <= self.runner.num_blocks,
-              f"blocks for {params.n} sequences of up to {group.max_len} tokens",
-              f"at most num_blocks={self.runner.num_blocks} (raise it, or lower "
-              "max_tokens, n or beam_width)", num_blocks)
+        most = self.block_manager.most_blocks(len(ids), [group.max_len] * params.n)
+        check(most <= self.runner.num_blocks, "num_blocks", f"at least {most} for this "
+              "request (raise it, or lower max_tokens, n or beam_width)",
+              self.runner.num_blocks)
         return group
 
     def _encode(self, prompt: Any = None, prompt_token_ids: Any = None,
                 cache_salt: Any = None) -> tuple[str | None, list[int], Any]:
         """The text of a prompt, if it is known, its token ids, and its cache salt."""
-        if prompt_token_ids is None:
-            check(isinstance(prompt, str), "prompt", "text or a list of token ids",
-                  prompt, TypeError)
-            prompt_token_ids = self.get_tokenizer()(prompt).input_ids
-        return prompt, self._check_token_ids("prompt", prompt_token_ids), cache_salt
-
-    def _check_token_ids(self, name: str, ids: Any) -> list[int]:
-        last = self.model_config.vocab_size - 1
-        are_ints = isinstance(ids, list) and all(type(id) is int for id in ids)
-        check(are_ints, name, "a list of integers", ids, TypeError)
-        wrong = [id for id in ids if not 0 <= id <= last]
-        check(not wrong, f"token ids in {name}", f"from 0 to {last}", wrong)
-        return list(ids)
-
-    def _beam_sampling_params(self, params: BeamSearchParams) -> SamplingParams:
-        """A beam search is a group of `beam_width` sequences that report candidates.
-
-        EOS tokens may be among the best candidates of a beam. So each asks for more
-        than `beam_width`, as transformers does: enough must be left that go on.
-        """
-        num_eos = len(self.eos_token_ids)
-        most = self.model_config.vocab_size - num_eos
-        check(params.beam_width <= most, "beam_width",
-              f"at most {most}, the number of tokens but EOS", params.beam_width)
-        return SamplingParams(
-            n=params.beam_width, temperature=0, max_tokens=params.max_tokens,
-            ignore_eos=params.ignore_eos,
-            logprobs=params.beam_width * max(2, 1 + num_eos))
+        ids = prompt if prompt_token_ids is None else prompt_token_ids
+        if isinstance(ids, str):
+            ids = self.get_tokenizer()(ids).input_ids
+        is_right = fits(ids, list[int])
+        check(is_right, "prompt", "a string or a list of token ids", ids, TypeError)
+        return prompt if isinstance(prompt, str) else None, list(ids), cache_salt
 
     # -- The rest ----------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 Every tensor of a checkpoint is accounted for: none is missing, and none is left over.
 """
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +18,18 @@ from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 
 BUNDLED = Path(__file__).parent / "shakespeare"
-FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 WEIGHTS = "model*.safetensors"
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 # Angles depend on positions alone, not on the length of the sequence.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Fields of generation_config.json, and what they are called here.
-DEFAULT_PARAMS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k",
-                  "min_p": "min_p", "max_new_tokens": "max_tokens"}
 
 
-def find_model(config: EngineConfig) -> Path:
-    """The directory of the model; what is on the hub is downloaded."""
-    path = Path(config.model or BUNDLED).expanduser()
-    if (path / "config.json").is_file():
-        return path
-    patterns = FILES if config.load_format == "dummy" else [*FILES, WEIGHTS]
-    try:
-        return Path(snapshot_download(str(config.model), allow_patterns=patterns))
-    except Exception as error:  # the hub client's own, httpx's and OSError
-        raise ValueError(
-            "model must be a directory with a config.json, or the id of a repository "
-            f"on the hub, got {str(config.model)!r:.200}: {error}") from error
-
-
-def load_config(path: Path) -> Any:
+def load_config(name: str | Path) -> Any:
     """transformers' config, if the decoder can compute what it says.
 
     In transformers 5, `rope_parameters` has all about positions.
     """
-    config = transformers.AutoConfig.from_pretrained(path)
+    config = transformers.AutoConfig.from_pretrained(name)
     for field, value, known in (
             ("model_type", config.model_type, FAMILIES),
             ("hidden_act", config.hidden_act, ("silu",)),
@@ -58,33 +40,36 @@ def load_config(path: Path) -> Any:
     return config
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer; None for a directory without one."""
-    if not {*path.glob("tokenizer.*"), *path.glob("vocab.*")}:
+    path = Path(name)
+    if path.is_dir() and not {*path.glob("tokenizer.*"), *path.glob("vocab.*")}:
         return None
     # With clean-up, the text of a token would depend on what follows it.
     return transformers.AutoTokenizer.from_pretrained(
-        path, clean_up_tokenization_spaces=False)
+        name, clean_up_tokenization_spaces=False)
 
 
-def load_generation_config(path: Path,
+def load_generation_config(name: str | Path,
                            model_config: Any) -> tuple[list[int], SamplingParams]:
     """The ids of all EOS tokens, and the parameters for requests without any."""
-    file = path / "generation_config.json"
-    fields = json.loads(file.read_text()) if file.is_file() else {}
+    fields: dict[str, Any] = {}
+    with suppress(OSError):  # if the model has none
+        fields = transformers.GenerationConfig.from_pretrained(name).to_diff_dict()
     # It may name several EOS tokens where config.json has one or none.
     eos = fields.get("eos_token_id", model_config.eos_token_id)
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    params = {own_name: fields[name] for name, own_name in DEFAULT_PARAMS.items()
-              if fields.get(name) is not None}
-    known_ids = [id for id in eos_ids if id in range(model_config.vocab_size)]
-    return known_ids, SamplingParams(**params)
+    eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
+               if id in range(model_config.vocab_size)]
+    names = ("temperature", "top_p", "top_k", "min_p")
+    params = {name: fields[name] for name in names if fields.get(name) is not None}
+    return eos_ids, SamplingParams(
+        max_tokens=fields.get("max_new_tokens") or 16, **params)
 
 
 # -- Weights ---------------------------------------------------------------------------
 
 @torch.no_grad()
-def load_weights(model: CausalLM, config: EngineConfig, path: Path) -> None:
+def load_weights(model: CausalLM, config: EngineConfig) -> None:
     """Give every parameter its values: a checkpoint's; or random ones, for benchmarks:
     normal with std 0.02, around one for norms.
     """
@@ -95,14 +80,17 @@ def load_weights(model: CausalLM, config: EngineConfig, path: Path) -> None:
             mean = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.normal_(mean, 0.02, generator=generator)
     else:
-        load_checkpoint(model, path)
+        load_checkpoint(model, config.model or BUNDLED)
     for module in model.modules():
         if isinstance(module, Linear):
             module.pack()
 
 
-def load_checkpoint(model: CausalLM, path: Path) -> None:
+def load_checkpoint(model: CausalLM, name: str | Path) -> None:
     """Copy every tensor to its place; ValueError if one is missing or left over."""
+    path = Path(name)
+    if not path.is_dir():
+        path = Path(snapshot_download(str(name), allow_patterns=WEIGHTS))
     files = {}
     for file in sorted(path.glob(WEIGHTS)):
         try:

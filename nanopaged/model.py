@@ -5,8 +5,6 @@ not know what a sequence is. Modules have the names of the checkpoints, except w
 several matrices are stacked into one: `Linear.parts` has their names.
 """
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,26 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from nanopaged.parallel import Ranks
 
 
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """On a GPU, compile `function` into one kernel at its first use.
-
-    Between the matrix products every operation is a launch, and a pass over memory. On
-    a CPU they cost little, and `function` runs as it is written. Weights are arguments,
-    so that all layers share one kernel.
-    """
-
-    def run(x: Tensor, *arguments: Any) -> Any:
-        return (compiled(function) if x.is_cuda else function)(x, *arguments)
-
-    return run
-
-
-@cache
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    # Past torch's limit of compilations, 8 by default, functions would silently run
-    # uncompiled. Each model compiles two: for one token, and for more.
-    torch._dynamo.config.recompile_limit = 64
-    return torch.compile(function, dynamic=True)
+# Between the matrix products every operation is a launch, and a pass over memory. So on
+# GPUs, such functions are compiled into one kernel each. Weights are arguments, so that
+# all layers share one. (Past torch's limit of variants, 8 by default, a function would
+# silently run uncompiled. An engine has two: for one token, and for more.)
+fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+torch._dynamo.config.recompile_limit = 64
 
 
 @fused

@@ -8,9 +8,7 @@ It turns a `Batch` into one forward pass over one flat batch of tokens.
 import ctypes
 import logging
 import sys
-import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,16 +35,16 @@ logger = logging.getLogger("nanopaged")
 
 
 class ModelRunner:
-    def __init__(self, config: EngineConfig, model_config: Any, path: Path,
-                 ranks: Ranks) -> None:
+    def __init__(self, config: EngineConfig, model_config: Any, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
         self.share = ranks.share  # the sizes of this rank's part of the model
-        self.started = time.perf_counter()
         self.is_gpu = torch.cuda.is_available() and config.device != "cpu"
         check(self.is_gpu or config.device != "cuda", "device",
               "'cpu', as torch sees no GPU", config.device)
         self.device = torch.device("cuda" if self.is_gpu else "cpu")
+        compiles = self.is_gpu and not config.enforce_eager
+        self.stance = "default" if compiles else "force_eager"  # of torch.compile
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.backend = attention.make_backend(
             config.attention_backend, self.share, config.block_size, self.dtype,
@@ -55,8 +53,8 @@ class ModelRunner:
             keep_freed_memory()
         with self.device, local_torch_dtype(self.dtype):
             self.model: Any = CausalLM(self.share, self.backend, ranks)
-        load_weights(self.model, config, path)
-        self._log(f"weights in {self.dtype} on {self.device}")
+        load_weights(self.model, config)
+        logger.info("weights loaded: %s on %s", self.dtype, self.device)
 
         # Attention within a sliding window is full as long as that is not filled.
         longest = model_config.max_position_embeddings
@@ -78,17 +76,12 @@ class ModelRunner:
         # The first steps only have padding, so one block is enough for them.
         self._make_pools(0, 0)
         self._warm_up()
-        self._log(f"first steps, attention by {type(self.backend).__name__}")
+        logger.info("first steps run: %s", type(self.backend).__name__)
         self._make_pools(*self._size_pools())
         has_kernels = config.attention_backend != "torch"
         if self.is_gpu and has_kernels and not config.enforce_eager:
             self._capture_graphs()
-            self._log(f"{len(self.graphs)} CUDA graphs")
-
-    def _log(self, what: str) -> None:
-        now = time.perf_counter()
-        logger.info("%s: %.1f s", what, now - self.started)
-        self.started = now
+            logger.info("CUDA graphs recorded: %d", len(self.graphs))
 
     # -- A step ------------------------------------------------------------------------
 
@@ -98,33 +91,32 @@ class ModelRunner:
         self.ranks.send(batch)
         return self.run(batch)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> SamplerOutput:
         """This rank's part of a step: move blocks, then one forward pass."""
-        self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
-        self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
-        self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
-        num_seqs = len(batch.counts)
-        if not num_seqs:  # everybody waits for tokens that are not read yet
-            return SamplerOutput(self.last_tokens[:0], {})
+        with torch.inference_mode(), torch.compiler.set_stance(self.stance):
+            self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
+            self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
+            self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
+            num_seqs = len(batch.counts)
+            if not num_seqs:  # everybody waits for tokens that are not read yet
+                return SamplerOutput(self.last_tokens[:0], {})
 
-        # The smallest graph for as many decodes; none (0) if not all decode.
-        all_decode = len(batch.token_ids) == num_seqs
-        sizes = [size for size in self.graphs if all_decode and size >= num_seqs]
-        size = min(sizes, default=0)
-        token_ids, metadata, last_indices = self._prepare(batch, size - num_seqs)
-        if size:
-            graph, states = self.graphs[size]
-            graph.replay()
-        else:
-            states = self._forward(token_ids, metadata)
+            # The smallest graph for as many decodes; none (0) if not all decode.
+            all_decode = len(batch.token_ids) == num_seqs
+            sizes = [size for size in self.graphs if all_decode and size >= num_seqs]
+            size = min(sizes, default=0)
+            token_ids, metadata, last_indices = self._prepare(batch, size - num_seqs)
+            if size:
+                graph, states = self.graphs[size]
+                graph.replay()
+            else:
+                states = self._forward(token_ids, metadata)
 
-        logits = self.model.head(states[last_indices])
-        output = sample(logits, batch.sampled)
-        # Only rank 0 knows the parameters of the requests, so its tokens count.
-        tokens = self.ranks.broadcast(output.token_ids)
-        self.last_tokens[: len(tokens)] = tokens
-        return output
+            output = sample(self.model.head(states[last_indices]), batch.sampled)
+            # Only rank 0 knows the parameters of the requests, so its tokens count.
+            tokens = self.ranks.broadcast(output.token_ids)
+            self.last_tokens[: len(tokens)] = tokens
+            return output
 
     def _prepare(self, batch: Batch, padding: int) -> tuple[Tensor, Metadata, Tensor]:
         """Token ids, metadata, and the last indices of entries that sample.
@@ -250,7 +242,7 @@ class ModelRunner:
         check(num_blocks >= fewest, "num_blocks", f"at least {fewest}: raise it, free "
               "memory, or lower max_model_len", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
-        self._log(f"{num_blocks} blocks of {block_bytes} bytes")
+        logger.info("KV cache: %d blocks of %d bytes", num_blocks, block_bytes)
         return num_blocks, num_swap_blocks
 
     def free(self) -> None:

@@ -1,7 +1,7 @@
 """What the caller gets back. The names are vLLM's where it has them."""
 
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
@@ -12,7 +12,7 @@ class Logprob(NamedTuple):
 
 
 # By token id: the sampled token's, then those of the most likely ones.
-Logprobs: TypeAlias = dict[int, Logprob]
+Logprobs = dict[int, Logprob]
 
 
 @dataclass
@@ -73,5 +73,3 @@ class EngineStats:
     prefix_hit_tokens: int = 0  # how many of them were found
     preemptions_recompute: int = 0
     preemptions_swap: int = 0
-    blocks_copied: int = 0  # copy-on-write
-    blocks_swapped: int = 0  # out and in

@@ -12,11 +12,10 @@ al. 2019). The tokens are those of rank 0. If a rank fails, torchrun ends the ot
 import os
 from collections.abc import Callable
 from copy import copy
-from dataclasses import fields
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,9 +25,6 @@ from nanopaged.scheduler import Batch
 dist: Any = torch.distributed
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size")
-# What is sent of a batch. Moves are flattened, and become pairs again where they are
-# used.
-FIELDS = [field.name for field in fields(Batch) if field.name != "sampled"]
 
 
 class Ranks:
@@ -43,13 +39,12 @@ class Ranks:
             check(size % self.size == 0, "tensor_parallel_size",
                   f"a divisor of {name}={size}", self.size)
             setattr(self.share, name, size // self.size)
-        if self.size > 1:
-            self._connect(config)
+        if self.size == 1:
+            return
 
-    def _connect(self, config: EngineConfig) -> None:
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        check(num_processes == self.size, "tensor_parallel_size", f"{num_processes}, "
-              "the number of processes (torchrun --nproc-per-node starts several)",
+        check(num_processes == self.size, "tensor_parallel_size",
+              f"the number of processes that torchrun started, {num_processes}",
               self.size)
         backend = "gloo"
         if config.device != "cpu" and torch.cuda.is_available():
@@ -83,23 +78,16 @@ class Ranks:
         return torch.cat(parts, dim=1)
 
     def send(self, batch: Batch) -> None:
-        """Tell the other ranks what the next step is: how many numbers each field of
-        the batch has, then all of them.
-        """
+        """Tell the other ranks what the next step is. They need no sequences for it."""
         if self.size > 1:
-            numbers = [torch.from_numpy(np.array(getattr(batch, name), np.int64).ravel())
-                       for name in FIELDS]
-            self.broadcast(torch.tensor([len(field) for field in numbers]))
-            self.broadcast(torch.cat(numbers))
+            dist.broadcast_object_list([replace(batch, sampled=[])])
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends until its process ends. Then end this one, too."""
         while True:
-            sizes = torch.empty(len(FIELDS), dtype=torch.int64)
+            message: list[Any] = [None]  # it is put in here
             try:
-                self.broadcast(sizes)
+                dist.broadcast_object_list(message)
             except RuntimeError:
                 os._exit(0)  # at once: NCCL would wait for the recorded graphs
-            numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
-            parts = numbers.split(sizes.tolist())
-            run(Batch(*[part.tolist() for part in parts]))
+            run(message[0])

@@ -16,7 +16,7 @@ the pool.
 
 import time
 from array import array
-from collections import OrderedDict
+from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,6 +26,7 @@ from nanopaged.block_manager import BlockManager, Moves
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import EngineStats
 from nanopaged.sequence import Sequence, SequenceGroup
+
 
 @dataclass
 class Batch:
@@ -61,23 +62,6 @@ class Batch:
     # Only on rank 0: who gets the sampled tokens.
     sampled: list[Sequence] = field(default_factory=list)
 
-    def add_entry(self, seq: Sequence, first: int, end: int, num_blocks: int) -> None:
-        """Compute the tokens of `seq` from position `first` up to `end`."""
-        # A pending token is not in token_ids yet. If this entry computes it, the slice
-        # is empty, and it is the only one. (Only a group that was preempted computes
-        # several of its own tokens at once, and by then none of them is pending.)
-        self.token_ids += seq.token_ids[first:end] or [-1 - seq.sample_index]
-        self.counts.append(end - first)
-        self.ends.append(end)
-        self.block_ids += seq.block_table[:num_blocks]
-
-    def add_sample(self, seq: Sequence) -> None:
-        """Sample a token for `seq` after the entry that was added last."""
-        seq.sample_index = len(self.samples)
-        seq.num_pending_tokens += 1
-        self.samples.append(len(self.counts) - 1)
-        self.sampled.append(seq)
-
 
 Observer = Callable[[str, Batch | None], None]
 
@@ -93,6 +77,7 @@ class Scheduler:
         # group is lost if Ctrl-C strikes.
         self.waiting: OrderedDict[str, SequenceGroup] = OrderedDict()
         self.running: dict[str, SequenceGroup] = {}
+        self.unfinished = ChainMap(self.waiting, self.running)  # a view of both
         self.stats = EngineStats(block_manager.num_blocks)
 
     def _notify(self, phase: str, batch: Batch | None = None) -> None:
@@ -109,18 +94,18 @@ class Scheduler:
         batch = Batch()
         budget = self.config.max_num_batched_tokens
         num_running = len(self.running)
-        for group in list(self.running.values()):
+        for request_id, group in list(self.running.items()):
             # If the pool is full the youngest gives way, and that may be this group.
-            while group.request_id in self.running and not self._make_room(group, batch):
+            while request_id in self.running and not self._make_room(group, batch):
                 self._preempt(next(reversed(self.running.values())), batch)
-            if group.request_id in self.running:
+            if request_id in self.running:
                 budget = self._schedule_group(group, batch, budget)
 
-        # A pool that was just full has no room for newcomers. And a group that was just
-        # preempted may have a pending token, so it cannot tell yet what to compute.
-        has_preempted = len(self.running) < num_running
+        # After a preemption nobody is admitted. A pool that was just full has no room
+        # for newcomers. And a group that was just preempted may have a pending token,
+        # so it cannot tell yet what to compute.
         num_seqs = sum(len(group.live) for group in self.running.values())
-        while self.waiting and budget > 0 and not has_preempted:
+        while self.waiting and budget > 0 and len(self.running) >= num_running:
             group = next(iter(self.waiting.values()))
             num_seqs += len(group.live)
             if num_seqs > self.config.max_num_seqs or not self._admit(group, batch):
@@ -128,8 +113,6 @@ class Scheduler:
             budget = self._schedule_group(group, batch, budget)
 
         self.stats.steps += 1
-        self.stats.blocks_copied += len(batch.copies)
-        self.stats.blocks_swapped += len(batch.swaps_out) + len(batch.swaps_in)
         self._notify("scheduled", batch)
         return batch
 
@@ -180,20 +163,31 @@ class Scheduler:
         order of `live` they take a copy, until the last is the only holder.
         """
         group = seq.group
+        manager = self.block_manager
         first = seq.num_computed_tokens
         end = first + count
-        self.block_manager.advance(seq, count)
-        batch.add_entry(seq, first, end, self.block_manager.num_blocks_for(end))
-        if end == len(seq.token_ids) + seq.num_pending_tokens:
-            batch.add_sample(seq)
+        manager.advance(seq, count)
+        # A pending token is not in token_ids yet. If this entry computes it, the slice
+        # is empty, and it is the only one. (Only a group that was preempted computes
+        # several of its own tokens at once, and by then none of them is pending.)
+        batch.token_ids += seq.token_ids[first:end] or [-1 - seq.sample_index]
+        batch.counts.append(count)
+        batch.ends.append(end)
+        batch.block_ids += seq.block_table[: manager.num_blocks_for(end)]
 
+        samplers = [seq]
         if end == group.num_prompt_tokens and not group.forked:
             group.forked = True
+            samplers = group.live
             for child in group.live[1:]:
-                self.block_manager.fork(seq, child)
-                # One that was preempted has tokens of its own, and computes them first.
-                if len(child.token_ids) == end:
-                    batch.add_sample(child)
+                manager.fork(seq, child)
+        for sampler in samplers:
+            # One that was preempted may have more tokens, and computes them first.
+            if end == len(sampler.token_ids) + sampler.num_pending_tokens:
+                sampler.sample_index = len(batch.samples)
+                sampler.num_pending_tokens += 1
+                batch.samples.append(len(batch.counts) - 1)
+                batch.sampled.append(sampler)
 
     # -- In and out of the device's pool -----------------------------------------------
 
@@ -263,7 +257,6 @@ class Scheduler:
         """
         token_ids = sampled.read()
         self._notify("executed", batch)
-        searches: dict[str, SequenceGroup] = {}
         for i, (seq, token) in enumerate(zip(batch.sampled, token_ids, strict=True)):
             group = seq.group
             seq.num_pending_tokens -= 1
@@ -272,45 +265,33 @@ class Scheduler:
                 continue
             group.report()
             self.stats.output_tokens += 1
-            if not group.metrics.first_token_time:
-                group.metrics.first_token_time = time.perf_counter()
+            metrics = group.metrics
+            metrics.first_token_time = metrics.first_token_time or time.perf_counter()
 
             if group.beam_params:
                 seq.candidates = sampled.logprobs[i]
-                searches[group.request_id] = group
+                # After the last beam all have their candidates, and the search goes on.
+                if seq is group.live[-1] and advance_beams(group, self.block_manager):
+                    # Drop the beams that still run. The answer is the complete ones.
+                    self.abort(group, "length")
+                    group.sequences = group.complete_beams
             else:
                 seq.append(token, sampled.logprobs.get(i))
-                reason = self._reason_to_finish(seq)
-                if reason is not None:
-                    self.finish(seq, reason)
+                self._finish_if_complete(seq)
 
-        # Every beam has its candidates now, so the search can go on.
-        for group in searches.values():
-            if group.live and advance_beams(group, self.block_manager):
-                # Drop the beams that still run. The answer is the complete ones.
-                self.abort(group, "length")
-                group.sequences = group.complete_beams
         self._notify("updated", batch)
 
-    def _reason_to_finish(self, seq: Sequence) -> str | None:
-        params = seq.group.params
-        reason = None
-        if seq.ended_by_token:
-            reason = "stop"
-            if seq.token_ids[-1] in (params.stop_token_ids or ()):
-                seq.stop_reason = seq.token_ids[-1]
-        elif len(seq.token_ids) >= seq.group.max_len:
-            reason = "length"
-
-        if params.stop:
-            stopped_by = seq.detokenize(final=reason is not None).stopped_by
-            if stopped_by is not None:
-                reason = "stop"
-                seq.stop_reason = stopped_by
-        return reason
+    def _finish_if_complete(self, seq: Sequence) -> None:
+        at_max_len = len(seq.token_ids) >= seq.group.max_len
+        is_stop = seq.ended_by_token
+        if seq.group.params.stop:
+            text = seq.detokenize(final=is_stop or at_max_len)
+            is_stop |= text.stopped_by is not None
+        if is_stop or at_max_len:
+            self.finish(seq, "stop" if is_stop else "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is, and give back its row and its blocks."""
+        """End a sequence, wherever it is, and give back its blocks."""
         group = seq.group
         group.report()
         seq.finish_reason = reason

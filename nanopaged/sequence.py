@@ -60,14 +60,12 @@ class Sequence:
         # These belong to the block manager: nobody else writes them.
         self.block_table = array("q")
         self.num_computed_tokens = 0
-        self.num_published_blocks = 0  # the first ones, which the prefix cache has seen
 
         self.detokenizer = copy(group.detokenizer)
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.candidates: Logprobs = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
 
     @property
     def compute_end(self) -> int:
@@ -112,7 +110,6 @@ class Sequence:
         beam.token_ids = list(self.token_ids)
         beam.logprobs = list(self.logprobs)
         beam.cumulative_logprob = self.cumulative_logprob
-        beam.detokenizer = copy(self.detokenizer)
         beam.append(token, {token: self.candidates[token]})
         return beam
 
@@ -132,13 +129,18 @@ class Sequence:
     def output(self, index: int) -> CompletionOutput:
         """What the caller gets to see of it so far."""
         is_final = self.finish_reason is not None
-        has_logprobs = self.group.params.logprobs is not None
+        text = self.detokenize(is_final).visible(is_final)
+        params = self.group.params
+        has_logprobs = params.logprobs is not None
+        stop_reason: int | str | None = self.detokenizer.stopped_by
+        if self.ended_by_token and self.token_ids[-1] in (params.stop_token_ids or []):
+            stop_reason = stop_reason or self.token_ids[-1]
         return CompletionOutput(
-            index=index, text=self.detokenize(is_final).visible(is_final),
+            index=index, text=text,
             token_ids=self.token_ids[self.group.num_prompt_tokens :],
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
             logprobs=list(self.logprobs) if has_logprobs else None,
-            finish_reason=self.finish_reason, stop_reason=self.stop_reason)
+            finish_reason=self.finish_reason, stop_reason=stop_reason)
 
 
 class SequenceGroup:
