@@ -14,7 +14,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanopaged.parallel import Ranks
 
-
 # Between the matrix products every operation is a launch, and a pass over memory. So on
 # GPUs, such functions are compiled into one kernel each. Weights are arguments, so that
 # all layers share one. (Past torch's limit of variants, 8 by default, a function would
@@ -110,20 +109,19 @@ class Attention(nn.Module):
         has_qkv_bias = has_bias or config.model_type == "qwen2"
         self.qkv_proj = Linear(config.hidden_size, parts, has_qkv_bias)
         self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, has_bias)
+        self.norms: list[Any] = []
         if config.model_type == "qwen3":
-            self.q_norm = nn.RMSNorm(self.head_dim)
-            self.k_norm = nn.RMSNorm(self.head_dim)
+            self.norms = [nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)]
+            self.q_norm, self.k_norm = self.norms
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: Any) -> Tensor:
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
-        norms = [self.q_norm, self.k_norm] if hasattr(self, "q_norm") else []
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        qkv = norm_rotate(qkv, self.num_kv_heads, [norm.weight for norm in norms],
-                          self.eps, *rotation)
-        kv = qkv[:, -2 * self.num_kv_heads :]
+        weights = [norm.weight for norm in self.norms]
+        qkv = norm_rotate(qkv, self.num_kv_heads, weights, self.eps, *rotation)
+        q, kv = qkv.tensor_split([-2 * self.num_kv_heads], dim=1)
         self.backend.store(kv, kv_cache, metadata.slots)
-        q = qkv[:, : -2 * self.num_kv_heads]
         attended = self.backend.attend(q, kv_cache, metadata)
         return self.ranks.all_reduce(self.o_proj(attended))
 
@@ -148,9 +146,9 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config, backend, ranks)
         self.mlp = MLP(config, ranks)
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = nn.RMSNorm(size, eps)
-        self.post_attention_layernorm = nn.RMSNorm(size, eps)
+        self.eps = config.rms_norm_eps
+        self.input_layernorm = nn.RMSNorm(config.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
 
     def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
                 kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
@@ -158,11 +156,10 @@ class DecoderLayer(nn.Module):
 
         The kernel that normalises the sum makes it, too.
         """
-        norm = self.input_layernorm
-        x, residual = add_norm(x, residual, norm.weight, norm.eps)
+        norm, next_norm = self.input_layernorm, self.post_attention_layernorm
+        x, residual = add_norm(x, residual, norm.weight, self.eps)
         x = self.self_attn(x, rotation, kv_cache, metadata)
-        norm = self.post_attention_layernorm
-        x, residual = add_norm(x, residual, norm.weight, norm.eps)
+        x, residual = add_norm(x, residual, next_norm.weight, self.eps)
         return self.mlp(x), residual
 
 
@@ -176,12 +173,12 @@ class CausalLM(nn.Module):
         super().__init__()
         self.ranks = ranks
         vocab_size, size = config.vocab_size, config.hidden_size
-        layers = [DecoderLayer(config, backend, ranks)
-                  for _ in range(config.num_hidden_layers)]
         weight = torch.empty(vocab_size, size)  # loaded later
         self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding(vocab_size, size, _weight=weight)
-        self.model.layers = nn.ModuleList(layers)
+        self.model.layers = nn.ModuleList(
+            DecoderLayer(config, backend, ranks)
+            for _ in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.model.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head = Linear(size, {"lm_head": vocab_size})
@@ -210,8 +207,6 @@ class CausalLM(nn.Module):
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens, hidden_size]; a rank without a token's embedding adds zeros."""
         table = self.model.embed_tokens
-        if self.ranks.size == 1:
-            return F.embedding(token_ids, table.weight)
         ids = token_ids - self.ranks.rank * table.num_embeddings
         is_mine = (ids >= 0) & (ids < table.num_embeddings)
         return self.ranks.all_reduce(table(ids * is_mine) * is_mine[:, None])

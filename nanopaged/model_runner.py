@@ -231,16 +231,15 @@ class ModelRunner:
             num_bytes = free - used - GRAPH_BYTES
             num_bytes -= int((1 - config.gpu_memory_utilization) * total)
         block_bytes = self.kv_caches.nbytes  # so far the pool has one block
-        most = self.most_blocks
-        num_blocks = config.num_blocks or min(num_bytes // block_bytes, most)
-        num_swap_blocks = min(int(config.swap_space * 2**30) // block_bytes, most)
+        num_blocks = min(num_bytes // block_bytes, self.most_blocks)
+        num_swap_blocks = int(config.swap_space * 2**30) // block_bytes
+        num_swap_blocks = min(num_swap_blocks, self.most_blocks)
 
         # All ranks have the same block ids, so the smallest pools decide.
-        pools = torch.tensor([[num_blocks], [num_swap_blocks]], device=self.device)
+        pools = torch.tensor(
+            [[config.num_blocks or num_blocks], [num_swap_blocks]], device=self.device)
         num_blocks, num_swap_blocks = map(int, self.ranks.gather(pools).amin(1))
-        fewest = most // config.max_num_seqs if config.max_model_len else 1
-        check(num_blocks >= fewest, "num_blocks", f"at least {fewest}: raise it, free "
-              "memory, or lower max_model_len", num_blocks)
+        check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
         logger.info("KV cache: %d blocks of %d bytes", num_blocks, block_bytes)
         return num_blocks, num_swap_blocks

@@ -12,10 +12,11 @@ al. 2019). The tokens are those of rank 0. If a rank fails, torchrun ends the ot
 import os
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,9 @@ from nanopaged.scheduler import Batch
 dist: Any = torch.distributed
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
            "vocab_size")
+# What is sent of a batch. Moves are flattened, and become pairs again where they are
+# used. Nothing is unpickled.
+FIELDS = [field.name for field in fields(Batch) if field.name != "sampled"]
 
 
 class Ranks:
@@ -78,16 +82,22 @@ class Ranks:
         return torch.cat(parts, dim=1)
 
     def send(self, batch: Batch) -> None:
-        """Tell the other ranks what the next step is. They need no sequences for it."""
+        """Tell the other ranks what the next step is: how many numbers each field of
+        the batch has, then all of them.
+        """
         if self.size > 1:
-            dist.broadcast_object_list([replace(batch, sampled=[])])
+            numbers = [torch.from_numpy(np.array(getattr(batch, name), np.int64).ravel())
+                       for name in FIELDS]
+            self.broadcast(torch.tensor([len(field) for field in numbers]))
+            self.broadcast(torch.cat(numbers))
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends until its process ends. Then end this one, too."""
         while True:
-            message: list[Any] = [None]  # it is put in here
+            sizes = torch.empty(len(FIELDS), dtype=torch.int64)
             try:
-                dist.broadcast_object_list(message)
+                self.broadcast(sizes)
             except RuntimeError:
                 os._exit(0)  # at once: NCCL would wait for the recorded graphs
-            run(message[0])
+            numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
+            run(Batch(*[part.tolist() for part in torch.split(numbers, sizes.tolist())]))

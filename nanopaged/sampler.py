@@ -14,7 +14,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanopaged.attention import to_device
@@ -57,21 +56,30 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     """One token for each row of logits, [num_samples, vocab_size]; seqs: those that get
     the tokens.
     """
-    raw = logits
+    raw, device = logits, logits.device
+    params = [seq.group.params for seq in seqs]
     too_short = [(i, token) for i, seq in enumerate(seqs)
                  if seq.num_computed_tokens < seq.group.min_len
                  for token in seq.group.stop_token_ids]
     if too_short:
-        rows, columns = to_device(np.array(too_short), logits.device).unbind(1)
-        logits = logits.index_put((rows, columns), logits.new_full((), -torch.inf))
+        at = to_device(np.array(too_short), device).unbind(1)
+        logits = logits.index_put(at, logits.new_full((), -torch.inf))
 
     tokens = logits.max(-1).indices  # as argmax, in a third of the time
-    if any(seq.group.params.temperature >= GREEDY for seq in seqs):
-        tokens = draw(logits, tokens, np.array([draw_params(seq) for seq in seqs]))
+    if any(p.temperature >= GREEDY for p in params):
+        # [num_samples, 1] each, in a single copy
+        table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
+        temperature, numbers, *limits = table.split(1, dim=1)  # type: ignore[no-untyped-call]
+        divisor = temperature.float().clamp(min=GREEDY)
+        if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
+            most = max(p.top_k or logits.shape[1] for p in params)
+            lowest = lowest_kept(logits, most, divisor, *limits)
+            logits = logits.masked_fill(logits < lowest, -torch.inf)
+        drawn = draw_tokens(logits, divisor, numbers)
+        tokens = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
 
-    counts = [(i, seq.group.params.logprobs) for i, seq in enumerate(seqs)]
-    logprobs = {i: report_logprobs(raw[i], int(tokens[i]), count)
-                for i, count in counts if count is not None}
+    logprobs = {i: report_logprobs(raw[i], int(tokens[i]), p.logprobs)
+                for i, p in enumerate(params) if p.logprobs is not None}
     return SamplerOutput(tokens, logprobs)
 
 
@@ -95,25 +103,6 @@ def draw_params(seq: Sequence) -> list[float]:
     bits = xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little"), seed=position) >> 32
     return [params.temperature, bits * RESOLUTION, params.top_k or 2**31, params.top_p,
             params.min_p]
-
-
-def draw(logits: Tensor, likely: Tensor, table: NDArray[np.float64]) -> Tensor:
-    """A token for each row of logits: [num_samples]. Greedy ones get the most likely.
-
-    likely: [num_samples]; table: a row of `draw_params` for each.
-    """
-    top_k, top_p, min_p = table[:, 2:].T
-    is_limited = top_k.min() < logits.shape[1] or top_p.min() < 1 or min_p.max() > 0
-    # [num_samples, 1] each, in a single copy
-    columns = to_device(table, logits.device).split(1, dim=1)
-    temperature, numbers, *limits = columns
-    divisor = temperature.float().clamp(min=GREEDY)
-    if is_limited:
-        most = int(min(top_k.max(), logits.shape[1]))
-        lowest = lowest_kept(logits, most, divisor, *limits)
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
-    tokens = draw_tokens(logits, divisor, numbers)
-    return torch.where(temperature[:, 0] < GREEDY, likely, tokens)
 
 
 @fused
@@ -171,11 +160,9 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
 
     The result is a logit, so that tied tokens stay or go together.
     """
-    values = logits.topk(most, dim=-1).values  # sorted
-    rank = torch.arange(most, device=logits.device)
-    scaled = (values / temperature).masked_fill(rank >= top_k, -torch.inf)
-    probs = scaled.softmax(-1)
-    before = probs.cumsum(-1) - probs
-    is_kept = (rank < top_k) & ((before < top_p) | (top_p >= 1))
-    is_kept &= probs >= min_p * probs[:, :1]
+    values = logits.topk(min(most, logits.shape[1]), dim=-1).values  # sorted
+    in_top_k = torch.arange(values.shape[1], device=logits.device) < top_k
+    probs = (values / temperature).masked_fill(~in_top_k, -torch.inf).softmax(-1)
+    in_top_p = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)
+    is_kept = in_top_k & in_top_p & (probs >= min_p * probs[:, :1])
     return values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)

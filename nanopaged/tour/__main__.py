@@ -5,6 +5,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from nanopaged.tour.page import check_writable
+
 DESCRIPTION = """\
 Write the guided tour of nanopaged: an hour in which one learns how LLMs are served.
 
@@ -53,10 +55,24 @@ def tour_command(arguments: Sequence[str]) -> None:
         help="where index.html is written; default: %(default)s",
     )
     directory = parser.parse_args(arguments).directory
+    make_directory(parser, directory, "index.html")
 
     from nanopaged.tour.guide import write
 
     print(f"The tour is in {write(directory, progress)}")
+
+
+def make_directory(
+    parser: argparse.ArgumentParser, directory: Path, name: str
+) -> None:
+    """End with a sentence if no file of this name can be written there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        check_writable(directory / name)
+    except OSError as error:
+        parser.error(f"{directory} must be a directory, new or not: {error.strerror}")
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def progress(done: int, count: int, title: str) -> None:
@@ -113,6 +129,7 @@ def picture_command(arguments: Sequence[str]) -> None:
 
     from nanopaged.tour import picture
 
+    make_directory(parser, directory, picture.NAME)
     print(f"The picture is in {picture.write(directory)}")
 
 

@@ -74,23 +74,25 @@ def find_samples(before: State, after: State) -> Iterator[Event]:
 
 
 def find_beams(before: State, after: State) -> Iterator[Event]:
-    """A beam whose tokens do not begin with what it had has been replaced."""
-    for key, seq in after["seqs"].items():
-        old = before["seqs"].get(key)
-        if old is None or seq["end"]:
-            continue
-        if seq["tokens"][: len(old["tokens"])] == old["tokens"]:
-            continue
-        siblings = sequences_of(before, group_of(key))
-        for parent in siblings:
-            if before["seqs"][parent]["tokens"] == seq["tokens"][:-1]:
-                yield Event(
-                    "beam",
-                    f"Beam @{key} is not among the best any more. It lets go of its "
-                    f"blocks and goes on as a second child of @{parent}, whose "
-                    f"{count(len(seq['table']), 'block')} it now shares.",
-                )
-                break
+    """A new beam has the tokens of the one from which it goes on, and one more."""
+    for request_id in after["groups"]:
+        beams = sequences_of(before, request_id)
+        children: dict[str, list[str]] = {}
+        for key in beams:
+            seq = after["seqs"][key]
+            parents = [one for one in (key, *beams)
+                       if before["seqs"][one]["tokens"] == seq["tokens"][:-1]]
+            if parents and seq["tokens"] and not seq["end"]:
+                children.setdefault(parents[0], []).append(key)
+
+        if any([parent] != keys for parent, keys in children.items()):
+            parts = [f"{listed(keys, '@')} from what was @{parent}"
+                     for parent, keys in children.items()]
+            childless = [key for key in beams if key not in children]
+            text = f"The best continuations are the new beams: {join(parts)}."
+            if childless:
+                text += f" Nothing goes on from {listed(childless, '@')}."
+            yield Event("beam", text)
 
 
 def find_ends(before: State, after: State) -> Iterator[Event]:
@@ -134,7 +136,7 @@ def find_preemptions(before: State, after: State, batch: Batch) -> Iterator[Even
         full = f"The pool is full, and request {request_id} is the youngest that runs"
         if any(tables):
             moved = {id for table in tables for id in table}
-            moves = [pair for pair in batch.message.swaps_out if pair[1] in moved]
+            moves = [pair for pair in batch.swaps_out if pair[1] in moved]
             yield Event(
                 "swap_out",
                 f"{full}. Its {count(len(moves), 'block')} move to CPU memory: "
@@ -169,7 +171,7 @@ def find_evictions(before: State, after: State) -> Iterator[Event]:
 def find_copies(after: State, batch: Batch) -> Iterator[Event]:
     """Copies of one block share a sentence: after a fork, all writers but one copy."""
     copies_of: dict[int, list[int]] = {}
-    for shared, copy in batch.message.copies:
+    for shared, copy in batch.copies:
         copies_of.setdefault(shared, []).append(copy)
 
     for shared, copies in copies_of.items():
@@ -209,7 +211,7 @@ def find_admissions(before: State, after: State, batch: Batch) -> Iterator[Event
         tables = [before["seqs"].get(key, {}).get("table", []) for key in keys]
         held = {id for table in tables for id in table}
         if held:
-            moves = [pair for pair in batch.message.swaps_in if pair[0] in held]
+            moves = [pair for pair in batch.swaps_in if pair[0] in held]
             yield Event(
                 "swap_in",
                 f"There is room for request {request_id} again. Its "

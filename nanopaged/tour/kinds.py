@@ -22,7 +22,7 @@ CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its h
 
 KINDS = {
     "arrive": Kind(
-        "request arrives", "llm:LLM._add", "self.scheduler.waiting[group]", "4.5"
+        "request arrives", "llm:LLM._read_inbox", "scheduler.waiting[request_id]", "4.5"
     ),
     "abort": Kind("abort", "scheduler:Scheduler.abort", "self.finish(", "5.2 (free)"),
     "recompute": Kind(
@@ -58,7 +58,7 @@ KINDS = {
         is_minor=True,
     ),
     "admit": Kind(
-        "admission", "scheduler:Scheduler._admit", "manager.allocate(", "4.3 and 4.5"
+        "admission", "scheduler:Scheduler._admit", "manager.begin(leader", "4.3 and 4.5"
     ),
     "prefix": Kind(
         "prefix hit",
@@ -69,13 +69,13 @@ KINDS = {
     "swap_in": Kind(
         "swap in",
         "scheduler:Scheduler._admit",
-        "manager.swap(group.live, manager.free_blocks, num_spare)",
+        "manager.swap(group.live, manager.free_blocks)",
         "4.5 (Swapping)",
     ),
     "chunk": Kind(
         "chunk of a prompt",
         "scheduler:Scheduler._schedule_group",
-        "count = min(count, left)",
+        "count = min(wanted, budget)",
         CHUNKS,
         is_minor=True,
     ),
@@ -88,14 +88,14 @@ KINDS = {
     ),
     "fork": Kind(
         "fork",
-        "scheduler:Scheduler._fork",
-        "self.block_manager.fork(leader, seq)",
+        "scheduler:Scheduler._schedule_sequence",
+        "self.block_manager.fork(seq, child)",
         "4.4 (Parallel sampling)",
     ),
     "publish": Kind(
         "publication",
-        "block_manager:BlockManager.publish",
-        "self._name(block_id",
+        "block_manager:BlockManager._publish",
+        "self.published[block.hash] = block_id",
         CACHE,
         is_minor=True,
     ),
@@ -103,9 +103,9 @@ KINDS = {
         "new tokens", "scheduler:Scheduler.update", "seq.append(token", "4.3", True
     ),
     "beam": Kind(
-        "beam replaced",
-        "beam_search:_replace_beams",
-        "fork(child.parent, seq)",
+        "beams replaced",
+        "beam_search:advance_beams",
+        "manager.fork(parent, beams[-1])",
         "4.4 (Beam search)",
     ),
     "finish": Kind(

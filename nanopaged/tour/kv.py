@@ -7,11 +7,13 @@
     54
 """
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 GIB = 2**30
+MOST_LAYERS = 10_000
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 ATTENTION = ("full_attention", "sliding_attention")  # kinds of layers that keep K and V
 
@@ -104,18 +106,27 @@ def read_shape(path: str | Path, dtype: str | None = None) -> KVShape:
 
 def load_text_config(path: Path) -> Any:
     """The part of a config that describes the language model."""
-    from transformers import AutoConfig  # some seconds: only when it is needed
-
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f"{file} must be a config.json or a directory that has one: download it "
             "with `hf download Qwen/Qwen3-8B config.json`, for example")
     try:
+        json.loads(file.read_text(encoding="utf-8"), object_hook=check_counts)
+        from transformers import AutoConfig  # some seconds: only when it is needed
+
         return AutoConfig.from_pretrained(file).get_text_config()
     except Exception as error:  # transformers', JSON's and the system's own
         raise ValueError(
             f"{file} must be a config.json that transformers knows: {error}") from error
+
+
+def check_counts(fields: dict[str, Any]) -> None:
+    """transformers makes a list with an item for each layer, and for each label."""
+    for name, value in fields.items():
+        is_count = isinstance(value, int) and ("layer" in name or "label" in name)
+        if is_count and value > MOST_LAYERS:
+            raise ValueError(f"{name} must be at most {MOST_LAYERS:,}")
 
 
 def size_of(config: Any, name: str) -> int:
@@ -158,6 +169,11 @@ def how_many(shape: KVShape, tokens: int, memory: float) -> str:
     count = shape.sequences_in(memory * GIB, tokens)
     word = "sequence" if count == 1 else "sequences"
     return f"{count:,} {word} of {tokens:,} tokens"
+
+
+def token_bytes(llm: Any) -> int:
+    """What the pool of a running engine has for the K and V of a token."""
+    return int(llm.runner.kv_caches[:, 0].nbytes) // int(llm.config.block_size)
 
 
 def gib(num_bytes: float) -> str:

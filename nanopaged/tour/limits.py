@@ -13,10 +13,9 @@ import torch
 
 from nanopaged import LLM
 from nanopaged.model import Linear
+from nanopaged.tour.kv import token_bytes
 
-Requests: TypeAlias = list[
-    tuple[list[int], int]
-]  # a prompt, and the tokens to generate
+Requests: TypeAlias = list[tuple[list[int], int]]  # a prompt, tokens to generate
 
 
 def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) -> float:
@@ -102,7 +101,7 @@ def time_floor(
         prompt_keys += len(prompt) * (len(prompt) + 1) // 2
 
     weight_bytes = steps * (layer_weights + head_weights) * llm.runner.dtype.itemsize
-    kv_bytes = (decode_keys + tokens_in) * llm.runner.token_bytes
+    kv_bytes = (decode_keys + tokens_in) * token_bytes(llm)
     bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
 
     # The last token of a request is never computed, and prompts need the head only

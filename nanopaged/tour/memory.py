@@ -14,48 +14,33 @@ beams the stand-in hands out probabilities that the bundled model gave. Figures 
 import random
 import time
 from collections.abc import Callable
-from itertools import cycle
+from itertools import count, cycle
 from pathlib import Path
 from statistics import mean, median
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import Logprobs
-from nanopaged.scheduler import Batch, ControlMessage, Scheduler
+from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.contiguous import RESERVE, serve_contiguous
+from nanopaged.tour.reported import (
+    CAPTIONS,
+    PAPER_RUNNING,
+    PAPER_SAVED,
+    PAPER_TOKENS,
+    PREEMPTED,
+    SMALL_POOL,
+)
 from nanopaged.tour.workloads import DATA_SETS, LONGEST, SLOTS, Lengths, draw_lengths
 
 Figures: TypeAlias = dict[str, Any]
 
-# What the paper reports. Figure 2: percent of KV memory that holds tokens. Figure 13:
-# mean requests in a batch. Figure 15: percent of blocks saved, by samples or beams a
-# request (for ShareGPT it gives the two ends only).
-PAPER_TOKENS = {
-    "Orca (max)": 20.4,
-    "Orca (pow2)": 26.8,
-    "Orca (oracle)": 38.2,
-    "nanopaged": 96.3,
-}
-PAPER_RUNNING = {
-    "Orca (max)": 7.0,
-    "Orca (pow2)": 9.8,
-    "Orca (oracle)": 13.6,
-    "nanopaged": 30.4,
-}
-PAPER_SAVED: dict[str, dict[str, float]] = {
-    "Alpaca, samples": {"2": 6.1, "4": 8.5, "6": 9.8},
-    "Alpaca, beams": {"2": 37.6, "4": 53.1, "6": 55.2},
-    "ShareGPT, samples": {"2": 16.2, "6": 30.5},
-    "ShareGPT, beams": {"2": 44.3, "6": 66.3},
-}
-
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 WIDTHS = (2, 4, 6)  # samples or beams a request
-SMALL_POOL = 768  # tokens, for the bundled model
-PREEMPTED = 256  # tokens of the sequence whose preemption is timed
 
 
 def measure(
@@ -86,16 +71,14 @@ class PoolState(NamedTuple):
     reserved: float  # slots that will get one
     internal: float  # slots that never will: the rest of last blocks
     used_blocks: float
-    table_entries: (
-        int  # in all block tables: more than used blocks, where some are shared
-    )
+    table_entries: int  # more than used blocks, where some are shared
     running: float  # requests
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "PoolState":
         manager = scheduler.block_manager
         tokens = final = slots = entries = 0
-        for group in scheduler.running:
+        for group in scheduler.running.values():
             for seq in group.live:
                 held = len(seq.block_table) * manager.block_size
                 tokens += seq.num_computed_tokens
@@ -121,14 +104,16 @@ def serve_paged(
     position.
     """
     num_blocks = SLOTS // block_size
-    config = EngineConfig(
-        block_size=block_size, max_num_seqs=4096
-    )  # memory is the limit
+    config: Any = EngineConfig(
+        block_size=block_size,  # type: ignore[arg-type]
+        max_num_seqs=4096,  # memory is the limit
+        preemption_mode="recompute" if width == 1 else "swap",
+    )
     manager = BlockManager(
         num_blocks, block_size, enable_prefix_caching=False, num_swap_blocks=num_blocks
     )
     scheduler = Scheduler(config, manager)
-    queue = cycle(lengths)
+    queue = zip(count(), cycle(lengths))
     choices = [dict(list(tokens.items())[: 2 * width]) for tokens in likely or ()]
     rng = random.Random(0)
 
@@ -136,9 +121,10 @@ def serve_paged(
     finished = warm = 0
     while not states or finished < warm + len(lengths):
         while len(scheduler.waiting) < 64:
-            prompt, output = next(queue)
+            number, (prompt, output) = next(queue)
             group = make_group(prompt, output, width, beams=bool(likely))
-            scheduler.waiting[group] = None
+            group.request_id = str(number)
+            scheduler.waiting[group.request_id] = group
 
         batch = scheduler.schedule()
         if not warm and finished > 2 * len(scheduler.running):
@@ -148,7 +134,9 @@ def serve_paged(
 
         tokens = [0] * len(batch.sampled)
         logprobs = rng.choices(choices, k=len(tokens)) if choices else []
-        scheduler.update(batch, tokens, dict(enumerate(logprobs)))
+        stand_in = SimpleNamespace(
+            read=tokens.copy, logprobs=dict(enumerate(logprobs)))
+        scheduler.update(batch, stand_in)
         groups = {seq.group for seq in batch.sampled}
         finished += sum(not group.live for group in groups)
 
@@ -342,8 +330,8 @@ def seconds_back(llm: LLM) -> float:
         llm.generate([[0] * PREEMPTED], one_token, use_tqdm=False)
 
     def swap() -> None:
-        runner.execute(Batch(message=ControlMessage(swaps_out=out)))
-        runner.execute(Batch(message=ControlMessage(swaps_in=back)))
+        runner.execute(Batch(swaps_out=out))
+        runner.execute(Batch(swaps_in=back))
 
     bring_back: Callable[[], None] = swap
     if llm.config.preemption_mode == "recompute":
@@ -357,30 +345,6 @@ def seconds_back(llm: LLM) -> float:
 
 
 # -- as tables and plots ---------------------------------------------------------------
-
-PROMPT, OUTPUT = DATA_SETS["ShareGPT"]
-CAPTIONS = {
-    "allocation": f"KV memory at full load: {SLOTS:,} slots, ShareGPT's mean lengths, "
-    f"log-normal with sigma {PROMPT.sigma} in and {OUTPUT.sigma} out (the latter from "
-    "the paper's figure for Orca (max)). The paper's numbers: its Fig 2 and 13. Ours: "
-    "Orca's policies with a buddy allocator, simulated, and nanopaged's scheduler and "
-    "block manager with a stand-in for the model.",
-    "sharing": "Blocks saved by sharing, with 2, 4 and 6 sequences a request. The "
-    "paper's numbers: its Fig 15. Ours: nanopaged's scheduler and block manager at "
-    'full load; "beams" branch by probabilities that the bundled model gave, "real '
-    'beams" are its own beam search, in its context of 1,024 tokens. Samples share '
-    "only their prompt: of the same requests 6 save 5/3 of what 2 save. ShareGPT's "
-    "30.5% and 16.2% are 1.9 apart: no one set of requests gives both.",
-    "block size": "By block size, as in the paper's Fig 18; the figures are ours. "
-    "Slots without a token and requests in a batch: nanopaged's scheduler and block "
-    "manager at full load. Tokens/s: the bundled model, Alpaca's lengths, "
-    f"{SMALL_POOL} slots.",
-    "preemption": "Recompute and swap by block size, as in the paper's Fig 19; the "
-    f"figures are ours, the bundled model's: the time to compute {PREEMPTED} tokens "
-    "again, or to swap them out and in; then tokens/s of requests with Alpaca's "
-    f"lengths in {SMALL_POOL} slots.",
-}
-
 
 def tables(figures: Figures) -> list[tuple[str, Figures]]:
     """A caption and {row: {column: number}} for every figure."""

@@ -4,7 +4,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from nanopaged.tour.memory import (
+from nanopaged.tour.reported import (
     CAPTIONS,
     PAPER_RUNNING,
     PAPER_SAVED,

@@ -8,10 +8,10 @@ escaped, so that no prompt can end it, and the player makes text nodes of it.
 import html
 import json
 from importlib.resources import files
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, TypeAlias
 
-if TYPE_CHECKING:
-    from nanopaged.tour.recorder import Trace
+Header: TypeAlias = dict[str, Any]  # of a trace: all but its frames
 
 HEAD = """<!DOCTYPE html>
 <html lang="en">
@@ -24,24 +24,27 @@ HEAD = """<!DOCTYPE html>
 """
 
 
-def page(trace: "Trace") -> str:
+def page(header: Header, frames: list[str]) -> str:
     """A whole page that shows one trace."""
-    title = html.escape(trace.title).encode("ascii", "xmlcharrefreplace").decode()
+    title = html.escape(header["title"]).encode("ascii", "xmlcharrefreplace").decode()
     head = HEAD.format(title=title)
-    body = f'<body class="np-page">\n{embed(trace, "step")}</body>\n'
+    body = f'<body class="np-page">\n{embed(header, frames, "step")}</body>\n'
     return f"{head}{assets()}</head>\n{body}</html>\n"
 
 
-def embed(trace: "Trace", ident: str, opens_at: int | None = None) -> str:
+def embed(
+    header: Header, frames: list[str], ident: str, opens_at: int | None = None
+) -> str:
     """One player, as a part of a larger page that has the `assets` once.
 
+    header, frames: those of a trace; a frame is JSON already.
     ident: an id that no other element of the page has. A link to "#ident=12" leads to
     step 12 of this player.
     opens_at: the step at which it opens; None is the first with something to see.
     """
-    header = json.dumps(trace.header(), separators=(",", ":"))
-    frames = ",\n".join(trace.frames)
-    data = f'{header[:-1]},"frames":[\n{frames}]}}'.replace("<", "\\u003c")
+    start = json.dumps(header, separators=(",", ":"))
+    text = ",\n".join(frames)
+    data = f'{start[:-1]},"frames":[\n{text}]}}'.replace("<", "\\u003c")
     name = html.escape(ident)
     opens = "" if opens_at is None else f' data-opens-at="{opens_at}"'
     return (
@@ -50,6 +53,18 @@ def embed(trace: "Trace", ident: str, opens_at: int | None = None) -> str:
         "<noscript>This run is played by JavaScript, which is off.</noscript>"
         "</section>\n"
     )
+
+
+def check_writable(path: str | Path) -> None:
+    """ValueError, in one sentence, if there can be no file at this place."""
+    path = Path(path)
+    try:
+        is_new = not path.exists()
+        path.open("ab").close()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    if is_new:
+        path.unlink()
 
 
 def assets() -> str:

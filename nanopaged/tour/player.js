@@ -14,6 +14,7 @@ const MOST_LARGE_CELLS = 64; // of a pool: beyond that, cells are small and have
 const MOST_TOKENS = 120;      // tokens of one sequence that are drawn
 const NUM_HUES = 6;
 const FRAME_MS = 900;
+const SPEEDS = [1, 2, 4, 0.5, 1];
 const NOBODY = [];
 const PHASES = {
   start: ["before the run", "What the engine held when the recording began."],
@@ -248,8 +249,8 @@ class Player {
     this.tape = new Tape(this.trace.frames);
     this.isAlone = isAlone;
     this.limit = MOST_GROUPS;
-    this.timer = null;
-    this.lit = null;
+    this.timer = this.lit = null;
+    this.speed = 1;
     this.hasDrawn = false;
     this.cells = this.findCells();
     this.build();
@@ -300,8 +301,7 @@ class Player {
         h("span.np-now", "by this step"), " ", h("span.np-todo", "not yet")));
     this.tablesNote.append(h("i.np-now", "this step"), " ", h("i.np-empty", "empty"),
       " ", h("i.np-above", "drawn above"));
-    this.tables.append(
-      this.tableList = h("div.np-list"));
+    this.tables.append(this.tableList = h("div.np-list"));
     this.pools.append(
       this.device = this.pool("Device pool", this.cells.device),
       this.deviceNote = h("p.np-note"),
@@ -315,6 +315,8 @@ class Player {
           this.where),
         this.leftOut(), this.controls(), this.timeline()),
       this.main, this.story(), this.live);
+    // A click anywhere in the player gives it the focus, or something in it.
+    this.root.tabIndex = -1;
     this.root.addEventListener("keydown", event => this.onKey(event));
     if (this.isAlone) {
       document.addEventListener("keydown", event => {
@@ -354,13 +356,13 @@ class Player {
   }
 
   controls() {
-    const button = (name, label, action) =>
-      h("button.np-button", {"aria-label": label, title: label, onclick: action},
-        icon(ICONS[name]));
+    const button = (name, label, onclick) =>
+      h("button.np-button", {"aria-label": label, title: label, onclick}, icon(ICONS[name]));
     this.playButton = button("play", "Play (space)", () => this.toggle());
-    this.speed = h("select", {"aria-label": "Speed"},
-      ["0.5", "1", "2", "4"].map(rate => h("option", {value: rate}, `${rate}\u00d7`)));
-    this.speed.value = "1";
+    const speed = h("button.np-button", {"aria-label": "Speed", onclick: () => {
+      this.speed = SPEEDS[SPEEDS.indexOf(this.speed) + 1];
+      speed.textContent = `${this.speed}\u00d7`;
+    }}, "1\u00d7");
     this.legend = h("div.np-legend", {role: "group", "aria-label": "Go to the next"},
       this.ticks().map(({name, frames}, line) => h("button",
         {class: `np-key np-tick${line}`, title: `Go to the next: ${name}`,
@@ -371,7 +373,9 @@ class Player {
       button("back", "Back (left arrow)", () => this.go(this.tape.position - 1)),
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.tape.position + 1)),
-      this.speed, this.loop = h("p.np-loop", {"aria-hidden": "true"}), this.legend);
+      speed, this.loop = h("p.np-loop", {"aria-hidden": "true"}), this.legend,
+      h("p.np-keys", `${this.isAlone ? "Keys" : "Click, then"}: \u2190 \u2192 step, space plays, `
+        + "Home and End go to the ends, \u2191 \u2193 from block to block"));
   }
 
   // The frames with a tick, for every line of the timeline.
@@ -435,7 +439,7 @@ class Player {
       this.narrate();
       if (this.tape.position < this.last) this.tick();
       else this.pause();
-    }, FRAME_MS / Number(this.speed.value));
+    }, FRAME_MS / this.speed);
   }
 
   pause() {
@@ -451,30 +455,22 @@ class Player {
   }
 
   onKey(event) {
-    const inField = ["SELECT", "INPUT"].includes(event.target.tagName);
-    if (event.altKey || event.ctrlKey || event.metaKey || event.target.tagName === "SELECT") return;
-    const isButton = event.target.tagName === "BUTTON";
+    if (event.altKey || event.ctrlKey || event.metaKey) return;
+    const block = event.target.closest("[data-block]");
+    const blocks = [...block?.parentNode.querySelectorAll("[data-block]") ?? NOBODY];
+    const focus = by => blocks[blocks.indexOf(block) + by]?.focus();   // in a pool, or a table
     const action = {
       ArrowLeft: () => this.go(this.tape.position - 1),
       ArrowRight: () => this.go(this.tape.position + 1),
       Home: () => this.go(0),
       End: () => this.go(this.last),
-      " ": isButton ? null : () => this.toggle(),
+      " ": event.target.tagName === "BUTTON" ? null : () => this.toggle(),
+      ArrowUp: block && (() => focus(-1)),
+      ArrowDown: block && (() => focus(1)),
     }[event.key];
-    if (!action || (inField && event.key !== " ")) return;
+    if (!action) return;
     event.preventDefault();
-    if (event.target.closest("[data-block]") && event.key.startsWith("Arrow")) {
-      this.moveFocus(event.target, event.key === "ArrowRight" ? 1 : -1);
-    } else {
-      action();
-    }
-  }
-
-  // In a pool and in a block table the arrows go from block to block.
-  moveFocus(element, by) {
-    const blocks = [...element.parentNode.querySelectorAll("[data-block]")];
-    const next = blocks[blocks.indexOf(element) + by];
-    if (next) next.focus();
+    action();
   }
 
   // "#step=7" is the first frame of step 7, "#step=7-updated" the one after its update.
@@ -511,6 +507,7 @@ class Player {
   // -- Drawing a frame
 
   show(frame) {
+    const hasFocus = this.root.contains(document.activeElement);
     this.tape.seek(frame);
     this.view = new View(this.tape.state);
     const [label, meaning] = PHASES[this.frame.phase];
@@ -529,6 +526,8 @@ class Player {
     this.root.classList.toggle("np-moving", this.hasDrawn);   // the first frame is still
     this.hasDrawn = true;
     if (this.lit !== null) this.mark(this.lit);
+    // What had the focus may have been drawn anew.
+    if (hasFocus && !this.root.contains(document.activeElement)) this.root.focus({preventScroll: true});
   }
 
   drawBudget() {
@@ -744,15 +743,16 @@ class Player {
 
   drawPools() {
     const {state} = this.tape;
-    const {stats, num_blocks: total, block_size: size} = state;
-    const slots = stats.blocks_used * size;
-    const share = slots === 0 ? "" : `, ${Math.round(100 * stats.tokens_held / slots)}% filled`;
-    this.poolsNote.textContent = `${stats.blocks_used} of ${plural(total, "block")} in use${share}`;
+    const used = [...this.view.owners.keys()].filter(block => this.view.isOnDevice(block));
+    const tokens = used.reduce((sum, block) => sum + this.view.filled(block), 0);
+    const percent = Math.round(100 * tokens / (used.length * state.block_size));
+    this.poolsNote.textContent = `${used.length} of ${plural(state.num_blocks, "block")} in use`
+      + (used.length === 0 ? "" : `, ${percent}% filled`);
     for (const pool of [this.device, this.swap]) {
       const isLarge = pool.classList.contains("np-large");
       for (const cell of pool.children) this.fillCell(cell, cell.npBlock, isLarge);
     }
-    this.note(this.deviceNote, total, this.cells.device.length);
+    this.note(this.deviceNote, state.num_blocks, this.cells.device.length);
     this.note(this.swapNote, state.num_swap_blocks, this.cells.swap.length);
   }
 
@@ -864,10 +864,8 @@ class Player {
   // -- One block, wherever it is drawn
 
   light(element) {
-    const block = element ? element.dataset.block : null;
-    if (block === this.lit) return;
-    this.lit = block;
-    this.mark(block);
+    const block = element?.dataset.block ?? null;
+    if (block !== this.lit) this.mark(this.lit = block);
   }
 
   mark(block) {

@@ -19,10 +19,17 @@ from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.events import Event, find_events
 from nanopaged.tour.kinds import KINDS
-from nanopaged.tour.page import page
+from nanopaged.tour.page import check_writable, embed, page
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
-from nanopaged.tour.state import Delta, State, diff, fold, take_state
+from nanopaged.tour.state import (
+    Delta,
+    State,
+    count_tokens,
+    diff,
+    fold,
+    take_state,
+)
 
 # A long run is thinned out: from MANY frames or characters on, frames are kept only if
 # something rare happens, and beyond the MOST, only the last one.
@@ -37,7 +44,10 @@ def trace(
     """Record what `llm` does inside a `with` block, and write it to `path`, if given.
 
     Requests that are under way when the block begins are recorded from there on.
+    ValueError says so before the run if `path` cannot be written.
     """
+    if path is not None:
+        check_writable(path)
     return Trace(llm, path, title)
 
 
@@ -56,15 +66,14 @@ class Trace(AbstractContextManager["Trace"]):
         self.left_out = 0  # frames
         self.pieces = Pieces(llm.tokenizer)
         self._known: dict[str, SequenceGroup] = {}
-        self._batch: Batch | None = None  # the last one that was scheduled
+        self._now: dict[str, int] = {}  # tokens of the last step, by sequence
         self._last: State = {}  # at the last phase
         self._kept: State = {}  # in the last frame that was kept
-        self._first_step = 0
+        self._num_steps = 0
 
     def __enter__(self) -> "Trace":
         with self.llm._lock:
-            self._first_step = self.llm.scheduler.stats.steps
-            self._last = take_state(self.llm.scheduler, self._known, None)
+            self._last = take_state(self.llm.scheduler, self._known, {})
             self._keep("start", self._last, [])
             self.llm.observers.append(self._observe)
         return self
@@ -72,7 +81,8 @@ class Trace(AbstractContextManager["Trace"]):
     def __exit__(self, *exception: object) -> None:
         with self.llm._lock:
             self.llm.observers.remove(self._observe)
-            self._look("end", None, is_last=True)
+            if not self.llm._in_step:  # else the books were left as they are, half done
+                self._look("end", None, is_last=True)
         if self.path is not None:
             self.save(self.path)
 
@@ -80,8 +90,9 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _observe(self, phase: str, batch: Batch | None) -> None:
         """Called by the engine, which holds its lock."""
-        if phase == "scheduled":
-            self._batch = batch
+        if phase == "scheduled" and batch is not None:
+            self._num_steps += 1
+            self._now = count_tokens(self.llm.scheduler, batch)
             self._look(phase, batch)
         elif phase != "executed":  # that changes no state
             self._look(phase, None)
@@ -89,7 +100,7 @@ class Trace(AbstractContextManager["Trace"]):
     def _look(self, phase: str, batch: Batch | None, is_last: bool = False) -> None:
         """Compare the state with that of the phase before, and keep it as a frame."""
         scheduler = self.llm.scheduler
-        state = take_state(scheduler, self._known, self._batch, self._last)
+        state = take_state(scheduler, self._known, self._now, self._last)
         events = find_events(self._last, state, batch)
         has_changed = state != self._last
         self._last = state
@@ -117,7 +128,7 @@ class Trace(AbstractContextManager["Trace"]):
             self.pieces.add(seq["tokens"])
 
         frame = {
-            "step": self.llm.scheduler.stats.steps - self._first_step,
+            "step": self._num_steps,
             "phase": phase,
             "delta": diff(self._kept, state),
             "events": events,
@@ -154,7 +165,11 @@ class Trace(AbstractContextManager["Trace"]):
 
     def html(self) -> str:
         """A page that plays it, and that needs nothing else."""
-        return page(self)
+        return page(self.header(), self.frames)
+
+    def player(self, ident: str, opens_at: int | None = None) -> str:
+        """A player of it, as a part of a larger page: see `embed`."""
+        return embed(self.header(), self.frames, ident, opens_at)
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.html(), encoding="utf-8")

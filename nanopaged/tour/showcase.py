@@ -1,8 +1,8 @@
 """One run in which everything happens: small blocks, a small pool, four requests.
 
-The bundled model serves them from 22 blocks of 4 tokens: too few, so that one group is
-swapped out and a single sequence is computed again. The budget is 12 tokens a step, so
-that long prompts come in chunks.
+The bundled model serves them from 22 blocks of 4 tokens: too few, so that groups are
+swapped out, as long as there is room in CPU memory, and computed again when there is
+none. The budget is 12 tokens a step, so that long prompts come in chunks.
 """
 
 from pathlib import Path
@@ -37,7 +37,8 @@ def showcase(path: str | Path | None = None) -> Trace:
         max_model_len=64,
         max_num_seqs=8,
         max_num_batched_tokens=12,
-        swap_space=0.001,
+        swap_space=0.00025,
+        preemption_mode="swap",
         attention_backend="torch",
     )
     title = "Four requests in a pool that is too small for them"

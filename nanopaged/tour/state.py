@@ -14,23 +14,11 @@ what is inserted there], and items that are appended. Everything else is a new v
 from typing import Any, TypeAlias
 
 from nanopaged.block_manager import Block
-from nanopaged.scheduler import Batch, ControlMessage, Scheduler
+from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
 State: TypeAlias = dict[str, Any]
 Delta: TypeAlias = dict[str, Any]
-
-STATS = (
-    "blocks_used",
-    "tokens_held",
-    "output_tokens",
-    "prefix_query_tokens",
-    "prefix_hit_tokens",
-    "preemptions_recompute",
-    "preemptions_swap",
-    "blocks_copied",
-    "blocks_swapped",
-)
 
 
 # -- What the engine holds -------------------------------------------------------------
@@ -39,58 +27,52 @@ STATS = (
 def take_state(
     scheduler: Scheduler,
     known: dict[str, SequenceGroup],
-    batch: Batch | None,
+    now: dict[str, int],
     last: State | None = None,
 ) -> State:
     """Everything that the page shows, as it is now.
 
     known: all requests that are shown, by id; those that are new in a queue are added.
-    batch: the step that is under way, or the last one.
+    now: how many tokens the step computes, or the last one did, by sequence.
     last: the state before this one. What has not changed is taken from it, so that a
     large engine leaves little work to the garbage collector.
     """
-    for group in (*scheduler.running, *scheduler.waiting):
-        known[group.request_id] = group
-    waiting = [group.request_id for group in scheduler.waiting]
-    running = [group.request_id for group in scheduler.running]
-    in_queue = {*waiting, *running}
+    known |= scheduler.running
+    known |= scheduler.waiting
+    in_queue = {*scheduler.running, *scheduler.waiting}
     finished = [request_id for request_id in known if request_id not in in_queue]
 
     old = last or {"groups": {}, "seqs": {}, "blocks": {}}
-    message = batch.message if batch else ControlMessage()
-    counts = dict(zip(message.rows, message.counts, strict=True))
     groups: State = {}
     seqs: State = {}
     for request_id, group in known.items():
         groups[request_id] = old["groups"].get(request_id) or group_state(group)
         for index, seq in enumerate(group.sequences):
             key = f"{request_id}.{index}"
-            seqs[key] = reuse(old["seqs"].get(key), sequence_state(seq, counts))
+            state = sequence_state(seq, now.get(key, 0))
+            seqs[key] = reuse(old["seqs"].get(key), state)
 
     manager = scheduler.block_manager
     blocks: State = {}
     for block_id, block in enumerate(manager.blocks):
         if block.ref_count > 0 or block.content is not None:
             key = str(block_id)
-            is_cached = manager.published.get(block.hash) == block_id
-            state = block_state(block, is_cached)
+            state = block_state(block, manager.is_cached(block_id))
             blocks[key] = reuse(old["blocks"].get(key), state)
 
-    stats = scheduler.measure()
     return {
         "block_size": manager.block_size,
         "num_blocks": manager.num_blocks,
         "num_swap_blocks": len(manager.blocks) - manager.num_blocks,
         "budget": scheduler.config.max_num_batched_tokens,
-        "waiting": waiting,
-        "running": running,
+        "waiting": list(scheduler.waiting),
+        "running": list(scheduler.running),
         "finished": finished,
         "groups": groups,
         "seqs": seqs,
         "blocks": blocks,
         "free": list(manager.free_blocks),
         "free_swap": list(manager.free_swap_blocks),
-        "stats": {name: getattr(stats, name) for name in STATS},
     }
 
 
@@ -100,7 +82,7 @@ def reuse(old: State | None, new: State) -> State:
 
 def group_state(group: SequenceGroup) -> State:
     kind = "greedy" if group.params.temperature == 0 else "sampled"
-    if group.is_beam_search:
+    if group.beam_params:
         kind = f"beam search, width {group.params.n}"
     elif group.params.n > 1:
         kind = f"{group.params.n} samples"
@@ -113,16 +95,40 @@ def group_state(group: SequenceGroup) -> State:
     }
 
 
-def sequence_state(seq: Sequence, counts: dict[int, int]) -> State:
-    """counts: how many tokens the step computes, by row."""
+def sequence_state(seq: Sequence, now: int) -> State:
+    # What has ended holds nothing, even if an error made the engine begin new books.
+    has_ended = seq.finish_reason is not None
     return {
         "tokens": seq.token_ids[seq.group.num_prompt_tokens :],
         "computed": seq.num_computed_tokens,
-        "now": counts.get(seq.row, 0),  # how many of these are this step's
-        "table": list(seq.block_table),
-        "row": seq.row,
+        "now": 0 if has_ended else now,  # how many of these are this step's
+        "table": [] if has_ended else list(seq.block_table),
         "end": seq.finish_reason or "",
     }
+
+
+def count_tokens(scheduler: Scheduler, batch: Batch) -> dict[str, int]:
+    """How many tokens a step that was just scheduled computes, by sequence.
+
+    A batch does not say whose its entries are, but they come in the order of those that
+    run. Some do not take part; who does, has come to the entry's end in its blocks.
+    """
+    counts = {}
+    entry = first = 0
+    for request_id, group in scheduler.running.items():
+        for index, seq in enumerate(group.sequences):
+            if entry == len(batch.counts):
+                break
+            end = batch.ends[entry]
+            num_blocks = scheduler.block_manager.num_blocks_for(end)
+            blocks = list(batch.block_ids[first : first + num_blocks])
+            if (seq.num_computed_tokens == end
+                    and list(seq.block_table[:num_blocks]) == blocks):
+                counts[f"{request_id}.{index}"] = batch.counts[entry]
+                entry += 1
+                first += num_blocks
+    assert entry == len(batch.counts), "an entry is nobody's"
+    return counts
 
 
 def block_state(block: Block, is_cached: bool) -> State:
@@ -136,6 +142,18 @@ def block_state(block: Block, is_cached: bool) -> State:
         "cached": is_cached,
         "tokens": token_ids,
     }
+
+
+def utilisation(state: State) -> float:
+    """How many of the slots of the device's blocks in use hold a token: 0 to 1."""
+    size = state["block_size"]
+    filled: dict[int, int] = {}  # of those that share a block, one has filled most
+    for seq in state["seqs"].values():
+        for index, block_id in enumerate(seq["table"]):
+            tokens = min(size, max(0, seq["computed"] - index * size))
+            filled[block_id] = max(filled.get(block_id, 0), tokens)
+    held = [tokens for block, tokens in filled.items() if block < state["num_blocks"]]
+    return sum(held) / (size * len(held)) if held else 0.0
 
 
 # -- Deltas ----------------------------------------------------------------------------

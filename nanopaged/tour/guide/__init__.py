@@ -1,7 +1,8 @@
 """The guided tour: an hour in which one learns how LLMs are served, as one HTML page.
 
 The text is in `chapters/`, one file each. What a chapter shows is computed by the
-function of the same name in `lessons`, while the page is made.
+function of the same name in `lessons`, while the page is made. To add a chapter, write
+both, and put it among the `CHAPTERS`.
 """
 
 import html
@@ -14,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanopaged.tour.guide import claims, lessons
+from nanopaged.tour.guide import lessons
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Renderer
 from nanopaged.tour.page import HEAD, assets
@@ -24,26 +25,28 @@ ESCAPED = ("ascii", "xmlcharrefreplace")  # the page is pure ASCII, whatever rea
 
 
 class Chapter(NamedTuple):
-    """One part of the hour; `name` is that of its text and of its lesson."""
+    """A part of the page. `name` is that of its text, and of its lesson if it has one.
+    """
 
     name: str
     title: str
-    start: int  # minutes
-    end: int
+    minutes: int = 0  # of the hour; what has none comes after it
 
 
 CHAPTERS = [
-    Chapter("loop", "What is the loop?", 0, 4),
-    Chapter("cache", "Why cache K and V?", 4, 9),
-    Chapter("blocks", "Why blocks?", 9, 14),
-    Chapter("step", "What is one step?", 14, 20),
-    Chapter("attention", "How is attention paged?", 20, 27),
-    Chapter("schedule", "Who runs?", 27, 33),
-    Chapter("prefix", "Who shares a prompt?", 33, 38),
-    Chapter("fork", "Fork, copy, search: who shares an answer?", 38, 45),
-    Chapter("full", "What if the pool is full?", 45, 52),
-    Chapter("ranks", "Several GPUs?", 52, 57),
-    Chapter("build", "Break it, then build it", 57, 60),
+    Chapter("loop", "What is the loop?", 6),
+    Chapter("cache", "Why cache K and V?", 5),
+    Chapter("claims", "Claims, checked", 3),
+    Chapter("blocks", "Why blocks?", 5),
+    Chapter("step", "What is one step?", 6),
+    Chapter("attention", "How is attention paged?", 6),
+    Chapter("schedule", "Who runs?", 6),
+    Chapter("prefix", "Who shares a prompt?", 5),
+    Chapter("fork", "Fork, copy, search: who shares an answer?", 6),
+    Chapter("full", "What if the pool is full?", 6),
+    Chapter("ranks", "Several GPUs?", 4),
+    Chapter("build", "Break it, then build it", 2),
+    Chapter("glossary", "Glossary"),
 ]
 
 PAGE = """<style>
@@ -73,7 +76,6 @@ def write(directory: Path,
 
     `progress` is called before each chapter: its number, how many there are, its title.
     """
-    directory.mkdir(parents=True, exist_ok=True)
     path = (directory / "index.html").resolve()
     with one_thread():
         text = make_page(progress)
@@ -96,38 +98,34 @@ def one_thread() -> Iterator[None]:
 
 def make_page(progress: Callable[[int, int, str], None]) -> str:
     sections = []
+    contents = []
+    start = 0
     for number, chapter in enumerate(CHAPTERS, start=1):
         progress(number, len(CHAPTERS), chapter.title)
-        values = getattr(lessons, chapter.name)()
-        minutes = f"minutes {chapter.start} to {chapter.end}"
-        sections.append(section(chapter.name, chapter.title, values, minutes))
-    sections.append(section("claims", "Claims, checked", claims.check()))
-    sections.append(section("glossary", "Glossary", {}))
+        values: Values = getattr(lessons, chapter.name, dict)()
+        title = html.escape(chapter.title)
+        link = f'<a href="#{chapter.name}">{title}</a>'
+        note = ""
+        if chapter.minutes:
+            end = start + chapter.minutes
+            link += f" <span>{start}&ndash;{end}</span>"
+            note = f'<p class="minutes">minutes {start} to {end}</p>'
+            start = end
+        contents.append(f"<li>{link}</li>")
+        sections.append(
+            f'<section class="chapter" id="{chapter.name}">\n{note}<h2>{title}</h2>\n'
+            f"{render(chapter.name, values)}\n</section>")
 
-    contents = []
-    for chapter in CHAPTERS:
-        link = f'<a href="#{chapter.name}">{html.escape(chapter.title)}</a>'
-        minutes = f"<span>{chapter.start}&ndash;{chapter.end}</span>"
-        contents.append(f"<li>{link} {minutes}</li>")
-    contents.append('<li><a href="#claims">Claims, checked</a></li>')
-    contents.append('<li><a href="#glossary">Glossary</a></li>')
     return HEAD.format(title="nanopaged: a guided tour") + PAGE.format(
         style=TEXTS.joinpath("guide.css").read_text(encoding="utf-8"),
         assets=assets(),
-        opening=render("opening", {"minutes": CHAPTERS[-1].end}),
+        opening=render("opening", {"minutes": start}),
         contents="\n".join(contents),
         chapters="\n".join(sections),
         footer=html.escape(
             "Made by python -m nanopaged.tour, with Python "
             f"{platform.python_version()} on {platform.system()} "
             f"({platform.machine()})."))
-
-
-def section(name: str, title: str, values: Values, minutes: str = "") -> str:
-    note = f'<p class="minutes">{minutes}</p>' if minutes else ""
-    return (
-        f'<section class="chapter" id="{name}">\n{note}<h2>{html.escape(title)}</h2>\n'
-        f"{render(name, values)}\n</section>")
 
 
 def render(name: str, values: Values) -> str:

@@ -75,11 +75,12 @@ def record(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Recorde
 
     def note(phase: str, batch: Any) -> None:
         if phase == "scheduled":
-            rows = {seq.row: list(seq.block_table) for group in llm.scheduler.running
-                    for seq in group.live}
-            message = batch.message
-            tables[:] = [rows[row] for row, count in zip(
-                message.rows, message.counts, strict=True) for _ in range(count)]
+            tables.clear()
+            first = 0
+            for count, end in zip(batch.counts, batch.ends, strict=True):
+                last = first + llm.block_manager.num_blocks_for(end)
+                tables.extend([list(batch.block_ids[first:last])] * count)
+                first = last
 
     def attend_and_keep(q: Any, kv_cache: Any, metadata: Any) -> Any:
         out = attend_by_engine(q, kv_cache, metadata)

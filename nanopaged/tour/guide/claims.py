@@ -12,7 +12,7 @@ PARAMETERS = 70e9
 TOKENS, SEQS = 4096, 8
 
 
-def check() -> dict[str, Any]:
+def claims() -> dict[str, Any]:
     """The values of the chapter on claims."""
     shape = kv.MODELS["Llama-3-70B"]
     total = shape.total(TOKENS, SEQS)

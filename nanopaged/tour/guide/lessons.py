@@ -4,23 +4,39 @@ A lesson returns the values of its chapter's text, by name. They are computed he
 that no number in the text can be wrong tomorrow.
 """
 
-import json
 import time
-from collections.abc import Callable
-from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 from nanopaged import BeamSearchParams, SamplingParams
-from nanopaged.block_manager import BlockManager
+from nanopaged.attention import place_tokens, spread
 from nanopaged.config import EngineConfig
-from nanopaged.scheduler import PENDING, ControlMessage
+from nanopaged.parallel import FIELDS
+from nanopaged.scheduler import Batch
 from nanopaged.tour import kv
-from nanopaged.tour.guide import blockwise, claims, figures, paper
+from nanopaged.tour.guide import blockwise, figures, paper
+from nanopaged.tour.guide.claims import BANDWIDTH, RATE, TOKENS, claims
 from nanopaged.tour.guide.exercises import EXERCISES, exercise_list
-from nanopaged.tour.guide.lab import SPEECH, Values, Watched, engine, greedy, watch
+from nanopaged.tour.guide.lab import (
+    SPEECH,
+    STORY,
+    Values,
+    Watched,
+    engine,
+    greedy,
+    watch,
+)
 from nanopaged.tour.guide.markdown import Html, table
 from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
 from nanopaged.tour.guide.source import part
+from nanopaged.tour.state import utilisation
 from nanopaged.tour.words import join
+
+__all__ = [  # a lesson for each chapter that has values
+    "attention", "blocks", "build", "cache", "claims", "fork", "full", "loop", "prefix",
+    "ranks", "schedule", "step",
+]
 
 CONSTANT_HASH = 7
 
@@ -28,24 +44,44 @@ CONSTANT_HASH = 7
 def loop() -> Values:
     with engine(num_blocks=8) as llm:
         run = watch(llm, "loop-run", "One request, from its prompt to its last token",
-                    "ROMEO:\n", greedy(8))
+                    STORY[:1], greedy(8))
         output = run.outputs[0]
-        tokens = [repr(llm.tokenizer.decode([token]))
+        pieces = [repr(llm.tokenizer.decode([token]))
                   for token in output.prompt_token_ids]
         size = llm.config.block_size
+    first = run.batches[0]
+    seq = run.state(1, "updated")["seqs"]["0.0"]
+    positions, slots = places(first, size)
     return {
         "player": run.player,
         "second_answer": "0.1",  # as the player marks it, and
         "place": "#3",
         "size": size,
-        "prompt_tokens": len(tokens),
-        "pieces": " ".join(tokens),
+        "prompt_tokens": len(pieces),
+        "pieces": " ".join(pieces),
         "output_tokens": len(output.outputs[0].token_ids),
-        "steps": len(run.messages),
-        "first_count": run.messages[0].counts[0],
-        "later_counts": ", ".join(str(m.counts[0]) for m in run.messages[1:]),
+        "steps": len(run.batches),
+        "first_count": first.counts[0],
+        "later_counts": ", ".join(str(batch.counts[0]) for batch in run.batches[1:]),
+        "ids": str(first.token_ids),
+        "table": str(seq["table"]),
+        "positions": str(positions),
+        "slots": str(slots),
+        "computed": seq["computed"],
+        "new_id": seq["tokens"][0],
+        "new_length": len(pieces) + len(seq["tokens"]),
         "text": repr(run.texts()[0]),
     }
+
+
+def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
+    """The positions and slots of a batch's tokens, in blocks of this size."""
+    ends = np.array(batch.ends)
+    num_blocks = -(-ends // size)
+    tables = np.zeros((len(ends), num_blocks.max()), np.int64)
+    tables[spread(num_blocks)] = batch.block_ids
+    positions, slots = place_tokens(tables, np.array(batch.counts), ends, size)
+    return positions.tolist(), slots.tolist()
 
 
 def cache() -> Values:
@@ -65,7 +101,7 @@ def cache() -> Values:
             one = llm.generate(text, greedy(1), use_tqdm=False)[0].outputs[0]
             text += one.token_ids
         seconds_without = time.perf_counter() - began
-        token_bytes = llm.runner.token_bytes
+        token_bytes = kv.token_bytes(llm)
 
     assert text[len(prompt):] == with_cache[0].outputs[0].token_ids
     length = len(prompt)
@@ -113,89 +149,78 @@ def sizes_of_caches(tokens: int, seqs: int) -> Values:
 def blocks() -> Values:
     with engine(num_blocks=16) as llm:
         size = llm.config.block_size
-        utilisation: list[float] = []
-
-        def note(phase: str, batch: Any) -> None:
-            if phase == "scheduled":
-                utilisation.append(llm.stats().kv_utilisation)
-
-        llm.observers.append(note)
         run = watch(llm, "blocks-run", "Two requests of different lengths",
                     ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)])
-        llm.observers.remove(note)
+    used = [utilisation(state) for state in run.trace.states() if state["running"]]
     return {
         "player": run.player,
         "block_size": size,
         "default_size": EngineConfig().block_size,
         "most_waste": size - 1,
         "default_most_waste": EngineConfig().block_size - 1,
-        "utilisation": f"{100 * sum(utilisation) / len(utilisation):.0f}",
+        "utilisation": f"{100 * sum(used) / len(used):.0f}",
     } | paper.uses_of_memory()
 
 
 def step() -> Values:
-    """Two requests that arrive together: a plain case, and one that has everything."""
-    with engine(num_blocks=12) as llm:
-        ids = llm.tokenizer(SPEECH).input_ids
-        plain = watch(llm, "", "", [ids[:5], ids[5:8]], greedy(2))
-    with engine(num_blocks=12) as llm:
-        prompts = [ids[:10], [*ids[:8], ids[12]]]
-        params = [SamplingParams(n=2, max_tokens=4, seed=1),
-                  SamplingParams(max_tokens=4, seed=2)]
-        run = watch(llm, "step-run", "Two prompts that begin alike; the first is asked "
-                    "for two answers", prompts, params)
+    """The story of A and B, as the files of the engine tell it."""
+    with engine(num_blocks=8) as llm:
+        params = [greedy(5), SamplingParams(n=2, max_tokens=4, seed=1, ignore_eos=True)]
+        run = watch(llm, "step-run", "A, and one step later B, which asks for two "
+                    "answers", STORY, params, together=False)
         size = llm.config.block_size
-    first, second = run.messages[:2]
-    assert first.counts == [10, 1] and second.copies, "the text describes these steps"
-    [late_row] = set(second.rows) - set(first.rows)
-    assert late_row in [row for row, _, _ in second.table_updates]
-    shared = [block for block in first.table_updates[1][2]
-              if block in first.table_updates[0][2]]
-    position = first.ends[1] - 1
-    block = first.table_updates[1][2][position // size]
+    first, second, third = run.batches[:3]
+    positions, slots = places(second, size)
+    assert second.counts == [1, 2] and third.copies, "the text describes these steps"
+    [(copy_from, copy_to)] = third.copies
+    logical = positions[-1] // size
     return {
-        "plain_a": plain.messages[0].counts[0],
-        "plain_b": plain.messages[0].counts[1],
-        "plain_first": pretty(plain.messages[0]),
-        "plain_second": pretty(plain.messages[1]),
         "player": run.player,
-        "first": pretty(first),
-        "second": pretty(second),
-        "prompt_a": len(prompts[0]),
-        "prompt_b": len(prompts[1]),
-        "common": size * len(shared),
-        "counts": str(first.counts),
-        "ends": str(first.ends),
-        "samples": str(first.samples),
-        "sampled_rows": str(first.sampled_rows),
-        "tables": json.dumps(first.table_updates),
-        "row_a": first.table_updates[0][0],
-        "row_b": first.table_updates[1][0],
-        "row_late": late_row,
-        "shared": " and ".join(map(str, shared)),
-        "later_counts": str(second.counts),
-        "copies": json.dumps(second.copies),
-        "copy_from": second.copies[0][0],
-        "copy_to": second.copies[0][1],
+        "first": listing(first),
+        "second": listing(second),
+        "third": listing(third),
         "size": size,
-        "position": position,
-        "logical": position // size,
-        "offset": position % size,
-        "physical": block,
-        "slot": block * size + position % size,
-        "tokens_b_cached": run.outputs[1].num_cached_tokens,
-        "pending": PENDING,
-        "begins": Html(part("model_runner.ModelRunner.run", "message.swaps_out",
-                            "self.block_tables[row")),
+        "common": size,
+        "counts": str(second.counts),
+        "ends": str(second.ends),
+        "samples": str(second.samples),
+        "block_ids": str(list(second.block_ids)),
+        "shared": second.block_ids[0],
+        "position": positions[-1],
+        "logical": logical,
+        "offset": positions[-1] % size,
+        "physical": slots[-1] // size,
+        "slot": slots[-1],
+        "positions": str(positions),
+        "slots": str(slots),
+        "later_counts": str(third.counts),
+        "copies": str(third.copies),
+        "copy_from": copy_from,
+        "copy_to": copy_to,
+        "pending": str([-1 - sample for sample in range(len(second.samples))]),
+        "begins": Html(part("model_runner.ModelRunner.run", "batch.swaps_out",
+                            "batch.copies")),
     }
 
 
-def pretty(message: ControlMessage) -> str:
-    """A message with a line for each field that is not empty."""
-    fields = {name: value for name, value in vars(message).items() if value}
-    lines = [f"  {json.dumps(name)}: {json.dumps(value)}"
-             for name, value in fields.items()]
-    return "{\n" + ",\n".join(lines) + "\n}"
+def listing(batch: Batch) -> str:
+    """What a batch of the story says, a line for each list that is not empty.
+
+    Tokens have names as in the engine's files: p and q in prompts, then t, u and v.
+    """
+    names = []
+    for entry, (count, end) in enumerate(zip(batch.counts, batch.ends, strict=True)):
+        for position in range(end - count, end):
+            if position < 6:  # the length of both prompts
+                names.append(f"{'q' if entry and position >= 4 else 'p'}{position}")
+            else:
+                names.append(f"{'tuv'[entry]}{position - 6}")
+    return "\n".join([f"token_ids = [{', '.join(names)}]", *lists(batch, FIELDS[1:])])
+
+
+def lists(batch: Batch, names: list[str]) -> list[str]:
+    return [f"{name} = {list(getattr(batch, name))}" for name in names
+            if len(getattr(batch, name))]
 
 
 def attention() -> Values:
@@ -220,7 +245,7 @@ def attention() -> Values:
         "moved": f"{moved:g}",
         "equation": Html(blockwise.EQUATION),
         "inner": Html(part(
-            "cpu_kernels.paged_attention", "# The sums so far", "acc[g, dim] +=")),
+            "cpu_kernels.run_programs", "# The sums so far", "acc[g, dim] +=")),
     }
 
 
@@ -235,10 +260,10 @@ def schedule() -> Values:
         long_answer = run.outputs[2].outputs[0].token_ids
         long_tokens = len(run.outputs[2].prompt_token_ids)
         assert not llm.stats().preemptions_recompute, "the pool is too small"
-    chunks = [step[2] for step in run.chunks if 2 in step][: -(len(long_answer) - 1)]
+    chunks = [step[2] for step in run.chunks() if 2 in step][: -(len(long_answer) - 1)]
     assert sum(chunks) == long_tokens
     assert not absent_steps(run, 0) + absent_steps(run, 1), "a decode was stalled"
-    mixed = [m for m in run.messages if len(m.counts) > 1 and max(m.counts) > 1]
+    mixed = [b for b in run.batches if len(b.counts) > 1 and max(b.counts) > 1]
     assert mixed, "no chunk ran beside a decode"
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
     gain = speeds[max(speeds)] / speeds[1]
@@ -255,9 +280,9 @@ def schedule() -> Values:
             "The bundled model, on one core of the machine that made this page.",
             "sequences that decode together", "tokens/s"),
         "batch": max(speeds),
-        "rate": f"{claims.RATE / 1e12:g}",
-        "bandwidth": f"{claims.BANDWIDTH / 1e12:g}",
-        "balance": f"{claims.RATE / claims.BANDWIDTH:.0f}",
+        "rate": f"{RATE / 1e12:g}",
+        "bandwidth": f"{BANDWIDTH / 1e12:g}",
+        "balance": f"{RATE / BANDWIDTH:.0f}",
         "speed_one": f"{speeds[1]:,.0f}",
         "speed_many": f"{speeds[max(speeds)]:,.0f}",
         "gain": f"{gain:.1f}",
@@ -291,11 +316,14 @@ def prefix() -> Values:
         stats = llm.stats()
         hits = [output.num_cached_tokens for output in run.outputs]
         lengths = [len(output.prompt_token_ids) for output in run.outputs]
-        block_size = llm.config.block_size
 
-    tokens, collided_hits = serve_with_hash(prompts, lambda data: CONSTANT_HASH)
-    assert collided_hits == block_size * (len(prompts) - 1), "the text explains these"
-    assert tokens == [output.outputs[0].token_ids for output in run.outputs]
+    with (engine(num_blocks=32) as llm,
+          patch("nanopaged.block_manager.hash_content", lambda content: CONSTANT_HASH)):
+        collided = llm.generate(prompts, greedy(5), use_tqdm=False)
+        collided_hits = llm.stats().prefix_hit_tokens
+    assert collided_hits < stats.prefix_hit_tokens, "a collision costs hits"
+    assert ([output.outputs[0].token_ids for output in collided]
+            == [output.outputs[0].token_ids for output in run.outputs])
     with engine(num_blocks=64) as llm:
         salted = [SamplingParams(temperature=0, max_tokens=5, cache_salt=name)
                   for name in ("Capulet", "Montague", "Escalus")]
@@ -310,43 +338,33 @@ def prefix() -> Values:
         "query_tokens": stats.prefix_query_tokens,
         "hit_share": f"{100 * stats.prefix_hit_tokens / stats.prefix_query_tokens:.0f}",
         "collided_hits": collided_hits,
-        "block_size": block_size,
         "salted_hits": salted_hits,
         "hash_value": CONSTANT_HASH,
         **paper.paper_gains(),
     }
 
 
-def serve_with_hash(prompts: list[str], hash_function: Callable[[bytes], int]
-                    ) -> tuple[list[list[int]], int]:
-    """Serve with another hash function; the tokens, and how many were found cached."""
-    with engine(num_blocks=32) as llm:
-        manager: BlockManager = llm.block_manager
-        manager.hash_function = hash_function
-        outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
-        return ([output.outputs[0].token_ids for output in outputs],
-                llm.stats().prefix_hit_tokens)
-
-
 def fork() -> Values:
     with engine(num_blocks=16) as llm:
         params = SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4)
-        samples = watch(llm, "fork-run", "One prompt, three answers", SPEECH[:22],
+        samples = watch(llm, "fork-run", "One prompt, three answers", [SPEECH[:22]],
                         params)
-        copies = samples.messages[1].copies
+        copies = samples.batches[1].copies
         prompt_tokens = len(samples.outputs[0].prompt_token_ids)
     with engine(num_blocks=20) as llm:
-        beams = watch(llm, "beam-run", "A beam search, three beams wide", SPEECH[:22],
+        beams = watch(llm, "beam-run", "A beam search, three beams wide", [SPEECH[:22]],
                       BeamSearchParams(beam_width=3, max_tokens=8))
         best = beams.outputs[0].outputs[0]
 
     saved, papers = paper.sharing()
     return {
         "player": samples.player,
+        "children": Html(part("beam_search.advance_beams", "# First all children",
+                              "manager.free(parent)")),
         "beam_player": beams.player,
         "prompt_tokens": prompt_tokens,
         "in_last_block": prompt_tokens % 4,
-        "copies": json.dumps(copies),
+        "copies": str(copies),
         "num_copies": len(copies),
         "best": repr(best.text),
         "best_logprob": f"{best.cumulative_logprob:.2f}",
@@ -386,52 +404,47 @@ def preempted_runs() -> Values:
         values |= {
             f"{mode}_player": run.player_at(opens_at),
             f"{mode}_count": stats.preemptions_recompute + stats.preemptions_swap,
-            f"{mode}_tokens": sum(sum(message.counts) for message in run.messages),
+            f"{mode}_tokens": sum(sum(batch.counts) for batch in run.batches),
             f"{mode}_moves": stats.blocks_swapped,
             f"{mode}_leaves": min(absent),
             f"{mode}_returns": max(absent) + 1,
         }
-        if mode == "swap":
-            left = blocks_left_alone(run, absent)
-            values["left"] = " and ".join(f"#{block}" for block in left)
     return values
-
-
-def blocks_left_alone(run: Watched, absent: list[int]) -> list[int]:
-    """Blocks that were swapped out, and that nobody took in these steps."""
-    messages = [run.messages[number - 1] for number in absent]
-    swapped = [block for message in messages for block, _ in message.swaps_out]
-    taken = {block for message in messages for _, _, blocks in message.table_updates
-             for block in blocks}
-    return [block for block in swapped if block not in taken]
 
 
 def absent_steps(run: Watched, request: int) -> list[int]:
     """The steps, counted from 1, in which a request did not run, before its end."""
-    present = [number for number, step in enumerate(run.chunks, start=1)
+    present = [number for number, step in enumerate(run.chunks(), start=1)
                if request in step]
     return sorted(set(range(1, max(present))) - set(present))
 
 
 def ranks() -> Values:
     with engine(num_blocks=24) as llm:
-        run = watch(llm, "ranks-run", "", ["ROMEO:\n", SPEECH, "JULIET:\n"],
-                    SamplingParams(temperature=0, max_tokens=6))
+        run = watch(llm, "", "", ["ROMEO:\n", SPEECH, "JULIET:\n"], greedy(6))
         config = llm.model_config
-        token_bytes = llm.runner.token_bytes
-    first, second = run.messages[:2]
-    sent = [len(json.dumps(vars(message))) for message in run.messages]
-    computed = sum(first.counts)
+        token_bytes = kv.token_bytes(llm)
+    first, second = run.batches[:2]
     return {
-        "message": pretty(second),
-        "first_bytes": f"{sent[0]:,}",
-        "later_bytes": f"{sent[1]:,}",
-        "kv_written": f"{computed * token_bytes:,}",
+        "message": "\n".join(lists(second, FIELDS)),
+        "fields": len(FIELDS),
+        "first_bytes": f"{message_bytes(first):,}",
+        "later_bytes": f"{message_bytes(second):,}",
+        "tables_kib": 8 * EngineConfig().max_num_seqs * TOKENS
+        // EngineConfig().block_size // 1024,
+        "tables_tokens": f"{TOKENS:,}",
+        "kv_written": f"{sum(first.counts) * token_bytes:,}",
         "layers": config.num_hidden_layers,
-        "reductions": 2 * config.num_hidden_layers + 3,
+        "exchanges": 2 * config.num_hidden_layers + 3,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
     }
+
+
+def message_bytes(batch: Batch) -> int:
+    """How much `Ranks.send` sends: a number for each list, then all numbers in them."""
+    sizes = [np.size(getattr(batch, name)) for name in FIELDS]
+    return 8 * (len(sizes) + sum(sizes))
 
 
 def build() -> Values:
@@ -439,5 +452,5 @@ def build() -> Values:
         "mutants": mutant_list(),
         "num_mutants": len(MUTANTS),
         "exercise_minutes": sum(exercise.minutes for exercise in EXERCISES),
-        "exercises": exercise_list(),
+        "exercises": exercise_list(EXERCISES),
     }

@@ -47,8 +47,7 @@ MUTANTS = [
             "if index < len(table) and self.blocks[table[index]].ref_count > 1:",
             "if index < len(table) and self.blocks[table[index]].ref_count > 2:",
         ),
-        "tests/test_block_manager.py::"
-        "test_fork_shares_every_block_and_a_write_copies_only_the_last_partial_one",
+        "tests/test_block_manager.py::test_the_story_of_the_module",
         "Of two sequences that share a block, neither copies it. Both write their "
         "next token into the same slot, and each then attends to the other's. "
         "Nothing crashes: the answers are just wrong.",
@@ -57,10 +56,11 @@ MUTANTS = [
         "Find a prompt in the cache to its very last token",
         Edit(
             "block_manager.py",
-            "num_full_blocks = (seq.compute_end - 1) // self.block_size",
-            "num_full_blocks = seq.compute_end // self.block_size",
+            "for index in range((seq.compute_end - 1) // self.block_size):",
+            "for index in range(seq.compute_end // self.block_size):",
         ),
-        "tests/test_block_manager.py::test_the_last_token_is_always_computed",
+        "tests/test_block_manager.py::"
+        "test_a_block_is_published_when_all_its_tokens_are_known_and_computed",
         "A prompt that fills its blocks exactly is found as a whole. Then there is "
         "nothing left to compute, so there are no logits, and nothing to sample from.",
     ),
@@ -72,22 +72,23 @@ MUTANTS = [
             "if block_id is None:",
         ),
         "tests/test_block_manager.py::"
-        "test_under_a_constant_hash_a_collision_costs_a_miss_and_never_a_wrong_block",
+        "test_a_hit_follows_the_same_block_and_has_the_same_salt",
         "Whenever two hashes collide, a request continues somebody else's text. It "
         "is rare by accident, and not rare for somebody who looks for collisions.",
     ),
     Mutant(
-        "Forget to forget",
+        "Call a block by its number",
         Edit(
             "block_manager.py",
-            "            del self.published[block.hash]\n",
-            "            pass\n",
+            "return self.blocks[table[index - 1]].name, token_ids",
+            "return table[index - 1], token_ids",
         ),
-        "tests/test_block_manager.py::test_the_least_recently_used_content_is_evicted"
-        "_first",
-        "A block is taken for other tokens, but the prefix cache still has an entry "
-        "that leads to it. Here the contents are compared, so no answer is wrong; but "
-        "what is cached under this hash later is never entered, and never found.",
+        "tests/test_block_manager.py::"
+        "test_twins_have_one_name_and_the_older_is_found_unless_it_is_free",
+        "A number is used again, for other tokens. What came after the old ones is "
+        "then found after the new ones, with keys and values that do not fit. And of "
+        "two blocks with equal content, what follows the one is not found after the "
+        "other.",
     ),
     Mutant(
         "Free the blocks of a sequence front first",
@@ -96,7 +97,8 @@ MUTANTS = [
             "for block_id in reversed(seq.block_table):",
             "for block_id in seq.block_table:",
         ),
-        "tests/test_block_manager.py::test_a_prefix_outlives_what_follows_it",
+        "tests/test_block_manager.py::"
+        "test_what_cannot_be_found_is_taken_first_then_the_least_recently_used",
         "The least recently used block is then the beginning of the prompt. It is "
         "evicted first, and what is left of the prompt can no longer be found: a "
         "prefix is looked up from its start. Answers stay right; the cache gets "
@@ -106,8 +108,8 @@ MUTANTS = [
         "Let the oldest give way",
         Edit(
             "scheduler.py",
-            "self._preempt(self.running.pop(), batch)",
-            "self._preempt(self.running.pop(0), batch)",
+            "self._preempt(next(reversed(self.running.values())), batch)",
+            "self._preempt(next(iter(self.running.values())), batch)",
         ),
         "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
         "_first",
@@ -119,8 +121,8 @@ MUTANTS = [
         "Send the preempted to the end of the queue",
         Edit(
             "scheduler.py",
-            "self.waiting.move_to_end(group, last=False)",
-            "self.waiting.move_to_end(group)",
+            "self.waiting.move_to_end(group.request_id, last=False)",
+            "self.waiting.move_to_end(group.request_id)",
         ),
         "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
         "_first",
@@ -140,27 +142,27 @@ MUTANTS = [
         "the others do not. A beam search then compares beams of different lengths.",
     ),
     Mutant(
-        "Look away from yourself",
+        "Look into the future",
         Edit(
             "attention.py",
-            "seen = np.arange(num_keys) <= last_keys[:, None]",
-            "seen = np.arange(num_keys) < last_keys[:, None]",
+            "F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)",
+            "F.scaled_dot_product_attention(q, k, v, scale=self.scale)",
         ),
-        "tests/test_attention.py::"
-        "test_a_sequence_reads_what_another_stores_in_the_same_step",
-        "A token no longer attends to itself. The text still looks like text, which "
-        "is why attention is tested against numbers and never by reading.",
+        "tests/test_attention.py::test_random_steps",
+        "A token of a prompt also attends to those after it, as far as its chunk goes. "
+        "The text still looks like text, which is why attention is tested against "
+        "numbers and never by reading.",
     ),
     Mutant(
         "Draw an impossible token",
         Edit(
             "sampler.py",
-            "exceeds = (parts > 0) & (sums.float() > goal)",
-            "exceeds = sums.float() >= goal",
+            "is_found = (sums > goal) & (weights > 0)",
+            "is_found = sums >= goal",
         ),
         "tests/test_sampler.py::test_a_token_of_probability_0_is_never_drawn",
         "If the random number is exactly 0, the first token of the vocabulary is "
-        "drawn, even with probability 0. It happens once in 2^23 tokens on average, "
+        "drawn, even with probability 0. It happens once in 2^32 tokens on average, "
         "and nobody will ever reproduce it.",
     ),
 ]

@@ -5,8 +5,11 @@ Most come from the simulations in `nanopaged.tour.memory`, with fewer requests.
 
 from nanopaged import SamplingParams
 from nanopaged.tour import kv, memory
-from nanopaged.tour.guide import claims, figures
+from nanopaged.tour.guide import figures
+from nanopaged.tour.guide.claims import RATE
 from nanopaged.tour.guide.lab import SPEECH, Values, engine
+from nanopaged.tour.memory import WIDTHS
+from nanopaged.tour.reported import PAPER_RUNNING, PAPER_SAVED, PAPER_TOKENS, PREEMPTED
 from nanopaged.tour.workloads import DATA_SETS, LONGEST, SLOTS, draw_lengths
 
 REQUESTS = 300  # in the simulations of memory: as many as the paper's figures need
@@ -31,7 +34,7 @@ def uses_of_memory() -> Values:
              for name, run in measured.items()}
     running = {name: {"requests": run["running"]} for name, run in measured.items()}
     paper = {name: {"requests": number}
-             for name, number in memory.PAPER_RUNNING.items()}
+             for name, number in PAPER_RUNNING.items()}
     safe = measured["Orca (max)"]
     oracle = measured["Orca (oracle)"]
     paged = measured["nanopaged"]
@@ -41,7 +44,7 @@ def uses_of_memory() -> Values:
             "Where the slots go (the paper's Figure 2).", slots,
             "Simulated: Orca's three policies, with a buddy allocator. The last bar is "
             "the engine's own scheduler and block manager, with a stand-in for the "
-            "model.", memory.PAPER_TOKENS),
+            "model.", PAPER_TOKENS),
         "figure_running": figures.bars(
             "Requests that run at a time (the paper's Figure 13).", running,
             "From the same simulation.", paper),
@@ -75,16 +78,16 @@ def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
     As in the paper, where both have the same widths: 2, 4 and 6, or the two ends.
     """
     with engine(block_size=16, num_blocks=64) as llm:
-        params = SamplingParams(max_tokens=64, seed=0, logprobs=2 * max(memory.WIDTHS))
+        params = SamplingParams(max_tokens=64, seed=0, logprobs=2 * max(WIDTHS))
         outputs = llm.generate(["ROMEO:\n", SPEECH], params, use_tqdm=False)
     likely = [row for output in outputs for row in output.outputs[0].logprobs or ()]
 
     saved: dict[str, dict[str, float]] = {}
     paper: dict[str, dict[str, float]] = {}
-    for name, by_width in memory.PAPER_SAVED.items():
+    for name, by_width in PAPER_SAVED.items():
         data_set, _, kind = name.partition(", ")
         choices = likely if kind == "beams" else None
-        lengths = draw_lengths(data_set, 18 if choices else 48, seed=0)
+        lengths = draw_lengths(data_set, 8 if choices else 48, seed=0)
         saved[name], paper[name] = {}, {}
         for width, percent in by_width.items():
             served = memory.serve_paged(lengths, width=int(width), likely=choices)
@@ -100,13 +103,13 @@ def costs_of_preemption() -> Values:
         "model_swap": f"{modelled['swap']['16']:.0f}",
         "model_recompute": f"{modelled['recompute']['16']:.0f}",
         "back_ratio": f"{back['recompute']['16'] / back['swap']['16']:.0f}",
-        "preempted": memory.PREEMPTED,
+        "preempted": PREEMPTED,
         "copy_us": f"{COPY_S * 1e6:g}",
         "figure_model": figures.lines(
             "Modelled: milliseconds to bring a preempted sequence back, by block size "
             "(the paper's Figure 19).", modelled,
             "These are lower bounds, for OPT-13B on an A100. Recompute: "
-            f"{claims.RATE / 1e12:g} TFLOP/s. Swap: all blocks out and in again, at "
+            f"{RATE / 1e12:g} TFLOP/s. Swap: all blocks out and in again, at "
             f"{BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds to start the copy "
             "of a block's K or V in a layer.",
             "tokens in a block", "ms"),
@@ -150,8 +153,8 @@ def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
     rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
     for mode, row in rows.items():
         for size in block_sizes:
-            with engine(block_size=size, num_blocks=2 * memory.PREEMPTED // size,
-                        max_num_batched_tokens=2 * memory.PREEMPTED, swap_space=0.02,
+            with engine(block_size=size, num_blocks=2 * PREEMPTED // size,
+                        max_num_batched_tokens=2 * PREEMPTED, swap_space=0.02,
                         preemption_mode=mode, enable_prefix_caching=False) as llm:
                 llm.runner.swap_space.zero_()  # faults its pages in
                 row[str(size)] = 1e3 * memory.seconds_back(llm)
@@ -161,8 +164,8 @@ def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
 def modelled_milliseconds(block_sizes: tuple[int, ...]) -> figures.Rows:
     """The same for a large model on a GPU, from counts and data sheets."""
     shape = kv.MODELS["OPT-13B"]
-    tokens = memory.PREEMPTED
-    recompute_s = 2 * OPT_PARAMETERS * tokens / claims.RATE
+    tokens = PREEMPTED
+    recompute_s = 2 * OPT_PARAMETERS * tokens / RATE
     rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
     for size in block_sizes:
         num_copies = 2 * shape.layers * -(-tokens // size)

@@ -26,6 +26,7 @@ def excerpt(symbol: str) -> str:
     """The source of a function or class, with the file it is in."""
     found = find(symbol)
     found = getattr(found, "py_func", found)  # what Numba compiles
+    found = getattr(found, "fget", found)  # of a property
     code = textwrap.dedent(inspect.getsource(inspect.unwrap(found))).rstrip()
     module = inspect.getmodule(found)
     assert module is not None

@@ -1,5 +1,7 @@
 """Exercise: a bias for some tokens."""
 
+from dataclasses import replace
+
 import pytest
 
 from nanopaged import LLM, SamplingParams
@@ -47,7 +49,7 @@ def test_each_request_of_a_batch_has_its_own(llm):
 def test_log_probabilities_are_still_those_of_the_raw_logits(llm):
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=0)
     plain = llm.generate("ROMEO:\n", params, use_tqdm=False)[0].outputs[0]
-    params.logit_bias = {plain.token_ids[0]: 5.0}
+    params = replace(params, logit_bias={plain.token_ids[0]: 5.0})
     biased = llm.generate("ROMEO:\n", params, use_tqdm=False)[0].outputs[0]
     assert biased.logprobs == plain.logprobs
 
