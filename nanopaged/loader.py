@@ -91,7 +91,7 @@ def load_checkpoint(model: CausalLM, name: str | Path) -> None:
     path = Path(name)
     if not path.is_dir():
         path = Path(snapshot_download(str(name), allow_patterns=WEIGHTS))
-    files = {}
+    files: dict[str, Path] = {}
     for file in sorted(path.glob(WEIGHTS)):
         try:
             with safe_open(file, "pt") as tensors:

@@ -175,7 +175,7 @@ class ModelRunner:
         # A pool and a stream of its own: cuBLAS keeps a workspace for each stream, and
         # it goes when any graph that was recorded on that stream does.
         memory_pool = torch.cuda.graph_pool_handle()
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):
             inputs = self._prepare(Batch(), size)[:2]
             self._forward(*inputs)  # a first call may set up what others need

@@ -86,10 +86,10 @@ class Ranks:
         the batch has, then all of them.
         """
         if self.size > 1:
-            numbers = [torch.from_numpy(np.array(getattr(batch, name), np.int64).ravel())
+            numbers = [np.array(getattr(batch, name), np.int64).ravel()
                        for name in FIELDS]
             self.broadcast(torch.tensor([len(field) for field in numbers]))
-            self.broadcast(torch.cat(numbers))
+            self.broadcast(torch.from_numpy(np.concatenate(numbers)))
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends until its process ends. Then end this one, too."""
@@ -100,4 +100,5 @@ class Ranks:
             except RuntimeError:
                 os._exit(0)  # at once: NCCL would wait for the recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
-            run(Batch(*[part.tolist() for part in torch.split(numbers, sizes.tolist())]))
+            parts = numbers.split(sizes.tolist())
+            run(Batch(*[part.tolist() for part in parts]))

@@ -69,7 +69,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     if any(p.temperature >= GREEDY for p in params):
         # [num_samples, 1] each, in a single copy
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
-        temperature, numbers, *limits = table.split(1, dim=1)  # type: ignore[no-untyped-call]
+        temperature, numbers, *limits = table.split(1, dim=1)
         divisor = temperature.float().clamp(min=GREEDY)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
             most = max(p.top_k or logits.shape[1] for p in params)

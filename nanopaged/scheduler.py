@@ -52,7 +52,7 @@ class Batch:
     token_ids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    block_ids: "array[int]" = field(default_factory=lambda: array("q"))
+    block_ids: Any = field(default_factory=lambda: array("q"))
     samples: list[int] = field(default_factory=list)
     # Blocks are moved in this order before the model runs: a swap in may take a block
     # that a swap out leaves, and what is copied may have just been swapped in.
