@@ -184,9 +184,9 @@ class TritonAttention(TorchAttention):
         on_gpu = self.device.type == "cuda"
         is_old = on_gpu and torch.cuda.get_device_capability() < (8, 0)
         in_tests = os.environ.get("TRITON_INTERPRET") == "1"
-        check(not is_old and (on_gpu or in_tests), "attention_backend", "'torch', with "
-              "dtype 'float16' or 'float32', unless there is a GPU of compute capability"
-              " 8.0 or newer", "triton")
+        check(not is_old and (on_gpu or in_tests), "attention_backend",
+              "'torch', with dtype 'float16' or 'float32', without a GPU of compute "
+              "capability 8.0 or newer", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         row_bytes = self.dim * self.dtype.itemsize

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
+MOST_CONTEXT_TOKENS = 32  # if all of them have no text
 MOST_UNKNOWN_TOKENS = 16  # bytes that never become a character do not wait for ever
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
 
@@ -32,15 +33,24 @@ class Detokenizer:
                  stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
-        self.known_end = len(prompt_token_ids)
-        # Context that begins within a character would spoil what follows: take more.
-        size = NUM_CONTEXT_TOKENS
-        while tokenizer and size < self.known_end and self._decode(
-                prompt_token_ids[-size:]).startswith(INCOMPLETE):
-            size *= 2
-        self.context_start = max(0, self.known_end - size)
+        # A character that the prompt has begun is a part of the text.
+        last = len(prompt_token_ids)
+        ends = range(last, max(0, last - 4), -1)
+        whole = (end for end in ends if not self._decode(
+            prompt_token_ids[self._begin(prompt_token_ids, end) : end]
+            ).endswith(INCOMPLETE))
+        self.known_end = next(whole, last)
+        self.context_start = self._begin(prompt_token_ids, self.known_end)
         self.text = ""
         self.stopped_by: str | None = None
+
+    def _begin(self, token_ids: list[int], end: int) -> int:
+        """Where the context begins. Within a character it would spoil what follows."""
+        size = NUM_CONTEXT_TOKENS
+        while size < end and self._decode(
+                token_ids[end - size : end]).startswith(INCOMPLETE):
+            size *= 2
+        return max(0, end - size)
 
     def update(self, token_ids: list[int], final: bool = False,
                may_stop: bool = True) -> None:
@@ -50,7 +60,7 @@ class Detokenizer:
         `final` says that nothing follows: then the bytes of an incomplete character
         come out, too.
         """
-        if self.tokenizer is None or self.stopped_by is not None:
+        if self.stopped_by is not None:
             return
         num_old = len(self.text)
         first, last = self.known_end + 1, len(token_ids)
@@ -59,9 +69,12 @@ class Detokenizer:
         for end in range(first, last + 1):
             known = self._decode(token_ids[self.context_start : self.known_end])
             new = self._decode(token_ids[self.context_start : end])[len(known) :]
-            waits = not new or new.endswith(INCOMPLETE)  # perhaps within a character
             is_late = end - self.known_end >= MOST_UNKNOWN_TOKENS
-            if not waits or is_late or (final and end == last):
+            if not new:  # special tokens have no text; they are context, not for ever
+                self.context_start = max(self.context_start, end - MOST_CONTEXT_TOKENS)
+                self.known_end = end
+            # The end may be within a character.
+            elif not new.endswith(INCOMPLETE) or is_late or (final and end == last):
                 self.text += new
                 self.context_start, self.known_end = self.known_end, end
 
@@ -84,6 +97,8 @@ class Detokenizer:
         return self.text[: max(0, len(self.text) - num_held_back)]
 
     def _decode(self, token_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
         try:
             return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
         except Exception:  # it must not end the requests of others

@@ -228,7 +228,9 @@ class LLM(AbstractContextManager["LLM"]):
         It returns what the request has so far, with finish_reason "abort". Nothing
         happens to one that has finished.
         """
-        self._inbox.append(str(request_id))
+        check(isinstance(request_id, str), "request_id", "a string", request_id,
+              TypeError)
+        self._inbox.append(request_id)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
@@ -324,8 +326,10 @@ class LLM(AbstractContextManager["LLM"]):
         """
         self._check_not_in_step()
         with self._lock:
+            self._in_step = True
             self._end_all_requests()
             self.runner.free()
+            self._in_step = False
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()

@@ -128,12 +128,14 @@ def copy_part(file: Path, name: str, target: Tensor, ranks: Ranks) -> None:
     """
     with safe_open(file, "pt") as tensors:
         whole = tensors.get_slice(name)
-        index = []
-        for size, part in zip(whole.get_shape(), target.shape, strict=False):
-            check(size in (part, part * ranks.size), f"the shape of {name} in {file}",
-                  f"{list(target.shape)} for each rank", whole.get_shape())
-            first = 0 if size == part else ranks.rank * part
-            index.append(slice(first, first + part))
-        target.copy_(whole[tuple(index)])
+        shape, parts = whole.get_shape(), list(target.shape)
+        pairs = list(zip(shape, parts, strict=False))
+        fits = all(size in (part, part * ranks.size) for size, part in pairs)
+        check(fits and len(shape) == len(parts), f"the shape of {name} in {file}",
+              f"{parts} for each rank", shape)
+        firsts = [0 if size == part else ranks.rank * part for size, part in pairs]
+        target.copy_(whole[tuple(
+            slice(first, first + part)
+            for first, part in zip(firsts, parts, strict=True))])
 
 

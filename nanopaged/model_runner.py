@@ -232,7 +232,8 @@ class ModelRunner:
             num_bytes -= int((1 - config.gpu_memory_utilization) * total)
         block_bytes = self.kv_caches.nbytes  # so far the pool has one block
         num_blocks = min(num_bytes // block_bytes, self.most_blocks)
-        num_swap_blocks = int(config.swap_space * 2**30) // block_bytes
+        swaps = config.preemption_mode == "swap"
+        num_swap_blocks = int(swaps * config.swap_space * 2**30) // block_bytes
         num_swap_blocks = min(num_swap_blocks, self.most_blocks)
 
         # All ranks have the same block ids, so the smallest pools decide.

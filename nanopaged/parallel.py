@@ -54,6 +54,8 @@ class Ranks:
         if config.device != "cpu" and torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"  # messages go by the first
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
         # An engine may idle for long, and no timeout is needed to notice that a rank
         # has died: torchrun does.
         dist.init_process_group(backend, timeout=timedelta(days=365))

@@ -236,9 +236,7 @@ class Scheduler:
         self.waiting.move_to_end(group.request_id, last=False)
         del self.running[group.request_id]
         manager = self.block_manager
-        moves: Moves = []
-        if self.config.preemption_mode == "swap":
-            moves = manager.swap(group.live, manager.free_swap_blocks)
+        moves = manager.swap(group.live, manager.free_swap_blocks)
         if moves:
             batch.swaps_out += moves
             self.stats.preemptions_swap += 1
