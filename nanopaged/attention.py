@@ -279,11 +279,12 @@ class TritonAttention(TorchAttention):
         lse = torch.empty(len(items), self.num_kv_heads, rows, device=q.device)
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         grid = len(items), self.num_kv_heads
+        num_warps = 8 if rows > 64 else 4
         self.kernels.paged_attention[grid](
             q, kv_cache, metadata.block_tables, items, out, parts, lse, self.scale,
-            q.stride(0), *sizes, self.block_size, self.keys,
-            num_warps=8 if rows > 64 else 4)
-        self.kernels.merge_parts[grid](parts, lse, items, out, *sizes)
+            q.stride(0), *sizes, self.block_size, self.keys, num_warps=num_warps)
+        self.kernels.merge_parts[grid](
+            parts, lse, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
-MOST_CONTEXT_TOKENS = 32  # if all of them have no text
+MOST_CONTEXT_TOKENS = 64  # if all of them have no text
 MOST_UNKNOWN_TOKENS = 16  # bytes that never become a character do not wait for ever
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
 

@@ -16,10 +16,8 @@ from nanopaged.parallel import Ranks
 
 # Between the matrix products every operation is a launch, and a pass over memory. So on
 # GPUs, such functions are compiled into one kernel each. Weights are arguments, so that
-# all layers share one. (Past torch's limit of variants, 8 by default, a function would
-# silently run uncompiled. An engine has two: for one token, and for more.)
+# all layers share one.
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
-torch._dynamo.config.recompile_limit = 64
 
 
 @fused

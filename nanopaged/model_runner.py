@@ -202,14 +202,19 @@ class ModelRunner:
             (num_layers, num_swap_blocks, *block_shape), pin_memory=self.is_gpu)
 
     def _warm_up(self) -> None:
-        """Run steps of padding: one token; and on a GPU as many as it gets, so that all
-        kernels are compiled, and it is known what memory a step takes.
+        """Run steps of padding: one token; and on a GPU the most decodes, and the
+        largest chunks, so that all is compiled, and the memory of a step is known.
         """
         params = SamplingParams(top_p=0.5)  # sorting all tokens takes most memory
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
-        most = self.config.max_num_batched_tokens
+        most, max_num_seqs = self.config.max_num_batched_tokens, len(self.last_tokens)
         longest = min(most, self.max_model_len)
-        for counts in ([1], [longest] * (most // longest))[: 1 + self.is_gpu]:
+        kinds = [[1]]
+        if self.is_gpu:
+            torch.cuda.reset_peak_memory_stats()
+            kinds += [[1] * min(most, max_num_seqs),
+                      [longest] * min(most // longest, max_num_seqs)]
+        for counts in kinds:
             num_blocks = sum(-(-count // self.config.block_size) for count in counts)
             self.run(Batch(
                 [0] * sum(counts), counts, ends=counts, block_ids=[0] * num_blocks,

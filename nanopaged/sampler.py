@@ -137,7 +137,7 @@ def find(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     a weight of 0: such a weight is never chosen.
     """
     sums = weights.cumsum(-1, dtype=torch.float64)
-    goal = numbers * sums[:, -1:]
+    goal = numbers * weights.sum(-1, keepdim=True, dtype=torch.float64)
     is_found = (sums > goal) & (weights > 0)
     index = is_found.byte().argmax(-1, keepdim=True)  # the first one
     weight = weights.gather(1, index)

@@ -1,526 +1,320 @@
-"""Text in, text out: prompts, chat, stop strings, streams, never half a character.
+"""Text from token ids, and stop strings.
 
-A scripted model emits a known text token by token, so the right output after each of
-them is known. A random model emits arbitrary bytes. Streamed text only grows, towards
-the final text.
+Whatever tokens come, the text is the same whether it is streamed or not. It only grows,
+and where the tokens make whole characters it is what the tokenizer says of all of them
+at once. The tokenizers are of the kinds that models have: bytes of characters, and
+words with marked spaces, of which the first may be cut off.
 """
 
-import json
+import copy
 import random
-import shutil
-from functools import partial
+from collections import defaultdict
 
 import pytest
+from tokenizers import decoders
 
-import helpers
-from helpers import tokens_of, without_half_characters
-from nanopaged import SamplingParams
+from helpers import HALF, add_all, complete, drain, greedy, tokens_of
+from nanopaged import LLM, SamplingParams
+from nanopaged.detokenizer import Detokenizer
 
-greedy = partial(helpers.greedy, max_tokens=40)
+CHARACTERS = "ab  stheé€你的热情😀\u0301\n"
+
+
+@pytest.fixture(params=["bytes", "first space cut", "spaces kept", "bundled"])
+def kind(request, tokenizer, sentencepiece_tokenizer):
+    """One of several kinds of tokenizers."""
+    if request.param == "bundled":
+        with LLM(num_blocks=64, device="cpu") as llm:
+            return llm.tokenizer
+    if request.param == "spaces kept":
+        kept = copy.deepcopy(sentencepiece_tokenizer)
+        kept.backend_tokenizer.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        return kept
+    return tokenizer if request.param == "bytes" else sentencepiece_tokenizer
+
+
+def encode(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def decode(tokenizer, prompt, answer):
+    """The text of the answer, from the text of all tokens."""
+    begin, whole = (tokenizer.decode(ids, skip_special_tokens=True)
+                    for ids in (prompt, prompt + answer))
+    return whole[len(begin) :]
+
+
+def random_text(rng, most):
+    return "".join(rng.choices(CHARACTERS, k=rng.randrange(most)))
+
+
+def random_answer(rng, tokenizer):
+    """Tokens of texts, and sometimes any others: special ones, parts of characters."""
+    ids = []
+    for _ in range(rng.randrange(1, 5)):
+        ids += encode(tokenizer, random_text(rng, 8))
+        if rng.random() < 0.3:
+            ids += rng.choices(tokenizer.all_special_ids, k=rng.randrange(1, 4))
+        if rng.random() < 0.2:
+            ids += [rng.randrange(len(tokenizer)) for _ in range(rng.randrange(9))]
+    return ids
+
+
+def texts_of(tokenizer, prompt, answer, ends, stops=(), min_tokens=0):
+    """What is visible with these numbers of tokens, then with all, then at the end."""
+    detokenizer, shown = Detokenizer(tokenizer, prompt, stops), []
+    for end in [*ends, len(answer)]:
+        detokenizer.update(prompt + answer[:end], may_stop=end > min_tokens)
+        shown.append(detokenizer.visible())
+    detokenizer.update(prompt + answer, True, len(answer) > min_tokens)
+    return [*shown, detokenizer.visible(True)]
+
+
+def finals_of(tokenizer, prompt, answer):
+    """The text at the end, streamed and not."""
+    each = range(1, len(answer))
+    return {texts_of(tokenizer, prompt, answer, ends)[-1] for ends in ([], each)}
+
+
+# -- Characters ------------------------------------------------------------------------
+
+
+def test_any_tokens_have_the_same_text_streamed_or_not(kind):
+    rng, num_whole = random.Random(1), 0
+    for _ in range(300):
+        prompt, answer = encode(kind, random_text(rng, 20)), random_answer(rng, kind)
+        shown = texts_of(
+            kind, prompt, answer, range(1, len(answer), rng.choice([1, 1, 3])))
+        assert {shown[-1]} == finals_of(kind, prompt, answer)
+        assert all(b.startswith(a) for a, b in zip(shown, shown[1:], strict=False))
+        expected = decode(kind, prompt, answer)
+        if HALF not in expected:
+            num_whole += 1
+            assert shown[-1] == expected and not any(HALF in text for text in shown)
+    assert 100 < num_whole < 300
+
+
+def test_a_character_is_streamed_with_its_last_byte(kind):
+    prompt, answer = encode(kind, "the"), encode(kind, "hé€u😀nд. table")
+    shown, expected = texts_of(kind, prompt, answer, range(1, len(answer))), ""
+    for count, text in enumerate(shown[:-1], 1):
+        now = decode(kind, prompt, answer[:count])
+        expected = expected if HALF in now else now
+        assert text == expected
+    assert len(set(shown)) < len(answer), "no character of several tokens"
+
+
+def test_tokens_without_text_change_nothing_however_many_there_are(kind):
+    """Special ones, for example, that come after the end with `ignore_eos`."""
+    text = encode(kind, "the block")
+    for count in range(40):
+        answer = text + [kind.eos_token_id] * count + encode(kind, "é block")
+        assert finals_of(kind, text, answer) == {decode(kind, text, answer)}
+
+
+def test_the_prompt_may_end_with_any_part_of_a_character(kind):
+    """A tokenizer of bytes turns a run of them that is no text into U+FFFD, so whatever
+    begins within a character is spoilt.
+    """
+    ids = encode(kind, "你的热情朋友")
+    text = decode(kind, [], ids)
+    for first in range(1, len(ids)):
+        begun = max((decode(kind, [], ids[:end]) for end in range(first + 1)),
+                    key=lambda known: len(known.rstrip(HALF)) * (HALF not in known))
+        (final,) = finals_of(kind, ids[:first], ids[first:])
+        # The character that the prompt has begun may be there or not.
+        assert final in (text[len(begun) :], text[len(begun) + 1 :])
+
+
+# -- Stop strings ----------------------------------------------------------------------
+
+
+def first_stop(texts, stops, min_tokens):
+    """The right text: cut at the first update after which it has a stop string that
+    was not there after `min_tokens`.
+    """
+    known = len(texts[:-1][: min_tokens][-1]) if min_tokens else 0
+    found = [(at, at + len(stop)) for stop in stops for at in range(len(texts[-1]))
+             if texts[-1].startswith(stop, at) and at + len(stop) > known]
+    for text in texts:
+        hits = [at for at, end in found if end <= len(text)]
+        if hits:
+            return text[: min(hits)]
+    return texts[-1]
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 4])
+def test_any_text_ends_before_its_first_stop_string(min_tokens, kind):
+    """One that is complete before `min_tokens` never counts. What may become one is not
+    shown.
+    """
+    rng, num_stopped = random.Random(2), 0
+    for _ in range(300):
+        prompt = encode(kind, random_text(rng, 6))
+        answer = encode(kind, "".join(rng.choices("ab€ ", k=rng.randrange(1, 14))))
+        stops = ["".join(rng.choices("ab€ ", k=rng.randrange(1, 5)))
+                 for _ in range(rng.randrange(1, 4))]
+        each = range(1, len(answer))
+        expected = first_stop(
+            free := texts_of(kind, prompt, answer, each), stops, min_tokens)
+        shown = texts_of(kind, prompt, answer, each, stops, min_tokens)
+        assert shown[-1] == expected
+        assert all(b.startswith(a) for a, b in zip(shown, shown[1:], strict=False))
+        num_stopped += expected != free[-1]
+    assert 30 < num_stopped < 270
 
 
 @pytest.fixture(scope="session")
 def script(tokenizer):
-    """Distinct tokens whose text has characters of one to four bytes, split up."""
-    text = "hé€u 😀nдblo."
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.decode(tokens) == text
-    assert len(tokens) > len(text) + 3, "characters should be split into several tokens"
+    """Distinct tokens, whose characters have one to four bytes, mostly split up."""
+    tokens = encode(tokenizer, "hé€u 😀nдblo.")
+    assert len(tokens) > 14
     return tokens
 
 
-@pytest.fixture(scope="session")
-def speaker(make_scripted_model, script):
-    """A model that repeats the script."""
-    return make_scripted_model(script)
-
-
-@pytest.fixture(scope="session")
-def words(tokenizer):
-    """A script of ordinary words: tokens of several characters."""
-    tokens = tokenizer.encode(" the block table of", add_special_tokens=False)
-    texts = [tokenizer.decode([token]) for token in tokens]
-    assert max(map(len, texts)) >= 3 and len(tokens) >= 4
-    return tokens
-
-
-def text_of(output):
-    return output.outputs[0].text
-
-
-def continue_script(llm, tokens, **params):
-    """The scripted model's completion after `tokens`."""
-    return llm.generate([list(tokens)], greedy(**params), use_tqdm=False)[0].outputs[0]
-
-
-def streamed(llm, prompt, params):
-    """Every output of one streamed request, each checked against the previous one."""
-    outputs = list(llm.stream([prompt], params))
-    finished = [output.finished for output in outputs]
-    assert finished == [False] * (len(outputs) - 1) + [True]
-
-    texts = [text_of(output) for output in outputs]
-    for before, after in zip(texts, texts[1:], strict=False):
-        assert after.startswith(before), "streamed text was taken back"
-
-    counts = [len(output.outputs[0].token_ids) for output in outputs]
-    assert counts == sorted(set(counts))
-
-    return outputs
-
-
-# --- whole characters ---
-
-
-def test_text_is_the_decoding_of_the_tokens(speaker, script, tokenizer, engine):
-    for count in range(1, 2 * len(script)):
-        output = continue_script(engine(speaker), script[-1:], max_tokens=count)
-        expected = [script[i % len(script)] for i in range(count)]
-        assert list(output.token_ids) == expected
-        full = tokenizer.decode(expected, skip_special_tokens=True)
-        assert full.startswith(output.text)
-        assert without_half_characters(output.text) == without_half_characters(full)
-
-
-def test_a_character_is_streamed_with_its_last_byte(speaker, script, tokenizer, engine):
-    count = 2 * len(script)
-    outputs = streamed(engine(speaker), script[-1:], greedy(max_tokens=count))
-    assert len(outputs) == count
-    for output in outputs:
-        tokens = tokens_of(output)
-        assert text_of(output) == without_half_characters(tokenizer.decode(tokens))
-    assert text_of(outputs[-1]) == 2 * tokenizer.decode(script)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_arbitrary_bytes_stream_towards_the_final_text(
-    text_model, seed, tokenizer, engine
-):
-    params = SamplingParams(temperature=1.5, max_tokens=60, ignore_eos=True, seed=seed)
-    outputs = streamed(engine(text_model), [seed, 40 + seed, 7], params)
-    final = outputs[-1].outputs[0]
-    full = tokenizer.decode(list(final.token_ids), skip_special_tokens=True)
-    assert len(full) > 10
-    assert full.startswith(final.text)
-    assert set(full[len(final.text) :]) <= {"\ufffd"}
-    assert all(full.startswith(text_of(output)) for output in outputs)
-
-
-def test_incomplete_bytes_appear_at_the_end(text_model, tokenizer, engine):
-    """A replacement character is right once a later token rules out a character."""
-    params = [
-        SamplingParams(temperature=1.5, max_tokens=80, ignore_eos=True, seed=s)
-        for s in range(20)
-    ]
-    outputs = engine(text_model).generate([[4, 5]] * 20, params, use_tqdm=False)
-    for output in outputs:
-        full = tokenizer.decode(tokens_of(output), skip_special_tokens=True)
-        assert without_half_characters(full) == without_half_characters(text_of(output))
-    assert any(
-        "\ufffd" in without_half_characters(text_of(output)) for output in outputs
-    )
-
-
-def test_text_is_not_cleaned_up_even_if_the_tokenizer_would(
-    text_model, tmp_path, engine
-):
-    """It would depend on what follows; older releases of transformers do it."""
-    copy = shutil.copytree(text_model, tmp_path / "model")
-    file = copy / "tokenizer_config.json"
-    settings = json.loads(file.read_text()) | {"clean_up_tokenization_spaces": True}
-    file.write_text(json.dumps(settings))
-    assert engine(copy).tokenizer.clean_up_tokenization_spaces is False
-
-
-def test_special_tokens_have_no_text(make_scripted_model, tokenizer, engine):
-    bos = tokenizer.bos_token_id
-    end = tokenizer.eos_token_id
-    a, b = tokenizer.encode("a", add_special_tokens=False) + tokenizer.encode(
-        "b", add_special_tokens=False
-    )
-    path = make_scripted_model([a, bos, b, end])
-    output = continue_script(engine(path), [end], ignore_eos=False)
-
-    assert list(output.token_ids) == [a, bos, b, end]
-    assert output.text == "ab"
-    assert output.finish_reason == "stop"
-
-
-def test_spaces_and_bytes_of_a_sentencepiece_tokenizer_come_out_right(
-    make_scripted_model, sentencepiece_tokenizer, engine
-):
-    """Its decoder cuts the first space: pieces decoded one by one would lose them all.
-
-    The very first space may be output or not: it divides the text from the prompt.
-    """
-    text = "the blocks of😀 table"
-    script = sentencepiece_tokenizer.encode(text, add_special_tokens=False)
-    assert sentencepiece_tokenizer.decode(script) == text
-    assert len(script) == 9  # four of them are the bytes of one character
-
-    llm = engine(make_scripted_model(script, sentencepiece_tokenizer))
-    outputs = streamed(llm, script[-1:], greedy(max_tokens=2 * len(script)))
-    assert text_of(outputs[-1]).removeprefix(" ") == f"{text} {text}"
-
-    for output in outputs:
-        decoded = sentencepiece_tokenizer.decode(tokens_of(output))
-        assert text_of(output).removeprefix(" ") == without_half_characters(decoded)
-    assert (
-        continue_script(llm, script[-1:], stop="😀 t").text.removeprefix(" ")
-        == "the blocks of"
-    )
-    assert (
-        continue_script(llm, script[-1:], stop="e the").text.removeprefix(" ")
-        == "the blocks of😀 tabl"
-    )
-
-
-def test_tokens_unknown_to_the_tokenizer_have_no_text(
-    make_model, edit_model, tokenizer, engine
-):
-    """Vocabularies are padded: Qwen's models have 267 rows without a token."""
-    path = edit_model(make_model("llama", seed=5, vocab_size=len(tokenizer) + 200))
-    tokenizer.save_pretrained(path)
-    params = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True, seed=1)
-    output = streamed(engine(path), [4, 5, len(tokenizer) + 3], params)[-1].outputs[0]
-    assert sum(token >= len(tokenizer) for token in output.token_ids) > 5
-    full = tokenizer.decode(list(output.token_ids), skip_special_tokens=True)
-    assert full.startswith(output.text)
-    assert set(full[len(output.text) :]) <= {"\ufffd"}
-
-
-# --- stop strings ---
-
-
-def stopped(llm, script, stop, tokenizer, **params):
-    """Complete with stop strings, streamed and not; check what holds for every stop."""
-    output = continue_script(llm, script[-1:], stop=stop, **params)
-    outputs = streamed(llm, script[-1:], greedy(stop=stop, **params))
-    assert text_of(outputs[-1]) == output.text
-    assert list(outputs[-1].outputs[0].token_ids) == list(output.token_ids)
-
+@pytest.mark.parametrize(("stop", "text"), [
+    ("n", "hé€u 😀"), ("€u 😀n", "hé"), ("hé€u", ""), ("é", "h"), ("😀", "hé€u "),
+    (".h", "hé€u 😀nдblo"), (["nд", "€"], "hé"), (["zzz", "u 😀"], "hé€"),
+    (["u 😀nдX", "nд"], "hé€u 😀"),  # begins earlier, but never ends
+    (["é€u", "€u"], "h"), (["€u", "é€u"], "h"),  # both end at once
+    (["o.", "oX"], "hé€u 😀nдbl"), ("X", None)], ids=str)
+def test_a_stop_string_ends_a_sequence_and_is_not_its_text(
+        stop, text, script, tokenizer, make_scripted_model, engine):
+    """Nor is any part of it streamed. The prompt does not count."""
+    llm = engine(make_scripted_model(script))
+    params = greedy(2 * len(script), stop=stop)
+    answer = complete(llm, script[-2:], params)
+    assert answer.text == ("hé€u 😀nдblo." * 2 if text is None else text)
+    assert answer.finish_reason == ("length" if text is None else "stop")
     stops = [stop] if isinstance(stop, str) else stop
-    for step in outputs:
-        assert output.text.startswith(text_of(step)), (
-            "text after the stop, or part of the stop"
-        )
-        assert not any(string in text_of(step) for string in stops)
+    assert (answer.stop_reason in stops) == (text is not None)
+    # The tokens end with the one that completes the string.
+    said = tokenizer.decode(answer.token_ids)
+    before = tokenizer.decode(answer.token_ids[:-1])
+    assert said.startswith(answer.text + (answer.stop_reason or ""))
+    assert text is None or answer.stop_reason not in before
 
-    return output
-
-
-def test_a_stop_string_of_one_token(speaker, script, tokenizer, engine):
-    output = stopped(engine(speaker), script, "n", tokenizer)
-    assert output.text == "hé€u 😀"
-    assert output.finish_reason == "stop"
-    assert tokenizer.decode(list(output.token_ids)) == "hé€u 😀n"
+    *shown, last = llm.stream(script[-2:], params)
+    assert (last.outputs[0].text, tokens_of(last)) == (answer.text, answer.token_ids)
+    assert all(answer.text.startswith(output.outputs[0].text) for output in shown)
 
 
-@pytest.mark.parametrize(
-    ("stop", "text"),
-    [
-        ("nд", "hé€u 😀"),
-        ("€u 😀n", "hé"),
-        ("hé€u", ""),
-        (".h", "hé€u 😀nдblo"),  # across the end of the script
-        ("blo.hé€", "hé€u 😀nд"),
-        ("😀", "hé€u "),
-        ("é", "h"),
-    ],
-)
-def test_a_stop_string_across_tokens(speaker, script, stop, text, tokenizer, engine):
-    output = stopped(engine(speaker), script, stop, tokenizer)
-    assert output.text == text
-    assert output.finish_reason == "stop"
+# -- In the engine ---------------------------------------------------------------------
 
 
-def test_a_stop_string_within_a_token(make_scripted_model, words, tokenizer, engine):
-    llm = engine(make_scripted_model(words))
-    whole = tokenizer.decode(words)
-    for start in range(1, len(whole) - 1):
-        for stop in (whole[start], whole[start : start + 2]):
-            output = stopped(llm, words, stop, tokenizer)
-            assert output.text == (whole + whole).split(stop)[0]
-            assert output.finish_reason == "stop"
-
-
-def test_the_tokens_end_with_the_one_that_completes_the_stop(
-    make_scripted_model, words, tokenizer, engine
-):
-    path = make_scripted_model(words)
-    output = stopped(engine(path), words, "block", tokenizer)
-    needed = next(
-        i for i in range(len(words)) if "block" in tokenizer.decode(words[:i])
-    )
-    assert list(output.token_ids) == words[:needed]
-
-
-@pytest.mark.parametrize(
-    ("stops", "text"),
-    [
-        (["nд", "€"], "hé"),
-        (["€", "nд"], "hé"),
-        (["zzz", "u 😀"], "hé€"),
-        (["u 😀nдX", "nд"], "hé€u 😀"),  # begins earlier but never completes
-        (["é€u", "€u"], "h"),  # both end with the same token: the earlier start counts
-        (["€u", "é€u"], "h"),
-        (("h",), ""),
-    ],
-)
-def test_of_several_stop_strings_the_earliest_counts(
-    speaker, script, stops, text, tokenizer, engine
-):
-    assert stopped(engine(speaker), script, stops, tokenizer).text == text
-
-
-def test_the_start_of_a_stop_string_that_never_completes_is_output(
-    speaker, script, tokenizer, engine
-):
-    llm = engine(speaker)
-    whole = tokenizer.decode(script)
-    output = stopped(llm, script, ["blo.X", "😀m"], tokenizer, max_tokens=len(script))
-    assert output.text == whole
-    assert output.finish_reason == "length"
-
-
-def test_stop_strings_are_not_searched_for_in_the_prompt(
-    speaker, script, tokenizer, engine
-):
-    """Neither within it nor across its end."""
-    llm = engine(speaker)
-    prompt = script[-2:]
-    assert tokenizer.decode(prompt) == "o."
-    output = continue_script(llm, prompt, stop=["o.", ".h"], max_tokens=4)
-    assert len(output.token_ids) == 4
-    assert output.finish_reason == "length"
-
-
-def test_stop_strings_work_with_arbitrary_bytes(text_model, engine):
-    cut = 0
-    llm = engine(text_model)
-    for seed in range(20):
-        free = SamplingParams(
-            temperature=1.5, max_tokens=60, ignore_eos=True, seed=seed
-        )
-        whole = text_of(llm.generate([[4, 5]], free, use_tqdm=False)[0])
-        stop = whole[len(whole) // 2 : len(whole) // 2 + 2]
-        if "\ufffd" in stop:
-            continue
-        params = SamplingParams(
-            temperature=1.5, max_tokens=60, ignore_eos=True, seed=seed, stop=[stop]
-        )
-        outputs = streamed(llm, [4, 5], params)
-
-        assert text_of(outputs[-1]) == whole[: whole.index(stop)]
-        assert all(
-            text_of(outputs[-1]).startswith(text_of(output)) for output in outputs
-        )
-
-        cut += 1
-
-    assert cut >= 3
-
-
-def test_a_stop_string_survives_preemption(text_model, engine):
-    texts = []
-    for num_blocks in (300, 26):
+def test_generate_and_stream_agree_to_the_letter(text_model, tokenizer, engine):
+    """On arbitrary bytes, half characters at the end, stop strings, several sequences,
+    and in a pool where they are preempted.
+    """
+    rng, results = random.Random(4), []
+    params = [SamplingParams(
+        n=1 + seed % 2, temperature=1.5, max_tokens=rng.randrange(1, 60), seed=seed,
+        ignore_eos=seed % 3 > 0, min_tokens=rng.choice([0, 0, 1]),
+        stop=rng.choice([None, "e", ["q", "th"], HALF + HALF])) for seed in range(40)]
+    prompts = [[4, 5, seed % 7] for seed in range(40)]
+    for num_blocks in (300, 34):
         llm = engine(text_model, num_blocks=num_blocks)
-        params = [
-            SamplingParams(
-                temperature=1.5, max_tokens=60, ignore_eos=True, seed=s, stop=["e", "q"]
-            )
-            for s in range(12)
-        ]
-        outputs = llm.generate([[4, 5, s] for s in range(12)], params, use_tqdm=False)
-        texts.append([(text_of(o), o.outputs[0].finish_reason) for o in outputs])
-
-    assert llm.stats().preemptions_recompute > 0
-    assert texts[0] == texts[1]
-    assert not any("e" in text or "q" in text for text, _ in texts[0])
-
-
-# --- prompts ---
-
-
-def test_every_form_of_a_prompt_means_the_same(text_model, tokenizer, engine):
-    text = "the block table"
-    ids = tokenizer.encode(text)
-    assert ids[0] == tokenizer.bos_token_id
-
-    llm = engine(text_model)
-    forms = [text, ids, {"prompt": text}, {"prompt_token_ids": ids}]
-    outputs = llm.generate(forms, greedy(), use_tqdm=False)
-    outputs += [llm.generate(form, greedy(), use_tqdm=False)[0] for form in forms]
-
-    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
-    assert all(list(output.prompt_token_ids) == ids for output in outputs)
-    assert [output.prompt for output in outputs[:4:2]] == [text, text]
+        whole = llm.generate(prompts, params, use_tqdm=False)
+        streamed = defaultdict(list)
+        for output in llm.stream(prompts, params):
+            streamed[int(output.request_id) - 40].append(output)
+        for index, output in enumerate(whole):
+            *before, last = streamed[index]
+            assert last.outputs == output.outputs
+            for answer, *shown in zip(
+                    last.outputs, *(o.outputs for o in before), strict=True):
+                texts = [a.text for a in shown] + [answer.text]
+                assert all(map(str.startswith, texts[1:], texts))
+                full = tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+                assert full.startswith(answer.text)
+                assert full == answer.text or answer.finish_reason == "stop"
+        results.append([output.outputs for output in whole])
+    assert results[0] == results[1] and llm.stats().preemptions_recompute > 0
+    reasons = [a.finish_reason for outputs in results[0] for a in outputs]
+    assert min(reasons.count("stop"), reasons.count("length")) > 10
+    assert sum(a.text.endswith(HALF) for outputs in results[0] for a in outputs) > 3
 
 
-def test_a_list_of_ints_is_one_prompt(text_model, engine):
-    outputs = engine(text_model).generate(
-        [4, 5, 6], greedy(max_tokens=2), use_tqdm=False
-    )
-    assert [list(output.prompt_token_ids) for output in outputs] == [[4, 5, 6]]
-
-
-def test_outputs_come_in_the_order_of_the_prompts(text_model, engine):
-    """Although short ones finish first and there is room for only three."""
-    rng = random.Random(3)
-    prompts = [
-        [rng.randrange(300) for _ in range(rng.randint(1, 30))] for _ in range(20)
-    ]
-    params = [greedy(max_tokens=rng.randint(1, 40)) for _ in prompts]
-    llm = engine(text_model, max_num_seqs=3, max_num_batched_tokens=16)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-
-    assert [list(output.prompt_token_ids) for output in outputs] == prompts
-    assert [len(output.outputs[0].token_ids) for output in outputs] == [
-        p.max_tokens for p in params
-    ]
-
-
-def test_one_params_object_serves_all_prompts(text_model, engine):
-    llm = engine(text_model)
-    prompts = ["the block", "first come"]
-    shared = llm.generate(prompts, greedy(), use_tqdm=False)
-    listed = llm.generate(prompts, [greedy(), greedy()], use_tqdm=False)
-    assert [text_of(output) for output in shared] == [
-        text_of(output) for output in listed
-    ]
-
-
-def test_params_default_to_sixteen_tokens(text_model, engine):
-    output = engine(text_model, seed=3).generate(["the"], use_tqdm=False)[0]
-    assert 1 <= len(output.outputs[0].token_ids) <= 16
-
-
-def test_no_prompts_no_outputs(text_model, engine):
-    llm = engine(text_model)
-    assert llm.generate([], greedy(), use_tqdm=False) == []
-    assert list(llm.stream([], greedy())) == []
-
-
-def test_without_a_progress_bar_none_is_made(text_model, engine, monkeypatch):
-    """Each has a finalizer, and Python drops a Ctrl-C that strikes in one."""
-    import nanopaged.llm
-
-    monkeypatch.setattr(nanopaged.llm, "tqdm", None)
-    assert engine(text_model).generate(["the"], greedy(), use_tqdm=False)
-
-
-def test_the_progress_bar_changes_nothing(text_model, engine, capfd):
-    llm = engine(text_model)
-    loud = llm.generate(["the", "a block"], greedy())
-    assert "2/2" in capfd.readouterr().err
-    quiet = llm.generate(["the", "a block"], greedy(), use_tqdm=False)
-    assert capfd.readouterr().err == ""
-    assert [text_of(output) for output in loud] == [text_of(output) for output in quiet]
-
-
-# --- streams ---
-
-
-def test_a_stream_yields_as_tokens_come(text_model, engine):
-    llm = engine(text_model)
-    steps_before = llm.stats().steps
-    stream = llm.stream(["the block", "a free block"], greedy(max_tokens=10))
-    first = next(stream)
-
-    assert len(first.outputs[0].token_ids) == 1
-    assert not first.finished
-    assert llm.stats().steps - steps_before <= 2
-
-    rest = list(stream)
-    assert len(rest) == 19
-    assert sum(output.finished for output in rest) == 2
-
-
-def test_a_stream_ends_with_what_generate_returns(text_model, engine):
-    llm = engine(text_model)
-    prompts = ["the block", "a free block", "first"]
-    params = [greedy(max_tokens=count) for count in (3, 12, 7)]
-    final = {}
-    for output in llm.stream(prompts, params):
-        final[tuple(output.prompt_token_ids)] = output
-
-    for output in llm.generate(prompts, params, use_tqdm=False):
-        assert text_of(final[tuple(output.prompt_token_ids)]) == text_of(output)
-        assert final[tuple(output.prompt_token_ids)].finished
-
-
-def test_a_streamed_output_does_not_change_afterwards(text_model, engine):
-    outputs = list(engine(text_model).stream("the block", greedy(max_tokens=8)))
-    assert [len(output.outputs[0].token_ids) for output in outputs] == list(range(1, 9))
-
-
-# --- chat ---
-
-
-def test_chat_applies_the_template_of_the_tokenizer(text_model, tokenizer, engine):
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "who holds the block?"},
-    ]
-    llm = engine(text_model)
-    output = llm.chat(messages, greedy())[0]
-    text = "<|bos|><system>be brief\n<user>who holds the block?\n<assistant>"
-    ids = tokenizer.encode(text, add_special_tokens=False)
-
-    assert list(output.prompt_token_ids) == ids  # with one <|bos|>, from the template
-    again = llm.generate([ids], greedy(), use_tqdm=False)[0]
-    assert text_of(output) == text_of(again)
-
-
-def test_chat_takes_several_conversations(text_model, engine):
-    llm = engine(text_model)
-    conversations = [[{"role": "user", "content": word}] for word in ("block", "table")]
-    together = llm.chat(conversations, greedy())
-    alone = [llm.chat(conversation, greedy())[0] for conversation in conversations]
-    assert [text_of(output) for output in together] == [
-        text_of(output) for output in alone
-    ]
-
-
-def test_chat_without_a_template_raises(text_model, edit_model, engine):
-    path = edit_model(text_model)
-    (path / "chat_template.jinja").unlink(missing_ok=True)
-    config = path / "tokenizer_config.json"
-    config.write_text(config.read_text().replace("chat_template", "no_template"))
+def test_tokens_that_the_tokenizer_does_not_know_have_no_text(
+        make_model, edit_model, tokenizer, engine):
+    """Vocabularies are padded. And nothing is cleaned up, which would depend on what
+    follows.
+    """
+    path = edit_model(make_model("llama", seed=5, vocab_size=len(tokenizer) + 200))
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.save_pretrained(path)
+    tokenizer.clean_up_tokenization_spaces = False
+    params = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True, seed=1)
     llm = engine(path)
-    with pytest.raises(ValueError, match="(?i)chat.template"):
-        llm.chat([{"role": "user", "content": "hello"}], greedy())
-    assert not llm.has_unfinished_requests()
+    answer = complete(llm, [4, 5, len(tokenizer) + 3], params)
+    assert sum(token >= len(tokenizer) for token in answer.token_ids) > 5
+    assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert llm.tokenizer.clean_up_tokenization_spaces is False
 
 
-# --- without a tokenizer ---
+class Broken:
+    """A tokenizer that fails at one token."""
+
+    def __init__(self, tokenizer, token):
+        self.tokenizer, self.token = tokenizer, token
+
+    def decode(self, ids, **options):
+        if self.token in ids:
+            raise ZeroDivisionError
+        return self.tokenizer.decode(ids, **options)
 
 
-def test_a_directory_without_a_tokenizer_serves_token_ids(
-    llama, engine, reference, draw_prompts
-):
-    prompt = draw_prompts(llama, [9], 16)[0]
-    llm = engine(llama)
-    outputs = list(llm.stream([prompt], greedy(max_tokens=16)))
-    assert list(outputs[-1].outputs[0].token_ids) == reference.generate(
-        llama, prompt, 16
-    )
-    assert {text_of(output) for output in outputs} == {""}
+@pytest.mark.parametrize("stop", [None, "zz"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_tokenizer_that_fails_ends_no_request(
+        stop, place, script, tokenizer, make_scripted_model, engine):
+    """Others have the text that they would have, and the bad one has its tokens."""
+    llm = engine(make_scripted_model(script))
+    llm.tokenizer = Broken(tokenizer, script[5])
+    prompts = [encode(tokenizer, character) for character in "nh"]
+    params = [greedy(3), greedy(4)]
+    prompts.insert(place, script[1:2])  # its fourth token is script[5]
+    params.insert(place, greedy(20, stop=stop))
+    requests = add_all(llm, prompts, params)
+    last = drain(llm)
+    for index, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        first, answer = script.index(*prompt) + 1, last[requests[index]].outputs[0]
+        expected = (script * 3)[first : first + param.max_tokens]
+        assert (answer.token_ids, answer.finish_reason) == (expected, "length")
+        assert index == place or answer.text == tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize(
-    "prompt", ["the block", {"prompt": "the block"}], ids=["str", "dict"]
-)
-def test_without_a_tokenizer_a_text_prompt_is_rejected(llama, prompt, engine):
-    llm = engine(llama)
-    with pytest.raises(ValueError, match="(?i)tokenizer"):
-        llm.generate([prompt], greedy(), use_tqdm=False)
-    assert not llm.has_unfinished_requests()
+# -- Growth ----------------------------------------------------------------------------
 
 
-def test_without_a_tokenizer_a_stop_string_is_rejected(llama, engine):
-    """It could never match."""
-    llm = engine(llama)
-    with pytest.raises(ValueError, match="(?i)tokenizer"):
-        llm.generate([[1, 2]], greedy(stop="x"), use_tqdm=False)
-    assert not llm.has_unfinished_requests()
+@pytest.mark.parametrize("text", ["<|end|>", "a", "Ã", "the"])
+@pytest.mark.parametrize("stops", [[], ["x" * 1000]], ids=["free", "stop"])
+def test_the_work_of_a_stream_grows_with_its_tokens(text, stops, tokenizer):
+    """Whether they have text or none (a special token, a byte of a character)."""
+    token = tokenizer.convert_tokens_to_ids(text) or encode(tokenizer, text)[0]
+    work = []
+    for count in (200, 800):
+        counting = Counting(tokenizer)
+        texts_of(counting, [token], [token] * count, range(1, count), stops)
+        work.append(counting.work)
+    assert work[1] < 5 * work[0] < 5 * 200 * 400
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.work = tokenizer, 0
+
+    def decode(self, ids, **options):
+        self.work += len(ids)
+        return self.tokenizer.decode(ids, **options)
+
+
+def test_a_whole_text_is_decoded_at_once(tokenizer):
+    """Which takes less time than token by token: nobody has asked for its parts."""
+    counting = Counting(tokenizer)
+    answer = encode(tokenizer, "the block table of é") * 40
+    texts_of(counting, answer[:9], answer, [])
+    assert counting.work < 6 * len(answer)
