@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
@@ -36,10 +37,10 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 
-from nanopaged import LLM, RequestOutput, SamplingParams
-from nanopaged.parallel import FIELDS
+from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
 from nanopaged.tour import memory
 from nanopaged.tour.limits import machine_limits, time_floor
+from nanopaged.tour.page import check_writable
 
 Args: TypeAlias = argparse.Namespace
 Figures: TypeAlias = dict[str, Any]
@@ -66,15 +67,14 @@ def write_config(folder: str, sizes: dict[str, int]) -> str:
     """A model directory with nothing but a config.json: enough for random weights."""
     config = transformers.Qwen3Config(
         architectures=["Qwen3ForCausalLM"], dtype="bfloat16", tie_word_embeddings=True,
-        max_position_embeddings=4096, **sizes,
-    )
+        max_position_embeddings=4096, **sizes)
     config.save_pretrained(folder)
     return folder
 
 
 def make_engine(args: Args, **changes: Any) -> LLM:
-    options = {"model": args.model, "load_format": "dummy"} | args.engine | changes
-    llm = LLM(**options)
+    defaults = {"model": args.model, "load_format": "dummy"}
+    llm = LLM(**(defaults | args.engine | changes))
     if args.steps_ahead is not None:
         llm.runs_ahead = bool(args.steps_ahead)
     # Fault in the pages of the KV pool, as on a server that has run for a while.
@@ -89,9 +89,8 @@ def random_prompt(length: int, vocab_size: int) -> list[int]:
 def draw_requests(args: Args, vocab_size: int) -> Requests:
     """nano-vllm's draws in nano-vllm's order: the same lengths."""
     random.seed(args.seed)
-    prompts = []
-    for _ in range(args.requests or 32):
-        prompts.append(random_prompt(random.randint(*args.input_len), vocab_size))
+    prompts = [random_prompt(random.randint(*args.input_len), vocab_size)
+               for _ in range(args.requests or 32)]
     return [(prompt, random.randint(*args.output_len)) for prompt in prompts]
 
 
@@ -103,8 +102,7 @@ def warm_up_requests(vocab_size: int) -> Requests:
 def sampling(length: int, temperature: float = 0.0, salt: str = "") -> SamplingParams:
     """For exactly `length` tokens; other salts share no cached blocks with these."""
     return SamplingParams(
-        temperature=temperature, max_tokens=length, ignore_eos=True, cache_salt=salt
-    )
+        temperature=temperature, max_tokens=length, ignore_eos=True, cache_salt=salt)
 
 
 def generate(llm: LLM, requests: Requests, *more: Any) -> list[RequestOutput]:
@@ -119,12 +117,13 @@ def generate(llm: LLM, requests: Requests, *more: Any) -> list[RequestOutput]:
 class Transformers:
     """transformers with the same shape, dtype, device and threads."""
 
-    def __init__(self, args: Args, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, args: Args, llm: LLM) -> None:
         self.temperature, self.batch_size = args.temperature, args.vs_batch
         logging.disable(logging.ERROR)  # it asks for psutil
         config = transformers.AutoConfig.from_pretrained(args.model)
         loader: Any = transformers.AutoModelForCausalLM
-        self.model = loader.from_config(config, dtype=dtype).to(device).eval()
+        model = loader.from_config(config, dtype=llm.runner.dtype)
+        self.model = model.to(llm.runner.device).eval()
 
     def run_batch(self, prompts: list[list[int]], length: int) -> list[float]:
         """Run one left-padded batch; returns when each of `length` tokens was there."""
@@ -132,15 +131,11 @@ class Transformers:
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         times: list[float] = []
-        clock = SimpleNamespace(
-            put=lambda _: times.append(time.perf_counter()), end=lambda: None
-        )
+        clock = SimpleNamespace(  # is given the prompt, and then each token
+            put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         self.model.generate(
-            ids.to(self.model.device),
-            attention_mask=mask.to(self.model.device),
-            generation_config=self.generation_config(length),
-            streamer=clock,  # is given the prompt, and then each token
-        )
+            ids.to(self.model.device), attention_mask=mask.to(self.model.device),
+            generation_config=self.generation_config(length), streamer=clock)
         assert len(times) == 1 + length, "it stopped early"
         return times[1:]
 
@@ -165,33 +160,29 @@ class Transformers:
             blocks = 8 + sum(-(-(len(p) + length) // 32) for p, length in requests)
             options = {"page_size": 32, "num_blocks": blocks, "max_batch_tokens": 256}
 
-        tokens = 0
+        lengths: list[int] = []
         longest = max(length for _, length in requests)
         with self.model.continuous_batching_context_manager(
             generation_config=self.generation_config(longest),
             continuous_batching_config=transformers.ContinuousBatchingConfig(**options),
-            timeout=5,
-        ) as manager:
+            timeout=5) as manager:
             began = time.perf_counter()
             for prompt, length in requests:
                 manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
-            unfinished = len(requests)
-            while unfinished:
+            while len(lengths) < len(requests):
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
-                    unfinished -= 1
-                    tokens += len(result.generated_tokens)
+                    lengths.append(len(result.generated_tokens))
                 assert manager.is_running(), "its thread ended early"
             seconds = time.perf_counter() - began
-        assert tokens == sum(length for _, length in requests), "it stopped early"
+        assert sum(lengths) == sum(n for _, n in requests), "it stopped early"
         return seconds
 
     def generation_config(self, length: int) -> transformers.GenerationConfig:
         return transformers.GenerationConfig(
             max_new_tokens=length, eos_token_id=-1, pad_token_id=0,
             do_sample=self.temperature > 0, temperature=self.temperature or 1.0,
-            top_k=0 if self.temperature else 50,  # 0: all, less work than its default
-        )
+            top_k=0 if self.temperature else 50)  # 0: all, less work than its default
 
 
 # -- the measurements ------------------------------------------------------------------
@@ -217,25 +208,22 @@ def bench_workload(args: Args) -> Figures:
     runs.sort(key=lambda run: run["seconds"])
     figures = runs[len(runs) // 2]  # the median; of two the slower one
 
-    dtype, device = llm.runner.dtype, llm.runner.device
-    limits = machine_limits(device, dtype)
-    floor = time_floor(requests, llm, limits)
-    share = floor["floor_s"] / figures["seconds"]
-    figures = figures | limits | floor | {"share_of_limit": share}
+    limits = machine_limits(llm.runner.device, llm.runner.dtype)
+    figures = figures | limits | time_floor(requests, llm, limits)
+    figures["share_of_limit"] = figures["floor_s"] / figures["seconds"]
     llm.shutdown()
     show("the workload", {name: {"": value} for name, value in figures.items()})
     figures["runs"] = runs
     if not args.vs:
         return figures
 
-    peer = Transformers(args, dtype, device)
+    peer = Transformers(args, llm)
     ways = {"static batches": peer.static, "continuous batching": peer.continuous}
-    tokens = sum(length for _, length in requests)
     rates: Figures = {}
     for name, way in ways.items():
         run = repeat(way, warm_up_requests(vocab_size), requests, args.repeats)
         if "median" in run:
-            run["output_tokens_per_s"] = tokens / run["median"]
+            run["output_tokens_per_s"] = figures["tokens_out"] / run["median"]
             run["ratio"] = run["median"] / figures["seconds"]
         rates[name] = run
     show("transformers; ratio: how much faster nanopaged is", rates)
@@ -249,16 +237,14 @@ def serve(llm: LLM, requests: Requests, temperature: float) -> Figures:
     seconds = time.perf_counter() - began
     spent = {name: now - before[name] for name, now in asdict(llm.stats()).items()}
 
-    waits = []
-    for output in outputs:
-        waits.append(output.metrics.first_token_time - output.metrics.arrival_time)
+    metrics = [output.metrics for output in outputs]
     return {
         "seconds": seconds,
         "steps": spent["steps"],
         "tokens_in": spent["prompt_tokens"],
         "tokens_out": spent["output_tokens"],
         "output_tokens_per_s": spent["output_tokens"] / seconds,
-        "first_token_s": median(waits),
+        "first_token_s": median(m.first_token_time - m.arrival_time for m in metrics),
         "preemptions": spent["preemptions_recompute"] + spent["preemptions_swap"],
     }
 
@@ -267,12 +253,8 @@ def bench_decode(args: Args) -> Figures:
     """Decode tokens/s by batch size, and prefill tokens/s."""
     most = max(*args.batch_sizes, PREFILL_BATCH)
     llm = make_engine(
-        args,
-        enable_prefix_caching=False,
-        max_num_seqs=most,
-        max_num_batched_tokens=most * args.prompt_len,  # all prompts in one step
-    )
-    dtype, device = llm.runner.dtype, llm.runner.device
+        args, enable_prefix_caching=False, max_num_seqs=most,
+        max_num_batched_tokens=most * args.prompt_len)  # all prompts in one step
     vocab_size = llm.model_config.vocab_size
     random.seed(args.seed)
     prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(most)]
@@ -281,7 +263,7 @@ def bench_decode(args: Args) -> Figures:
 
     if args.vs:
         args.temperature = 0.0
-        peer = Transformers(args, dtype, device)
+        peer = Transformers(args, llm)
         figures["transformers"] = measure_rates(args, prompts, peer.run_batch)
         for name, run in figures["transformers"].items():
             if "median" in run:
@@ -329,6 +311,9 @@ class Watcher:
     def __init__(self, llm: LLM) -> None:
         self.steps: list[Figures] = []
         self.last = 0.0
+        self.sent: list[int] = []  # bytes, by ranks that only pretend
+        self.ranks = copy(llm.ranks)
+        vars(self.ranks).update(size=2, broadcast=lambda x: self.sent.append(x.nbytes))
         llm.observers.append(self.observe)
         model: Any = llm.runner.model
         model.register_forward_pre_hook(lambda *_: self.note("inputs_s"))
@@ -346,14 +331,12 @@ class Watcher:
             self.last = time.perf_counter()
         elif phase == "scheduled":
             self.note("schedule_s")
-            fields = [torch.tensor(getattr(batch, name)) for name in FIELDS]
-            message = torch.cat([field.flatten().long() for field in fields])
-            self.steps[-1]["message_bytes"] = message.nbytes
+            self.sent.clear()
+            self.ranks.send(batch)
             self.note("message_s")  # what it takes to tell other ranks
-        elif phase == "executed":
-            self.note("sampler_s")
+            self.steps[-1]["message_bytes"] = sum(self.sent)
         else:
-            self.note("update_s")
+            self.note({"executed": "sampler_s", "updated": "update_s"}[phase])
 
 
 def bench_host(args: Args) -> Figures:
@@ -366,13 +349,10 @@ def bench_host(args: Args) -> Figures:
     figures = {}
     for size in args.host_sizes:
         llm = make_engine(
-            args,
-            max_num_seqs=size,
+            args, max_num_seqs=size, enforce_eager=True,
             # All are admitted before the first one ends, and nobody waits for blocks.
-            max_num_batched_tokens=max(8192, size * args.prompt_len // 4),
-            num_blocks=256 + size * (args.prompt_len + args.tokens) // 14,
-            enforce_eager=True,
-        )
+            max_num_batched_tokens=max(8192, size * (args.prompt_len // 4 + 1)),
+            num_blocks=256 + size * (args.prompt_len + args.tokens) // 14)
         llm.runs_ahead = False
         figures[str(size)] = host_costs(llm, size, args)
         llm.shutdown()
@@ -469,10 +449,20 @@ def machine() -> Figures:
     }
 
 
+def at_least(low: int, kind: type = int) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not low <= kind(text) < float("inf"):
+            raise argparse.ArgumentTypeError(f"must be at least {low}, got {text}")
+        return kind(text)
+    return number
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    number = partial(parser.add_argument, type=int)
+    """The arguments; what cannot work is an error here, before anything runs."""
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [COMMAND] [OPTIONS]", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    number = partial(parser.add_argument, type=at_least(1))
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="workload")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--model", help="a directory whose config.json gives the shape")
@@ -481,25 +471,39 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="memory: SVG files")
     parser.add_argument("--full", action="store_true", help="nano-vllm's workload")
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=at_least(0, float), default=0.6)
+    parser.add_argument("--seed", type=int, default=0)
     number("--threads", help="of torch and the Numba kernel")
-    number("--seed", default=0)
     number("--repeats", default=3, help="measured runs, of which the median counts")
     number("--vs-batch", default=16, help="static batches of transformers")
-    number("--steps-ahead", choices=(0, 1), help="default: 1 on a GPU, 0 on a CPU")
+    number("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU")
     number("--requests", help="default: 32; memory: 2000")
     number("--input-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--output-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--batch-sizes", nargs="+", default=[1, 8, 16, 32], help="decode")
     number("--host-sizes", nargs="+", default=[1, 16, 64, 256, 1024, 4096])
     number("--prompt-len", default=128, help="decode, host")
-    number("--tokens", default=64, help="decode, host: generated for each prompt")
+    number("--tokens", type=at_least(8), default=64, help="decode, host: generated")
     number("--prefix-len", default=1024)
     args = parser.parse_args(argv)
-
     if args.full:
         args.requests = 256
         args.input_len = args.output_len = (100, 1024)
+
+    try:
+        EngineConfig(args.model, **args.engine)
+        if args.model and not Path(args.model, "config.json").is_file():
+            raise ValueError(f"--model: there is no config.json in {args.model}")
+        if any(low > high for low, high in (args.input_len, args.output_len)):
+            raise ValueError("--input-len, --output-len: MIN must not be above MAX")
+        if args.plots and not find_spec("matplotlib"):
+            raise ValueError("--plots needs matplotlib: pip install nanopaged[bench]")
+        if args.json:
+            check_writable(args.json)
+        if args.plots:
+            args.plots.mkdir(parents=True, exist_ok=True)
+    except (OSError, TypeError, ValueError) as error:
+        parser.error(str(error))
     return args
 
 
@@ -508,9 +512,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     if args.threads:
         torch.set_num_threads(args.threads)  # the Numba kernel takes as many
-    setting = machine()
-    print(json.dumps(setting))
-    report = {"arguments": vars(args).copy(), "machine": setting}
+    report = {"arguments": vars(args).copy(), "machine": machine()}
+    print(json.dumps(report["machine"]))
     with tempfile.TemporaryDirectory() as args.folder:
         args.model = args.model or write_config(args.folder, SHAPES[args.shape])
         report[args.command] = COMMANDS[args.command](args)

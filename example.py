@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.tour import trace
+from nanopaged.tour.page import check_writable
 
 PLAYS = ["ROMEO:\n", "JULIET:\nO ", "KING RICHARD III:\nA horse, a horse"]
 QUESTIONS = ["Explain paged attention in two sentences.", "Write a haiku about memory."]
@@ -24,16 +25,18 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
-    llm = LLM(args.model, seed=args.seed)
+    try:
+        llm = LLM(args.model, seed=args.seed)
+    except (OSError, ValueError) as error:
+        sys.exit(f"example.py: {error}")
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
-    params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens)
     with trace(llm, args.trace) if args.trace else nullcontext():
         if args.chat:
-            chat(llm, prompts, params)
+            chat(llm, prompts, args.params)
         else:
-            outputs = stream(llm, prompts, params)
+            outputs = stream(llm, prompts, args.params)
             show_prefix_cache(llm, outputs)
-            show_pool(llm, prompts, params)
+            show_pool(llm, prompts, args.params)
     llm.shutdown()
 
 
@@ -48,7 +51,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--trace", metavar="FILE", help="write a page of every step")
-    return parser.parse_args()
+    args = parser.parse_args()
+    try:
+        args.params = SamplingParams(
+            temperature=args.temperature, max_tokens=args.max_tokens)
+        if args.trace:
+            check_writable(args.trace)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:

@@ -1,383 +1,449 @@
 """What a GPU will do, as far as a machine without one can know.
 
-Kernels are stubs that note how they were called, or run in Triton's interpreter; the
-model runs on small tensors, or on `meta` ones, which have shapes but no contents.
+The engine runs on a GPU that is only pretended (gpu/pretended.py), from its start to
+its last token. What its kernels would be compiled for is compiled ahead of time, for
+real GPUs, and what Inductor makes of the compiled functions is read.
 """
 
+import gc
+import json
+import logging
 import random
-from collections import namedtuple
-from functools import partial, wraps
+import re
+from collections import Counter
 
-import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers import record_calls
-from nanopaged import model, sampler
-from nanopaged.attention import TorchAttention
-from nanopaged.model_runner import ModelRunner, Staging
-from nanopaged.scheduler import ControlMessage
-from nanopaged.triton_attention import TritonAttention
+from helpers import counters, draw_requests, message_of, run_python, serve
+from nanopaged import BeamSearchParams, SamplingParams
 
 pytest.importorskip("triton", reason="pip install triton")
 if torch.cuda.is_available():
     pytest.skip("tests/gpu has the real thing", allow_module_level=True)
 
-KERNELS = ["rotate_and_store", "paged_attention", "merge_parts", "copy_blocks"]
-FUSIONS = [
-    (model, "add_norm"),
-    (model, "silu_mul"),
-    (sampler, "draw_tokens"),
-]
+from gpu.pretended import DEVICE, PretendedGpu  # noqa: E402
 
-
-class StubKernels:
-    """In place of `kernels.py`: notes what Triton would compile, and does nothing."""
-
-    def __init__(self, kernels, note):
-        vars(self).update(vars(kernels))
-        for name in KERNELS:
-            setattr(self, name, self.launcher(name, note))
-
-    def launcher(self, name, note):
-        class Kernel:
-            def __getitem__(self, grid):
-                def launch(*arguments, **options):
-                    kinds = [getattr(x, "dtype", x) for x in arguments]
-                    if name == "copy_blocks":
-                        del kinds[3:]  # numbers of blocks, which are not compiled in
-                    note((name, *kinds, *options.items()))
-
-                return launch
-
-        return Kernel()
+OPTIONS = {"max_num_seqs": 7, "max_model_len": 40, "max_num_batched_tokens": 16}
+QWEN3 = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16,
+         "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936}
 
 
 @pytest.fixture
-def noted(monkeypatch):
-    """`noted(llm)`: a set of what the engine has compiled up to now, as on a GPU."""
-    torch._dynamo.reset()
-    seen = set()
-
-    def compiled(module, name):
-        def backend(graph, inputs):
-            seen.add((name, len(seen)))
-            return graph.forward
-
-        function = getattr(module, name).__wrapped__
-        monkeypatch.setattr(module, name, torch.compile(function, backend=backend))
-
-    def watch(llm):
-        backend = llm.runner.backend
-        backend.kernels = StubKernels(backend.kernels, seen.add)
-        for module, name in FUSIONS:
-            compiled(module, name)
-        return seen
-
-    yield watch
-    torch._dynamo.reset()
+def gpu():
+    with PretendedGpu() as gpu:
+        yield gpu
 
 
-def random_message(rng, config):
-    """A step of chunks and decodes, some of which sample."""
-    message = ControlMessage()
+@pytest.fixture
+def quick_gpu():
+    """One whose kernels and compiled functions compute nothing."""
+    with PretendedGpu(computes=False) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def tiny(make_model):
+    """Small, as the interpreter takes some milliseconds for each program."""
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    return make_model("llama", num_hidden_layers=1, hidden_size=32, vocab_size=160,
+                      intermediate_size=72, seed=11, **sizes)
+
+
+def requests(seed=24, count=8):
+    limits = {"vocab_size": 160, "most": 3, "max_tokens": 12, "stop": ()}
+    return list(draw_requests(
+        seed, count, lengths=[1, 2, 3, 7, 8, 9, 20], **limits))
+
+
+def draw_params(rng):
+    """Everything that changes what a step launches."""
     if rng.random() < 0.1:
-        message.copies = [(rng.randrange(60), 60 + i) for i in range(rng.randint(1, 4))]
-    num_seqs = rng.choice([1, 2, rng.randint(1, config.max_num_seqs)])
-    left = config.max_num_batched_tokens
-    for row in rng.sample(range(config.max_num_seqs), num_seqs):
-        count = 1 if rng.random() < 0.7 else rng.randint(1, min(left, 60))
-        left -= count
-        message.token_ids += [rng.randrange(100)] * count
-        message.counts.append(count)
-        message.ends.append(count + rng.randrange(60))
-        message.rows.append(row)
-        if rng.random() < 0.9:
-            message.samples.append(len(message.rows) - 1)
-            message.sampled_rows.append(row)
-    return message
+        return BeamSearchParams(rng.randint(1, 3), rng.randint(1, 8))
+    return SamplingParams(
+        n=rng.choice([1, 1, 1, 2, 3]), temperature=rng.choice([0, 0.7]),
+        top_p=rng.choice([1, 0.9]), top_k=rng.choice([0, 5]),
+        min_p=rng.choice([0, 0, 0.1]), min_tokens=rng.choice([0, 4]),
+        logprobs=rng.choice([None, None, 2]), seed=rng.randrange(99),
+        max_tokens=rng.randint(4, 20), ignore_eos=rng.random() < 0.5)
 
 
-@pytest.mark.parametrize(
-    "num_steps", [50, pytest.param(1000, marks=pytest.mark.slow)]
-)
-def test_serving_compiles_nothing_that_the_start_has_not(
-    llama, engine, noted, num_steps
-):
-    llm = engine(
-        llama,
-        num_blocks=64,
-        max_model_len=120,
-        max_num_seqs=17,
-        max_num_batched_tokens=512,
-        attention_backend="triton",
-    )
-    seen = noted(llm)
-    llm.runner.warm_up()
-    at_start = set(seen)
-    assert {name for name, *_ in at_start} >= {"paged_attention", "draw_tokens"}
-
-    rng = random.Random(0)
-    params = llm.runner.sampler.params
-    for _ in range(num_steps):
-        params["temperature"] = rng.choice([0, 0.7])
-        params["top_p"] = rng.choice([1, 0.9])
-        params["top_k"] = rng.choice([0, 5])
-        llm.runner.run(random_message(rng, llm.config))
-    assert seen == at_start
+def random_steps(llm, num_steps, seed=0):
+    """Requests come, some are aborted; yields what each step returns."""
+    rng, ids = random.Random(seed), []
+    for step in range(num_steps):
+        if rng.random() < 0.3 or not llm.has_unfinished_requests():
+            prompt = [rng.randrange(160) for _ in range(rng.randint(1, 20))]
+            ids.append(llm.add_request(prompt, draw_params(rng)))
+        if rng.random() < 0.02:
+            llm.abort_request(rng.choice(ids))
+        yield [(o.request_id, [(c.token_ids, c.finish_reason) for c in o.outputs])
+               for o in llm.step()]
+        assert step < num_steps
+    while llm.has_unfinished_requests():
+        llm.step()
 
 
-@pytest.mark.parametrize("num_blocks", [None, 32])
-def test_the_start_warms_up_whether_or_not_the_pool_has_a_given_size(
-    llama, engine, monkeypatch, num_blocks
-):
-    calls = []
-
-    def measure(runner):
-        calls.append(runner.num_layers)  # on a GPU it runs `warm_up`
-        return 1 << 20
-
-    monkeypatch.setattr(ModelRunner, "_measure_free_bytes", measure)
-    llm = engine(llama, num_blocks=num_blocks, max_model_len=16)
-    assert len(calls) == 1
-    assert num_blocks in (None, llm.runner.num_blocks)
+# -- From the start to the last token --------------------------------------------------
 
 
-def test_graphs_hold_no_logits(llama, engine):
-    """They would be of one more size for each graph, and the pool could not share them.
-    """
-    llm = engine(llama, max_num_seqs=64, attention_backend="triton")
-    record_calls(llm.runner)
-    graphs = llm.runner.graphs
-    assert {*graphs} == {1, 2, 4, 8, 16, 32, 48, 64}
-    for size, graph in graphs.items():
-        assert graph.last_states.shape == (size, llm.model_config.hidden_size)
+def test_the_pretended_gpu_refuses_what_a_real_one_would(gpu):
+    x = torch.zeros(3, device="cuda")
+    assert x.is_cuda and (x + 1).is_cuda and x[:2].device == DEVICE
+    assert not x.cpu().is_cuda and gpu.waits == ["a copy to the CPU"]
+    with pytest.raises(RuntimeError, match="several devices"):
+        x + torch.zeros(3)
+    x.copy_(torch.ones(3), non_blocking=True)
+    assert len(gpu.waits) == 2, "it was not pinned"
+    x.copy_(torch.ones(3).pin_memory(), non_blocking=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x[1:] + 1
+        with pytest.raises(RuntimeError, match="the host waits: item"):
+            x[0].item()
+    x.fill_(5)
+    assert len(gpu.waits) == 2 and y.tolist() == [2, 2]
+    graph.replay()
+    assert y.tolist() == [6, 6]
 
 
-def test_staged_arrays_arrive_as_they_were_added():
-    staging = Staging(4096, torch.device("cpu"))
-    rng = np.random.default_rng(0)
-    for _ in range(3):  # the same buffer, step after step
-        staging.begin()
-        arrays = [
-            rng.integers(0, 99, (3, 5)),
-            rng.integers(0, 99, 7).astype(np.int32),
-            rng.random((4, 1), np.float32),
-            rng.random(9) < 0.5,
-            np.zeros((0, 4), np.int32),
-        ]
-        tensors = [staging.add(array) for array in arrays]
-        staging.send()
-        for array, tensor in zip(arrays, tensors, strict=True):
-            assert tensor.data_ptr() % 16 == 0
-            assert torch.equal(tensor, torch.from_numpy(array))
+@pytest.mark.parametrize("options", [
+    {"num_blocks": None}, {"num_blocks": 11, "preemption_mode": "swap"},
+    {"num_blocks": 11, "attention_backend": "torch"},
+    {"num_blocks": 11, "enforce_eager": True}], ids=str)
+def test_an_engine_on_a_gpu_serves_what_it_serves_on_a_cpu(tiny, engine, options):
+    expected = serve(engine(tiny, **OPTIONS), requests())
+    with PretendedGpu() as gpu:
+        llm = engine(tiny, device="cuda", **(OPTIONS | options))
+        assert llm.runner.kv_caches.is_cuda and llm.runs_ahead
+        assert serve(llm, requests()) == expected
+        replayed = gpu.launches.count("graph")
+        if options["num_blocks"]:
+            mode = options.get("preemption_mode", "recompute")
+            assert counters(llm)[f"preemptions_{mode}"] > 0
+        has_graphs = not {"enforce_eager", "attention_backend"} & {*options}
+        assert (replayed > 5) == has_graphs
+        assert llm.stats().steps > replayed
 
 
-def test_an_array_that_does_not_fit_arrives_by_itself():
-    staging = Staging(64, torch.device("cpu"))
-    small, large = np.arange(3), np.arange(100)
-    tensors = [staging.add(small), staging.add(large)]
-    staging.send()
-    assert [tensor.tolist() for tensor in tensors] == [small.tolist(), large.tolist()]
+def test_recorded_graphs_change_no_token(tiny, engine):
+    """Their inputs keep their places while sequences come, grow, share and end."""
+    steps = {}
+    for enforce_eager in (False, True):
+        with PretendedGpu() as gpu:
+            llm = engine(tiny, device="cuda", enforce_eager=enforce_eager, **OPTIONS)
+            steps[enforce_eager] = list(random_steps(llm, 15))
+            if not enforce_eager:
+                assert gpu.launches.count("graph") > 4
+    for graphs, eager in zip(steps[False], steps[True], strict=True):
+        assert graphs == eager
 
 
-# --- copies and swaps ---
-
-MOVES = {
-    "apart": [(0, 5), (3, 1), (0, 2)],
-    "one": [(4, 0)],
-}
-
-
-def move_blocks(kind, moves, source, target=None):
-    """Blocks of [num_layers, num_blocks, 2, 3, 4, 5] elements."""
-    backend = kind(6, 3, 5, 4, source.dtype, torch.device("cpu"))
-    backend.copy_blocks(source, source if target is None else target, np.array(moves))
-
-
-@pytest.mark.parametrize("kind", [TorchAttention, TritonAttention])
-@pytest.mark.parametrize("moves", MOVES.values(), ids=MOVES)
-def test_blocks_are_copied_in_all_layers(kind, moves):
-    pool = torch.randn(7, 6, 2, 3, 4, 5)
-    expected = pool.clone()
-    for source, target in moves:
-        expected[:, target] = expected[:, source]
-    move_blocks(kind, moves, pool)
-    assert torch.equal(pool, expected)
+@pytest.mark.parametrize("most", [1, 3, 15, 17, 33])
+def test_every_number_of_decodes_has_a_graph(tiny, engine, quick_gpu, most):
+    llm = engine(tiny, device="cuda", max_num_seqs=most)
+    for count in {1, 2, most // 2, most - 1, most} - {0}:
+        for _ in range(count):
+            llm.add_request([1, 2], SamplingParams(max_tokens=3, ignore_eos=True))
+        llm.step()
+        quick_gpu.launches.clear()
+        llm.step()
+        assert quick_gpu.launches[0] == "graph", f"no graph for {count} of {most}"
+        assert "paged_attention" not in quick_gpu.launches
+        while llm.has_unfinished_requests():
+            llm.step()
 
 
-@pytest.mark.parametrize("kind", [TorchAttention, TritonAttention])
-def test_swaps_are_between_pools_of_different_sizes(kind):
-    source, target = torch.randn(3, 6, 2, 3, 4, 5), torch.randn(3, 9, 2, 3, 4, 5)
-    expected = target.clone()
-    expected[:, [8, 0]] = source[:, [1, 5]]
-    move_blocks(kind, [(1, 8), (5, 0)], source, target)
-    assert torch.equal(target, expected)
-
-
-def test_copies_hold_no_more_than_a_layer_at_a_time(monkeypatch):
+def test_the_pool_gets_what_is_left(tiny, engine, quick_gpu):
+    """An engine that came before, with a larger pool, does not count."""
+    options = OPTIONS | {"max_num_seqs": 10_000, "num_blocks": None}
     sizes = []
-    index_select = torch.Tensor.index_select
-
-    def watched(self, dim, index):
-        result = index_select(self, dim, index)
-        sizes.append(result.numel())
-        return result
-
-    monkeypatch.setattr(torch.Tensor, "index_select", watched)
-    pool = torch.randn(7, 6, 2, 3, 4, 5)
-    move_blocks(TorchAttention, MOVES["apart"], pool)
-    assert sizes == [3 * pool[0, 0].numel()] * 7
+    for utilization in (0.9, 0.9, 0.85):
+        llm = engine(tiny, device="cuda", enforce_eager=True,
+                     gpu_memory_utilization=utilization, **options)
+        sizes.append(llm.runner.kv_caches.nbytes)
+        quick_gpu.peak += 1 << 40
+    assert sizes[0] == sizes[1] > sizes[2] > 0
+    assert sizes[0] <= 0.9 * quick_gpu.free_bytes - (256 << 20), "nothing for graphs"
 
 
-def test_on_a_gpu_the_swap_space_is_pinned(monkeypatch):
-    made = []
-    monkeypatch.setattr(torch, "zeros", lambda shape, **options: made.append(options))
-    runner = object.__new__(ModelRunner)
-    runner.num_layers, runner.block_shape, runner.dtype = 2, (2, 1, 4, 8), torch.float16
-    runner.device = torch.device("cuda")
-    for device in (runner.device, torch.device("cpu")):
-        runner._make_pool(3, device)
-    assert [options["pin_memory"] for options in made] == [False, True]
+def test_a_small_gpu_is_told_what_to_do(tiny, engine):
+    with PretendedGpu(free_bytes=1 << 20, computes=False) as gpu:
+        message = message_of(lambda: engine(tiny, device="cuda", num_blocks=None))
+        assert "num_blocks must be at least" in message and "free some memory" in message
+        assert not gpu.graphs
 
 
-# --- what a decode step launches ---
-
-NO_LAUNCH = ("empty", "view", "reshape", "detach", "alias", "lift", "is_pinned")
-
-
-class Launches(TorchDispatchMode):
-    """Counts what would run on a GPU; a fused function counts as one kernel."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-        self.is_fused = False
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        result = function(*arguments, **(options or {}))
-        name = function._overloadpacket.__name__
-        is_view = function.is_view or any(part in name for part in NO_LAUNCH)
-        on_device = any(
-            isinstance(x, torch.Tensor) and x.is_meta for x in (*arguments, result)
-        )
-        if on_device and not is_view and not self.is_fused:
-            from_host = name == "copy_" and arguments[1].is_cpu
-            self.names.append("copy to the device" if from_host else name)
-        return result
-
-    def fused(self, function):
-        @wraps(function)
-        def run(*arguments):
-            self.is_fused = True
-            result = function.__wrapped__(*arguments)
-            self.is_fused = False
-            self.names.append(function.__name__)
-            return result
-
-        return run
+def test_an_old_gpu_is_told_what_to_use(tiny, engine):
+    with PretendedGpu(capability=(7, 5), computes=False):
+        for name in ("auto", "triton"):
+            message = message_of(lambda name=name: engine(
+                tiny, device="cuda", attention_backend=name))
+            assert "'torch'" in message and "capability 8.0" in message, message
+            assert "\n" not in message
+        llm = engine(tiny, device="cuda", attention_backend="torch", **OPTIONS)
+        assert serve(llm, requests(count=2))
 
 
-@pytest.fixture
-def launches(monkeypatch):
-    """`launches(llm)`: the engine's tensors have no contents from here on; what a
-    step launches is counted.
-    """
-    mode = Launches()
-
-    def watch(llm):
-        meta, runner = torch.device("meta"), llm.runner
-        for module, name in FUSIONS:
-            monkeypatch.setattr(module, name, mode.fused(getattr(module, name)))
-        runner.model.to(meta)
-        runner.kv_caches = runner.kv_caches.to(meta)
-        runner.last_tokens = runner.last_tokens.to(meta)
-        runner.device = runner.backend.device = meta
-        runner.staging = Staging(1 << 22, meta)
-        backend = runner.backend
-        backend.to_device = runner.staging.add
-        note = lambda kinds: mode.names.append(kinds[0])  # noqa: E731
-        backend.kernels = StubKernels(backend.kernels, note)
-        # The copy to the host, which a step ends with, needs contents.
-        output = namedtuple("Output", "token_ids")
-        monkeypatch.setattr(sampler, "SamplerOutput", output)
-        return mode
-
-    return watch
+def test_eager_means_that_nothing_is_compiled(tiny, engine, gpu):
+    llm = engine(tiny, device="cuda", enforce_eager=True, **OPTIONS)
+    serve(llm, requests(count=2))
+    assert not gpu.graphs
+    assert not gpu.compiled, f"{sorted({name for name, _ in gpu.compiled})} compiled"
 
 
-def decodes(count):
-    rows = list(range(count))
-    return ControlMessage(
-        token_ids=[-1] * count,
-        counts=[1] * count,
-        ends=[50 + row % 7 for row in rows],
-        rows=rows,
-        samples=rows,
-        sampled_rows=rows,
-    )
+def test_the_start_says_what_it_does(tiny, engine, quick_gpu, caplog):
+    with caplog.at_level(logging.INFO, "nanopaged"):
+        engine(tiny, device="cuda", **OPTIONS)
+    for what in ("weights", "first steps", "blocks", "CUDA graphs"):
+        assert what in caplog.text
 
 
-def test_a_decode_step_of_256_makes_one_copy_and_few_launches(
-    make_model, engine, launches
-):
-    """On `meta` tensors a wait for the device would raise, and so would a mix of
-    devices.
-    """
-    nodes = {}
-    for num_layers in (1, 3):
-        path = make_model("qwen3", num_hidden_layers=num_layers)
-        llm = engine(
-            path,
-            num_blocks=32,
-            max_model_len=64,
-            max_num_seqs=256,
-            max_num_batched_tokens=256,
-            attention_backend="triton",
-        )
-        mode = launches(llm)
-        recorded = []
+def test_every_graph_is_reset_before_an_engine_goes(tiny, engine, quick_gpu):
+    """Or else the end of NCCL's group would wait for it for good."""
+    from nanopaged import LLM
 
-        def record(run, recorded=recorded, mode=mode):
-            mode.names.clear()
-            states = run()
-            recorded.append(len(mode.names))
-            return partial(mode.names.append, "graph"), states
-
-        llm.runner.sampler.params["temperature"] = 0.6
-        llm.runner.sampler.params["top_p"] = 1
-        with mode:
-            llm.runner.capture_graphs(record)
-            mode.names.clear()
-            llm.runner.run(decodes(256))
-        nodes[num_layers] = recorded[0]  # of the largest graph
-        assert mode.names.count("copy to the device") == 1
-        assert len(mode.names) <= 8
-
-    per_layer = (nodes[3] - nodes[1]) // 2
-    # Four matrix products, two norms, one activation; rotation, attention, merge.
-    assert per_layer == 10
-    assert nodes[1] - per_layer <= 14
+    for forget in (LLM.shutdown, lambda llm: None):
+        llm = LLM(tiny, device="cuda", dtype="float32", num_blocks=64, **OPTIONS)
+        graphs, quick_gpu.graphs = quick_gpu.graphs, []
+        assert graphs and not any(graph.is_reset for graph in graphs)
+        forget(llm)
+        del llm
+        gc.collect()
+        assert all(graph.is_reset for graph in graphs)
 
 
-def test_min_tokens_excludes_tokens_of_all_samples_at_once(llama, engine, launches):
-    """A list as an index, and a number as a value, would be copied for each of them,
-    and waited for.
-    """
-    llm = engine(
-        llama,
-        max_num_seqs=8,
-        max_num_batched_tokens=16,
-        attention_backend="triton",
-    )
-    mode = launches(llm)
-    params = llm.runner.sampler.params
-    params["min_len"] = 1000
-    for row in range(8):
-        params["stop_token_ids"][row] = [3, 7]
-    with mode:
-        llm.runner.run(decodes(8))
-    assert mode.names.count("copy to the device") == 1
-    assert mode.names.count("index_put_") == 2  # the other one: into last_tokens
-    assert "scalar_tensor" not in mode.names
+# -- Nothing is compiled while serving -------------------------------------------------
+
+def count_variants(calls):
+    """How many graphs torch.compile has made after each of these calls."""
+    torch._dynamo.reset()
+    graphs, compiled, counts = [], {}, []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def build(x):
+        if hasattr(x, "stride"):
+            return torch.empty_strided(x.shape, x.stride, dtype=x.dtype).fill_(1)
+        return [build(y) for y in x] if isinstance(x, (list, tuple)) else x
+
+    with torch.inference_mode(), torch._dynamo.config.patch(recompile_limit=64):
+        for function, arguments in calls:
+            if function not in compiled:
+                compiled[function] = torch.compile(
+                    function, dynamic=True, backend=backend)
+            compiled[function](*build(arguments))
+            counts.append(len(graphs))
+    torch._dynamo.reset()
+    return counts
+
+
+@pytest.mark.parametrize("num_steps", [
+    80, pytest.param(1000, marks=pytest.mark.slow)])
+def test_serving_compiles_nothing_that_the_start_has_not(
+        make_model, engine, num_steps):
+    options = {"max_model_len": 120, "max_num_seqs": 17, "num_blocks": 24}
+    with PretendedGpu(computes=False) as gpu:
+        llm = engine(make_model("qwen3", seed=3), device="cuda",
+                     max_num_batched_tokens=64, **options)
+        at_start, num_at_start = {*gpu.kernel_keys}, len(gpu.compiled)
+        assert {name for name, _ in gpu.compiled} == {
+            "add_norm", "silu_mul", "norm_rotate", "draw_tokens"}
+        for _ in random_steps(llm, num_steps):
+            pass
+    assert counters(llm)["preemptions_recompute"] > 0
+    new = {*gpu.kernel_keys} - at_start
+    assert not new, f"Triton compiles {sorted(new)[0]} while the engine serves"
+    counts = count_variants(list(gpu.compiled.values()))
+    assert counts[-1] == counts[num_at_start - 1], "a function is compiled once more"
+    assert counts[-1] <= 2 * 4, "each for one token, and for more"
+
+
+# -- What a step costs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0, 0.6])
+def test_a_decode_step_of_qwen3_launches_no_more_than_before(
+        make_model, engine, quick_gpu, temperature):
+    """28 layers, in bfloat16, with small matrices. Compiled functions count as one."""
+    gpu, path = quick_gpu, make_model("qwen3", num_hidden_layers=28, seed=3)
+    llm = engine(path, device="cuda", dtype="bfloat16", **OPTIONS)
+    nodes = Counter(name for name, _ in gpu.graphs[0].operations)
+    limit = 28 * 11 + 23
+    assert sum(nodes.values()) <= limit, f"a graph has more nodes than {limit}: {nodes}"
+
+    params = SamplingParams(temperature=temperature, max_tokens=9, ignore_eos=True)
+    for _ in range(5):
+        llm.add_request([1, 2, 3], params)
+    for _ in range(3):
+        llm.step()
+    gpu.launches.clear(), gpu.waits.clear()
+    before = gpu.copies
+    llm.step()
+    copies, launches = gpu.copies - before, gpu.launches
+    limits = (2, 11) if temperature else (1, 6)
+    assert copies <= limits[0], f"{copies} copies to the device"
+    assert len(launches) <= limits[1], f"more launches: {launches}"
+    assert launches[0] == "graph"
+    assert gpu.waits == ["an event"], f"the host waits for {gpu.waits}"
+    assert gpu.copies_to_host
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+def test_nothing_waits_but_the_reading_of_tokens(tiny, engine, gpu):
+    """Whatever is sampled; only log-probabilities, and so beams, are read at once."""
+    llm = engine(tiny, device="cuda", num_blocks=14, preemption_mode="swap",
+                 **OPTIONS)
+    plain = [(prompt, params) for prompt, params in requests(count=12)
+             if isinstance(params, SamplingParams) and params.logprobs is None]
+    gpu.waits.clear()
+    serve(llm, plain + [([1, 2], SamplingParams(
+        top_p=0.9, top_k=5, min_p=0.1, min_tokens=3, stop_token_ids=[5, 6]))])
+    assert {*gpu.waits} == {"an event"}
+    assert len(gpu.waits) <= llm.stats().steps
+
+
+# -- Compiled ahead of time ------------------------------------------------------------
+
+COMPILE = """
+import json, re, subprocess, sys, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nanopaged import kernels
+
+def tool(knob, *words):
+    result = subprocess.run([knob.path, *words], capture_output=True, text=True)
+    return result.stdout + result.stderr
+
+for arch, name, kinds, options in json.load(open(sys.argv[1])):
+    kernel = getattr(kernels, name)
+    pairs = list(zip(kernel.arg_names, kinds))
+    signature = {arg: kind for arg, (kind, _) in pairs}
+    constants = {arg: value for arg, (kind, value) in pairs if kind == "constexpr"}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, (_, (kind, value))
+                  in enumerate(pairs) if kind != "constexpr" and value == "D"}
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32),
+                              options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = tool(triton.knobs.nvidia.cuobjdump, "-res-usage", file.name)
+        registers, stack, local = (int(re.search(rf"{what}:(\\d+)", usage)[1])
+                                   for what in ("REG", "STACK", "LOCAL"))
+    print(json.dumps([registers, stack + local, compiled.metadata.shared]))
+"""
+# What a program may have, and a multiprocessor has, in KiB.
+SHARED_MEMORY = {80: (163, 164), 90: (227, 228), 100: (227, 228)}
+QUICK = [(90, (16, 8, 128), "bfloat16")]
+THOROUGH = [(arch, heads, dtype) for arch in SHARED_MEMORY for heads, dtype in (
+    ((16, 8, 128), "bfloat16"), ((14, 2, 64), "float16"), ((32, 32, 80), "bfloat16"),
+    ((32, 32, 96), "bfloat16"), ((8, 1, 256), "bfloat16"), ((4, 2, 128), "float32"))]
+
+
+@pytest.mark.parametrize("cases", [
+    QUICK, pytest.param(THOROUGH, marks=pytest.mark.slow)], ids=["quick", "thorough"])
+def test_kernels_compile_for_gpus_and_fit_into_them(
+        make_model, engine, cases, tmp_path):
+    """As the engine launches them; what decodes run spills no registers."""
+    jobs = []
+    for arch, heads, dtype in cases:
+        sizes = dict(zip(("num_attention_heads", "num_key_value_heads", "head_dim"),
+                         heads, strict=True))
+        path = make_model("qwen3", **(QWEN3 | sizes | {
+            "hidden_size": 64, "intermediate_size": 64, "vocab_size": 160,
+            "num_hidden_layers": 1, "max_position_embeddings": 256}))
+        with PretendedGpu(computes=False) as gpu:
+            engine(path, device="cuda", dtype=dtype, block_size=16, max_model_len=64,
+                   max_num_seqs=4, max_num_batched_tokens=64)
+        for jit, _, kinds, options in gpu.kernel_keys.values():
+            jobs.append((arch, jit.__name__, kinds, options))
+    assert {name for _, name, *_ in jobs} == {
+        "store", "copy_blocks", "paged_attention", "merge_parts"}
+    (tmp_path / "jobs").write_text(json.dumps(jobs))
+    lines = run_python("-c", COMPILE, str(tmp_path / "jobs"), TRITON_INTERPRET=None)
+    for job, line in zip(jobs, lines.splitlines(), strict=True):
+        arch, name, kinds, options = job
+        registers, spills, shared = json.loads(line)
+        print(job, registers, spills, shared)
+        most, whole = SHARED_MEMORY[arch]
+        assert shared <= most << 10, job
+        is_chunk = options.get("num_warps") == 8
+        assert spills == 0 or is_chunk or ["*fp32", "D"] in kinds[:1], job
+        if name == "paged_attention" and kinds[0][0] == "*bf16" and (
+                ["constexpr", 128] in kinds[-5:]) and not is_chunk:
+            num_programs = 2 if arch == 80 else 3
+            assert num_programs * 128 * registers <= 64 << 10, job
+            assert num_programs * (shared + 1024) <= whole << 10, job
+
+
+INDUCTOR = '''
+import inspect, re
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import patch
+import torch
+from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from nanopaged import model, sampler
+
+H200 = SimpleNamespace(
+    name="H200", major=9, minor=0, multi_processor_count=132, warp_size=32,
+    regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024, total_memory=141 << 30, gcnArchName="",
+    shared_memory_per_block=48 << 10, shared_memory_per_block_optin=227 << 10,
+    shared_memory_per_multiprocessor=228 << 10, L2_cache_size=50 << 20)
+driver.set_active(SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0, is_active=lambda: True))
+
+def show(function, shapes, *rest):
+    with FakeTensorMode():
+        tensors = [torch.empty(shape, dtype=dtype, device="cuda")
+                   for shape, dtype in shapes]
+    function = inspect.unwrap(function)
+    traced = make_fx(lambda *xs: function(*xs, *rest), select_decomp_table(),
+                     "fake")(*tensors)
+    graph = GraphLowering(traced)
+    with V.set_graph_handler(graph), V.set_debug_handler(DebugContext()):
+        graph.run(*tensors)
+        code = graph.codegen()[0]
+    launches = re.findall(r"triton_[0-9a-z_]+[.]run[(]", code.value)
+    print("launches", function.__name__, len(launches))
+
+with ExitStack() as stack:
+    properties = staticmethod(lambda *_: H200)
+    for place in (CudaInterface, CudaInterface.Worker, torch.cuda):
+        stack.enter_context(patch.object(place, "get_device_properties", properties))
+    for name, value in (("current_device", 0), ("get_device_capability", (9, 0)),
+                        ("is_available", True), ("device_count", 1)):
+        stack.enter_context(patch.object(torch.cuda, name, lambda *_, v=value: v))
+    half, full = torch.bfloat16, torch.float32
+    x = (256, 1024), half
+    show(model.silu_mul, [((256, 6144), half)])
+    show(model.add_norm, [x, x, ((1024,), half)], 1e-6)
+    for size in (151_936, 128_256, 50_257, 32_000):
+        for rows in (1, 2, 256):
+            numbers = (rows, 1), full
+            show(sampler.draw_tokens, [((rows, size), half), numbers, numbers])
+'''
+
+
+@pytest.mark.slow
+def test_inductor_makes_few_kernels_of_each_function():
+    """The code that it would run on an H200, by size of the vocabulary and rows."""
+    shown = run_python("-c", INDUCTOR, TRITON_INTERPRET=None)
+    launches = re.findall(r"^launches (\w+) (\d+)$", shown, re.M)
+    assert launches == [("silu_mul", "1"), ("add_norm", "1")] + 12 * [
+        ("draw_tokens", "3")]

@@ -1,275 +1,146 @@
-"""From logits to tokens: each piece against slow Python, and each row by itself.
+"""From logits to tokens: each row against slow arithmetic, and each row by itself.
 
-What a row draws depends only on its logits, seed and position. So a batch is compared
-with its rows one by one, frequencies with the softmax, and random numbers with
-splitmix64 on Python's ints.
+What a row draws depends on its logits, its seed and its position. So a batch is
+compared with its rows one by one, frequencies with the softmax in float64, and single
+numbers with the sum of the probabilities that they must exceed.
 """
 
 import itertools
 import math
+import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from helpers import chi_square, floats, new_group
 from nanopaged import SamplingParams
-from nanopaged.sampler import Sampler, lowest_kept, uniform
+from nanopaged.sampler import RESOLUTION, draw_tokens, find, sample
 
-MASK = 2**64 - 1
 INF = math.inf
+PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
+LOGITS = torch.tensor([PROBS]).log()
 
 
-def make_sampler(*requests, prompt=(1, 2, 3), stop=()):
-    """A sampler whose row i holds request i, a pair of seed and SamplingParams."""
-    sampler = Sampler(len(requests))
-    for row, (seed, params) in enumerate(requests):
-        stops = {*stop, *(params.stop_token_ids or ())}
-        group = new_group(prompt, params, stops)
-        group.seed = seed
-        group.sequences[0].row = row
-        sampler.set_row(group.sequences[0])
-    return sampler
+def sequence(params, seed=0, position=3, stop=(), index=0):
+    """A sequence that gets its token at this position, after a prompt of 3 tokens."""
+    group = new_group([1, 2, 3], params, stop, 100)
+    group.seed = seed
+    group.sequences[index].num_computed_tokens = position
+    return group.sequences[index]
 
 
-def sample(sampler, logits, rows=None, positions=None):
-    """The token of every row; the logits are not modified."""
-    rows = np.arange(len(logits)) if rows is None else np.array(rows)
-    positions = np.full(len(rows), 3) if positions is None else np.array(positions)
-    return sampler.sample(logits.clone(), sampler.plan(rows, positions)).read()
+def random_logits(*shape, seed=0, scale=1.0):
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# --- random numbers ---
+def tokens_at(logits, seqs):
+    """The tokens of one row of logits for all these sequences."""
+    return sample(logits.expand(len(seqs), -1), seqs).read()
 
 
-def splitmix64(seed, position):
-    """Output `position` (from 0) of splitmix64 from the state `seed`, in 23 bits."""
-    z = (seed + position * 0x9E3779B97F4A7C15) & MASK
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
-    return ((z ^ (z >> 31)) >> 41) / 2**23
+def expected_probs(logits, params):
+    """The probabilities of one row's tokens by their definition, in float64."""
+    scaled = logits.double() / params.temperature
+    top = scaled.sort(descending=True).values[: params.top_k or None]
+    probs = top.softmax(-1)
+    before = probs.cumsum(-1) - probs  # of the more likely ones
+    stays = (before < params.top_p) & (probs >= params.min_p * probs[0])
+    return scaled.masked_fill(scaled < top[stays].min(), -INF).softmax(-1)
 
 
-def draw(pairs):
-    seeds, positions = zip(*pairs, strict=True)
-    return uniform(np.array(seeds, np.uint64), np.array(positions, np.int64))
+def check_frequencies(tokens, probs):
+    """Pearson's test, at five standard deviations of its statistic."""
+    degrees = int((probs > 0).sum()) - 1
+    statistic = chi_square(np.bincount(tokens, minlength=len(probs)), probs)
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees)
 
 
-def test_the_generator_is_splitmix64():
-    # The published test vector: the state 1234567 and its first outputs.
-    for position, output in ((1, 6457827717110365317), (2, 3203168211198807973)):
-        assert splitmix64(1234567, position) == (output >> 41) / 2**23
-        assert draw([(1234567, position)]).item() == (output >> 41) / 2**23
+# -- Which tokens, and how often -------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 2**63 - 1), st.integers(0, 2**20)), min_size=1)
-)
-def test_a_random_number_depends_on_seed_and_position_only(pairs):
-    numbers = draw(pairs)
-    assert numbers.dtype == np.float32
-    assert numbers.tolist() == [splitmix64(*pair) for pair in pairs]
-    assert numbers.tolist() == [draw([pair]).item() for pair in pairs]
-
-
-def test_random_numbers_have_23_bits_and_fill_the_interval():
-    numbers = draw(itertools.product(range(300), range(300)))
-    scaled = numbers.astype(np.float64) * 2**23
-    assert (scaled == scaled.astype(np.int64)).all()
-    assert 0 <= numbers.min() < 1e-4
-    assert 1 - 1e-4 < numbers.max() <= 1 - 2**-23
-
-    counts = np.histogram(numbers, 100, (0, 1))[0]
-    assert abs(counts - 900).max() < 6 * 30  # six standard deviations
-
-    # Neighbours in seed or position are uncorrelated.
-    grid = numbers.reshape(300, 300) - 0.5
-    for shifted in (grid[1:] * grid[:-1], grid[:, 1:] * grid[:, :-1]):
-        assert abs(shifted.mean()) < 6 / 12 / 300
-
-
-@given(st.floats(2**-20, 2**20, width=32))
-def test_the_largest_random_number_times_a_sum_is_below_the_sum(total):
-    assert np.float32(1 - 2**-23) * np.float32(total) < np.float32(total)
-
-
-# --- top-k, top-p, min-p ---
-
-
-def column(value, dtype=torch.float32):
-    return torch.tensor([[value]], dtype=dtype)
-
-
-def kept(logits, top_k=0, top_p=1.0, min_p=0.0):
-    rows = torch.tensor([logits], dtype=torch.float32)
-    most = top_k if top_k > 0 else len(logits)
-    limits = column(top_k, torch.int64), column(top_p), column(min_p)
-    lowest = lowest_kept(rows, most, column(1.0), *limits)
-    return (rows >= lowest)[0].nonzero()[:, 0].tolist()
-
-
-LOGITS = [math.log(p) for p in (0.1, 0.4, 0.05, 0.25, 0.2)]
-
-
-@pytest.mark.parametrize(
-    ("limits", "tokens"),
-    [
-        ({}, [0, 1, 2, 3, 4]),
-        ({"top_k": -1}, [0, 1, 2, 3, 4]),
-        ({"top_k": 1}, [1]),
-        ({"top_k": 3}, [1, 3, 4]),
-        ({"top_k": 5}, [0, 1, 2, 3, 4]),
-        ({"top_k": 99}, [0, 1, 2, 3, 4]),
-        ({"top_p": 1e-9}, [1]),
-        ({"top_p": 0.39}, [1]),
-        ({"top_p": 0.41}, [1, 3]),  # 0.4 is not enough: the token that crosses it stays
-        ({"top_p": 0.64}, [1, 3]),
-        ({"top_p": 0.66}, [1, 3, 4]),
-        ({"top_p": 0.96}, [0, 1, 2, 3, 4]),
-        ({"min_p": 1.0}, [1]),
-        ({"min_p": 0.51}, [1, 3]),
-        ({"min_p": 0.49}, [1, 3, 4]),
-        ({"min_p": 0.24}, [0, 1, 3, 4]),
-        # After top-k 0.4 of 0.85 is 0.47, so two tokens are enough for top-p.
-        ({"top_k": 3, "top_p": 0.7}, [1, 3]),
-        ({"top_k": 3, "top_p": 0.77}, [1, 3, 4]),
-        ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, [1, 3, 4]),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("limits", "tokens"), [
+    ({}, {0, 1, 2, 3, 4}),
+    ({"top_k": 1}, {1}), ({"top_k": 3}, {1, 3, 4}), ({"top_k": 99}, {0, 1, 2, 3, 4}),
+    ({"top_p": 1e-6}, {1}), ({"top_p": 0.39}, {1}),
+    ({"top_p": 0.41}, {1, 3}),  # 0.4 is not enough: the token that crosses it stays
+    ({"top_p": 0.66}, {1, 3, 4}), ({"top_p": 0.96}, {0, 1, 2, 3, 4}),
+    ({"min_p": 1.0}, {1}), ({"min_p": 0.51}, {1, 3}), ({"min_p": 0.24}, {0, 1, 3, 4}),
+    # After top-k 0.4 of 0.85 is 0.47, so two tokens are enough for top-p.
+    ({"top_k": 3, "top_p": 0.7}, {1, 3}), ({"top_k": 3, "top_p": 0.77}, {1, 3, 4}),
+    ({"top_k": 4, "top_p": 0.99, "min_p": 0.3}, {1, 3, 4}),
+    # Temperature comes first: 0.16 / 0.275 is 0.58.
+    ({"temperature": 0.5, "top_p": 0.57}, {1}),
+    ({"temperature": 0.5, "min_p": 0.3}, {1, 3})], ids=str)
 def test_the_likely_tokens_are_kept(limits, tokens):
-    assert kept(LOGITS, **limits) == tokens
-
-
-@settings(max_examples=400, deadline=None)
-@given(
-    logits=st.one_of(
-        st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=40),  # ties
-        st.lists(st.floats(-20, 20, width=32), min_size=1, max_size=40),
-    ),
-    top_k=st.integers(-1, 45),
-    top_p=st.one_of(st.just(1.0), st.floats(2**-6, 1, width=32)),
-    min_p=st.one_of(st.just(0.0), st.floats(0, 1, width=32)),
-)
-def test_what_is_kept_follows_the_definition(logits, top_k, top_p, min_p):
-    values = sorted(logits, reverse=True)[: top_k if top_k > 0 else None]
-    weights = [math.exp(value - values[0]) for value in values]
-    probs = [weight / math.fsum(weights) for weight in weights]
-    before = [math.fsum(probs[:i]) for i in range(len(probs))]
-    expected = [
-        value
-        for value, prob, total in zip(values, probs, before, strict=True)
-        if total < top_p and prob >= min_p * probs[0]
-    ]
-    # Where float32 cannot tell, either answer is right.
-    assume(all(abs(total - top_p) > 1e-5 for total in before))
-    assume(
-        min_p in (0, 1) or all(abs(prob - min_p * probs[0]) > 1e-6 for prob in probs)
-    )
-    found = sorted(
-        (logits[token] for token in kept(logits, top_k, top_p, min_p)), reverse=True
-    )
-
-    assert found[: len(expected)] == expected
-    # Equally likely tokens may stay together.
-    assert set(found[len(expected) :]) <= {expected[-1]}
-
-
-def test_every_row_is_restricted_by_its_own_limits():
-    logits = torch.tensor([LOGITS] * 5)
-    top_k = torch.tensor([[0], [2], [5], [1], [3]])
-    # The last: 0.65 / 0.85 reaches it.
-    top_p = torch.tensor([[0.5], [1.0], [1.0], [0.9], [0.75]])
-    min_p = torch.tensor([[0.0], [0.0], [0.3], [0.0], [0.0]])
-    ones = torch.ones(5, 1)
-    lowest = lowest_kept(logits, logits.shape[1], ones, top_k, top_p, min_p)
-    tokens = [row.nonzero()[:, 0].tolist() for row in logits >= lowest]
-
-    assert tokens == [[1, 3], [1, 3], [1, 3, 4], [1], [1, 3]]
-
-
-# --- drawing ---
-
-
-@pytest.mark.parametrize(
-    ("limits", "probs"),
-    [
-        ({}, [0.1, 0.4, 0.05, 0.25, 0.2]),
-        ({"temperature": 0.5}, [p * p / 0.275 for p in (0.1, 0.4, 0.05, 0.25, 0.2)]),
-        ({"top_k": 2}, [0, 0.4 / 0.65, 0, 0.25 / 0.65, 0]),
-        ({"top_p": 0.8}, [0, 0.4 / 0.85, 0, 0.25 / 0.85, 0.2 / 0.85]),
-        ({"min_p": 0.2}, [0.1 / 0.95, 0.4 / 0.95, 0, 0.25 / 0.95, 0.2 / 0.95]),
-    ],
-    ids=str,
-)
-def test_frequencies_match_the_probabilities(limits, probs):
-    count = 20_000
-    logits = torch.tensor([LOGITS]).expand(count, -1)
-    sampler = make_sampler((5, SamplingParams(**limits)))
-    over_positions = sample(
-        sampler, logits, np.zeros(count, np.int64), np.arange(count)
-    )
     params = SamplingParams(**limits)
-    sampler = make_sampler(*((seed, params) for seed in range(count)))
-
-    over_seeds = sample(sampler, logits)
-    for tokens in (over_positions, over_seeds):
-        counts = np.bincount(tokens, minlength=5).tolist()
-        assert chi_square(counts, probs) < 30  # p < 1e-5 for 4 degrees of freedom
+    drawn = tokens_at(LOGITS, [sequence(params, seed) for seed in range(400)])
+    assert set(drawn) == tokens
+    assert set(expected_probs(LOGITS[0], params).nonzero()[:, 0].tolist()) == tokens
 
 
-def test_the_token_is_the_first_whose_cumulative_probability_exceeds_the_number():
-    sampler = make_sampler((77, SamplingParams()))
-    logits = torch.tensor([LOGITS])
-    probs = [0.1, 0.4, 0.05, 0.25, 0.2]
-    for position in range(300):
-        total = np.cumsum(probs)
-        u = splitmix64(77, position)
-        assert min(abs(total - u)) > 1e-6, "too close for float32"
-        assert sample(sampler, logits, [0], [position]) == [int((total > u).argmax())]
+@pytest.mark.parametrize("limits", [
+    {}, {"temperature": 0.6}, {"temperature": 3.0}, {"top_k": 40}, {"top_p": 0.7},
+    {"min_p": 0.2}, {"top_k": 100, "top_p": 0.8, "min_p": 0.1, "temperature": 1.3}],
+    ids=str)
+def test_frequencies_are_the_probabilities(limits):
+    """Of many seeds at one position, and of many positions with one seed."""
+    logits, params = random_logits(1, 300), SamplingParams(**limits)
+    probs, count = expected_probs(logits[0], params), 3000
+    rng = random.Random(1)
+    seqs = [sequence(params, rng.getrandbits(63)) for _ in range(count)]
+    check_frequencies(tokens_at(logits, seqs), probs)
+    seqs = [sequence(params, 2**63 - 1, position) for position in range(count)]
+    check_frequencies(tokens_at(logits, seqs), probs)
 
 
-@pytest.mark.parametrize("number", [0.0, 2**-23, 0.5, 1 - 2**-23])
-def test_a_token_of_probability_0_is_never_drawn(number, monkeypatch):
-    numbers = np.full(1, number, np.float32)
-    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seeds, positions: numbers)
-    sampler = make_sampler((1, SamplingParams()))
-    for places in ([0], [3], [6], [2, 4]):
-        logits = torch.full((1, 7), -INF)
-        logits[:, places] = 0.0
-        assert sample(sampler, logits) == [places[0] if number < 0.5 else places[-1]]
+def test_the_draws_of_neighbours_are_independent():
+    """Of seeds, positions and continuations of one prompt: all pairs are likely."""
+    params, count = SamplingParams(n=2), 3000
+
+    def draw(seed=0, position=0, index=0):
+        return np.array(tokens_at(LOGITS, [
+            sequence(params, seed + i, position + i % 100, (), index)
+            for i in range(count)]))
+
+    probs = torch.tensor(PROBS).outer(torch.tensor(PROBS)).flatten()
+    first = draw()
+    for other in (draw(seed=1), draw(position=1), draw(index=1)):
+        check_frequencies(5 * first + other, probs)
 
 
-def first_above(probs, number):
-    """The token by its definition, in float64, and how near the number is to a sum."""
-    sums = probs.double().cumsum(-1)
-    sums /= sums[-1].item()
-    distance = (sums - number).abs().min().item()
-    return int((sums > number).nonzero()[0]), distance
+@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1000])
+def test_a_number_draws_the_first_token_whose_sum_exceeds_it(vocab_size):
+    logits = random_logits(1, vocab_size, scale=3)
+    numbers = torch.linspace(0, 1 - RESOLUTION, 1001, dtype=torch.float64)[:, None]
+    drawn = draw_tokens(logits.expand(1001, -1), torch.full((1001, 1), 0.8), numbers)
+    sums = (logits[0].double() / 0.8).softmax(-1).cumsum(-1)
+    for number, token in zip(numbers, drawn.tolist(), strict=True):
+        exact = int((sums > number).byte().argmax())
+        assert token == exact or (sums - number).abs().min() < 1e-6
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1024])
-def test_a_token_of_any_group_is_found(vocab_size):
-    generator = torch.Generator().manual_seed(vocab_size)
-    logits = 3 * torch.randn(1, vocab_size, generator=generator)
-    sampler = make_sampler((7, SamplingParams(temperature=0.8)))
-    positions = range(500)
-    tokens = sample(sampler, logits.expand(500, -1), [0] * 500, positions)
+@pytest.mark.parametrize("distance", [1, 100, 150])  # in one group of 128, or not
+def test_very_unlikely_tokens_can_be_drawn(distance):
+    """By about one number of 2**31: first, between two others, and last."""
+    rarely = -30.5 * math.log(2)
+    for row, start in [([rarely, 0.0], 0.0), ([0.0, rarely, 0.0], 0.5 - 4 * RESOLUTION),
+                       ([0.0, rarely], 1 - 8 * RESOLUTION)]:
+        logits = torch.full((1, 400), -INF)
+        logits[0, : len(row) * distance : distance] = torch.tensor(row)
+        numbers = start + RESOLUTION * torch.arange(8).double()[:, None]
+        drawn = draw_tokens(logits.expand(8, -1), torch.ones(8, 1), numbers).tolist()
+        assert 1 <= drawn.count(row.index(rarely) * distance) <= 3
 
-    probs = (logits[0] / 0.8).softmax(-1)
-    for position, token in zip(positions, tokens, strict=True):
-        expected, distance = first_above(probs, splitmix64(7, position))
-        assert token == expected or distance < 1e-6
+
+# -- Tokens that cannot be -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("noise", [-1e-6, 1e-6])
-@pytest.mark.parametrize("number", [0.0, 0.5, 1 - 2**-23])
-def test_sums_that_are_rounded_badly_let_no_excluded_token_through(
-    noise, number, monkeypatch
-):
-    """As on a GPU, where a sum may shrink, or grow where a probability is 0."""
+@pytest.mark.parametrize("noise", [0, -1e-12, 1e-12])
+def test_no_number_draws_an_excluded_token(noise, monkeypatch):
+    """Even if sums are rounded as on a GPU: they may shrink, or grow where a
+    probability is 0.
+    """
     exact = torch.Tensor.cumsum
 
     def rough(self, dim, **options):
@@ -277,187 +148,158 @@ def test_sums_that_are_rounded_badly_let_no_excluded_token_through(
         return sums * (1 + noise * (torch.arange(sums.shape[dim]) % 3))
 
     monkeypatch.setattr(torch.Tensor, "cumsum", rough)
-    monkeypatch.setattr(torch.Tensor, "cumsum_", rough)
-    numbers = np.full(1, number, np.float32)
-    monkeypatch.setattr("nanopaged.sampler.uniform", lambda seeds, positions: numbers)
-    sampler = make_sampler((1, SamplingParams()))
+    numbers = torch.tensor(
+        [[0.0], [RESOLUTION], [0.5], [1 - RESOLUTION]], dtype=torch.float64)
     for place in range(0, 1000, 37):
-        logits = torch.full((1, 1000), -INF)
+        logits = torch.full((4, 1000), -INF)
         logits[:, [place, (place * 7 + 200) % 1000]] = 0.0
-        (token,) = sample(sampler, logits)
-        assert logits[0, token] == 0
+        drawn = draw_tokens(logits, torch.ones(4, 1), numbers)
+        assert (logits.gather(1, drawn[:, None]) == 0).all()
+    weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0]]).expand(4, -1)
+    index, rest = find(weights, numbers)
+    assert index.flatten().tolist() == [1, 1, 3, 3] and 0 <= min(rest) <= max(rest) < 1
 
 
-# --- logits that allow no token ---
+def test_tied_tokens_stay_or_go_together():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0, -INF]])
+    most = {0, 1, 2, 4}
+    for limits, tokens in [
+            ({"top_k": 2}, most), ({"top_p": 0.5}, most), ({"min_p": 0.3}, most),
+            ({"min_p": 0.4}, {1}), ({"top_k": 1}, {1}), ({"top_k": 6}, most | {3})]:
+        seqs = [sequence(SamplingParams(**limits), seed) for seed in range(300)]
+        assert set(tokens_at(logits, seqs)) == tokens
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=0),
-        SamplingParams(),
-        SamplingParams(top_p=0.9, top_k=4, logprobs=2),
-        SamplingParams(temperature=0, logprobs=0),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("broken", ["one NaN", "all NaN", "nothing left"])
-def test_a_row_without_a_token_fails_alone(broken, params):
-    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0))
-    sampler = make_sampler(*[(seed, params) for seed in range(3)])
-    expected = sample(sampler, logits)
-
-    if broken == "one NaN":
-        logits[1, 290] = torch.nan
-    else:
-        logits[1] = torch.nan if broken == "all NaN" else -INF
-    output = sampler.sample(logits, sampler.plan(np.arange(3), np.full(3, 3)))
-
-    assert output.read() == [expected[0], -1, expected[2]]
-    has_logprobs = [] if params.logprobs is None else [0, 2]
-    assert list(output.logprobs) == has_logprobs
-
-
-def test_temperature_0_takes_the_most_likely():
-    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
-    for temperature in (0, 1e-6):
-        sampler = make_sampler(
-            *[(s, SamplingParams(temperature=temperature)) for s in range(50)]
-        )
-        assert sample(sampler, logits) == logits.argmax(-1).tolist()
-
-
-@pytest.mark.parametrize(
-    "limits", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}], ids=str
-)
-def test_the_tightest_limits_keep_the_most_likely(limits):
-    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(1))
-    sampler = make_sampler(*[(s, SamplingParams(**limits)) for s in range(50)])
-    assert sample(sampler, logits) == logits.argmax(-1).tolist()
-
-
-def test_extreme_logits_and_temperatures_draw_valid_tokens():
-    for scale, temperature in itertools.product(
-        (1e-30, 1.0, 1e4, 1e30), (1e-5, 1e-3, 1.0, 1e6)
-    ):
-        logits = scale * torch.randn(20, 30, generator=torch.Generator().manual_seed(2))
-        params = [
-            SamplingParams(temperature=temperature, **limits)
-            for limits in ({}, {"top_p": 0.5}, {"top_k": 7}, {"min_p": 0.1})
-        ]
-        sampler = make_sampler(*[(s, params[s % 4]) for s in range(20)])
-        assert all(0 <= token < 30 for token in sample(sampler, logits))
-
-
-# --- rows by themselves ---
-
-
-params_strategy = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from([0, 1e-6, 0.3, 1.0, 1.0, 2.5]),
-    top_k=st.sampled_from([0, -1, 1, 2, 3, 7, 20, 500]),
-    top_p=st.sampled_from([1.0, 1.0, 0.95, 0.6, 0.1]),
-    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5]),
-    logprobs=st.sampled_from([None, None, 0, 3]),
-    min_tokens=st.sampled_from([0, 0, 2]),
-)
-
-
-# The number of distinct logits: few make many ties, as bfloat16 does.
-@pytest.mark.parametrize("levels", [3, 20, 10**6])
-@settings(max_examples=100, deadline=None)
-@given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 2**63 - 1), params_strategy), min_size=2, max_size=8
-    ),
-    vocab_size=st.sampled_from([20, 160, 1000]),
-    seed=st.integers(0, 10**6),
-)
-def test_a_row_draws_the_same_in_any_batch(levels, requests, vocab_size, seed):
-    rng = np.random.default_rng(seed)
-    values = rng.integers(0, levels, (len(requests), vocab_size)) * (12 / levels)
-    logits = torch.from_numpy(values.astype(np.float32))
-    sampler = make_sampler(*requests, stop=(0, 5))
-    rows = rng.permutation(len(requests))
-    positions = rng.integers(3, 8, len(requests))
-
-    together = sampler.sample(logits.clone(), sampler.plan(rows, positions))
-    for i in range(len(requests)):
-        plan = sampler.plan(rows[i : i + 1], positions[i : i + 1])
-        alone = sampler.sample(logits[i : i + 1].clone(), plan)
-        assert alone.token_ids[0] == together.token_ids[i]
-        assert alone.logprobs.get(0) == together.logprobs.get(i)
-
-
-def test_a_reused_row_forgets_its_first_request():
-    strict = SamplingParams(
-        top_k=1, top_p=0.1, min_p=0.9, logprobs=2, min_tokens=5, stop_token_ids=[1]
-    )
-    used = make_sampler((9, strict))
-    fresh = make_sampler((4, SamplingParams()))
-    group = new_group([1, 2, 3], SamplingParams())
-    group.seed = 4
-    group.sequences[0].row = 0
-    used.set_row(group.sequences[0])
-    logits = torch.zeros(200, 50)
-    rows = np.zeros(200, np.int64)
-    positions = np.arange(200)
-
-    assert sample(used, logits, rows, positions) == sample(
-        fresh, logits, rows, positions
-    )
-    assert used.sample(logits, used.plan(rows, positions)).logprobs == {}
-
-
-# --- min_tokens ---
+@pytest.mark.parametrize("broken", [torch.nan, INF, -INF], ids=str)
+@pytest.mark.parametrize("where", [290, slice(None)], ids=str)
+def test_a_row_without_probabilities_gets_a_token_and_touches_no_other(broken, where):
+    params = [SamplingParams(**fields) for fields in (
+        {"temperature": 0}, {}, {"top_k": 4, "top_p": 0.9}, {"min_p": 0.1},
+        {"logprobs": 2, "temperature": 0.5}, {"logprobs": 0, "temperature": 0})]
+    seqs = [sequence(p, seed) for seed, p in enumerate(params * 3)]
+    logits = random_logits(len(seqs), 300)
+    right = sample(logits, seqs)
+    logits[6:12, where] = broken
+    output = sample(logits, seqs)
+    assert all(0 <= token < 300 for token in output.read())
+    for row in [*range(6), *range(12, 18)]:
+        assert output.read()[row] == right.read()[row]
+        assert output.logprobs.get(row) == right.logprobs.get(row)
 
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_no_stop_token_comes_before_min_tokens(temperature):
-    params = SamplingParams(temperature=temperature, min_tokens=4, stop_token_ids=[2])
-    sampler = make_sampler(
-        (1, params), (1, SamplingParams(temperature=temperature)), stop=(1,)
-    )
-    logits = torch.tensor([[0.0, 30.0, 20.0, 10.0]]).repeat(2, 1)
-    # After a prompt of 3: the first new token is at position 3.
-    for position in range(3, 12):
-        first, second = sample(sampler, logits, [0, 1], [position] * 2)
-        assert first == (3 if position < 3 + 4 else 1)
-        assert second == 1  # the other row may stop at once
+    params = [SamplingParams(temperature=temperature, min_tokens=n) for n in (4, 0)]
+    logits = torch.tensor([[0.0, 60.0, 40.0, 20.0]]).expand(2, -1)
+    for position in range(3, 12):  # the first new token is at 3, after a prompt of 3
+        seqs = [sequence(p, 1, position, stop={1, 2}) for p in params]
+        assert sample(logits, seqs).read() == [3 if position < 3 + 4 else 1, 1]
 
 
-# --- log-probabilities ---
+def test_a_request_may_stop_at_every_token_and_have_min_tokens():
+    """Then there is nothing to choose from: it gets a valid token, others their own."""
+    params = SamplingParams(min_tokens=9, logprobs=1)
+    seqs = [sequence(params, 1, stop=range(300)), sequence(SamplingParams(), 2)]
+    logits = random_logits(2, 300)
+    first, *others = sample(logits, seqs).read()
+    assert 0 <= first < 300 and others == sample(logits[1:], seqs[1:]).read()
 
 
-def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token():
-    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(3))
-    expected = logits.log_softmax(-1)
+# -- The most likely token -------------------------------------------------------------
 
-    sampler = make_sampler(
-        (0, SamplingParams(logprobs=3, temperature=0.2, top_k=2)),
-        (1, SamplingParams()),
-        (2, SamplingParams(logprobs=0, temperature=3.0)),
-        (3, SamplingParams(logprobs=9, temperature=0, min_tokens=1)),
-        stop=(int(logits[3].argmax()),),
-    )
-    for position in range(3, 40):
-        out = sampler.sample(
-            logits.clone(), sampler.plan(np.arange(4), np.full(4, position))
-        )
-        assert list(out.logprobs) == [0, 2, 3]
+
+@pytest.mark.parametrize("limits", [
+    {"temperature": 0}, {"temperature": 1e-6}, {"top_k": 1}, {"top_p": 1e-6},
+    {"min_p": 1.0}, {"temperature": 1e-5}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_and_the_tightest_limits_take_the_most_likely_token(limits, dtype):
+    logits = random_logits(50, 301).to(dtype)
+    logits[range(50), range(0, 300, 6)] = 9.0  # clearly
+    seqs = [sequence(SamplingParams(**limits), seed) for seed in range(50)]
+    assert sample(logits, seqs).read() == logits.argmax(-1).tolist()
+
+
+def test_extreme_logits_and_temperatures_draw_possible_tokens():
+    limits = [{}, {"top_p": 0.5}, {"top_k": 7}, {"min_p": 0.1}] * 5
+    for scale, heat in itertools.product((1e-30, 1, 1e30), (1e-5, 1e-3, 1.0, 1e30)):
+        logits = random_logits(20, 130, scale=scale)
+        logits[:, ::2] = -INF
+        seqs = [sequence(SamplingParams(temperature=heat, **limits[i]), i)
+                for i in range(20)]
+        assert all(token % 2 for token in sample(logits, seqs).read())
+
+
+# -- Rows by themselves ----------------------------------------------------------------
+
+
+def draw_sequence(rng):
+    """Greedy, limited or unlimited; the last two as often as not in one batch."""
+    limits = {"top_k": [0, 1, 2, 7, 500], "top_p": [1.0, 0.95, 0.6, 0.1],
+              "min_p": [0.0, 0.05, 0.5]}
+    chosen = {name: rng.choice(values) for name, values in limits.items()
+              if rng.random() < 0.3}
+    params = SamplingParams(
+        temperature=rng.choice([0, 1e-6, 0.3, 1.0, 2.5]), n=2,
+        logprobs=rng.choice([None, None, 0, 3]), min_tokens=rng.choice([0, 2]),
+        **chosen)
+    return sequence(params, rng.getrandbits(63), rng.randrange(3, 9), (0, 5),
+                    rng.randrange(2))
+
+
+@pytest.mark.parametrize("levels", [3, 20, 10**6])  # few make ties, as bfloat16 does
+def test_a_row_draws_the_same_in_any_batch_and_within_its_limits(levels):
+    rng = random.Random(levels)
+    for _ in range(60):
+        seqs = [draw_sequence(rng) for _ in range(rng.randrange(2, 9))]
+        shape = len(seqs), rng.choice([20, 160, 1000])
+        values = np.random.default_rng(rng.randrange(99)).integers(0, levels, shape)
+        logits = torch.from_numpy(12 / levels * values).float()
+        before = logits.clone()
+        output = sample(logits, seqs)
+        assert torch.equal(logits, before), "it changed its input"
+        for i, (seq, token) in enumerate(zip(seqs, output.read(), strict=True)):
+            alone = sample(logits[i : i + 1], [seq])
+            assert alone.read() == [token], seq.group.params
+            assert alone.logprobs.get(0) == output.logprobs.get(i)
+            allowed = logits[i].clone()
+            if seq.num_computed_tokens < 5 and seq.group.params.min_tokens:
+                allowed[[0, 5]] = -INF
+            if seq.group.params.temperature > 1e-5:
+                allowed = expected_probs(allowed, seq.group.params).sign()
+            assert allowed[token] == allowed.max()
+
+
+def test_one_row_with_a_limit_is_limited_among_others_without():
+    logits = random_logits(300, 300)
+    for limits in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
+        params = [SamplingParams(), SamplingParams(**limits), SamplingParams()] * 100
+        tokens = sample(logits, [sequence(p, 9) for p in params]).read()
+        assert tokens[1::3] == logits.argmax(-1).tolist()[1::3]
+
+
+# -- Log-probabilities -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token(dtype):
+    logits = random_logits(4, 9, seed=3).to(dtype)
+    expected = logits.float().log_softmax(-1)
+    best = int(logits[3].argmax())
+    for position in range(3, 23):
+        seqs = [sequence(SamplingParams(**fields), i, position, stop={best})
+                for i, fields in enumerate((
+                    {"logprobs": 3, "temperature": 0.2, "top_k": 2}, {},
+                    {"logprobs": 0, "temperature": 3.0},
+                    {"logprobs": 99, "max_tokens": 50, "min_tokens": 50}))]
+        output = sample(logits, seqs)
+        assert list(output.logprobs) == [0, 2, 3]
         for row, count in ((0, 3), (2, 0), (3, 9)):
-            token = int(out.token_ids[row])
-            named = {*expected[row].topk(count).indices.tolist(), token}
-            assert out.logprobs[row].keys() == named
-            assert next(iter(out.logprobs[row])) == token
-            for other, logprob in floats(out.logprobs[row]).items():
+            token, found = output.read()[row], output.logprobs[row]
+            likely = expected[row].topk(count).indices.tolist()
+            assert next(iter(found)) == token and set(found) == {token, *likely}
+            for other, logprob in floats(found).items():
                 assert logprob == pytest.approx(expected[row, other].item(), abs=1e-6)
-
-
-def test_logits_in_half_precision_give_logprobs_in_full():
-    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(4)).bfloat16()
-    sampler = make_sampler((0, SamplingParams(logprobs=2)))
-    out = sampler.sample(logits.clone(), sampler.plan(np.arange(1), np.array([3])))
-    expected = logits.float().log_softmax(-1)[0]
-    for token, logprob in floats(out.logprobs[0]).items():
-        assert logprob == pytest.approx(expected[token].item(), abs=1e-6)
+                higher = int((expected[row] > expected[row, other]).sum())
+                ties = int((expected[row] == expected[row, other]).sum())
+                assert higher < found[other].rank <= higher + ties
+        assert best in output.logprobs[3] and output.read()[3] != best

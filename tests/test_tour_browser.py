@@ -1,293 +1,245 @@
-"""The tour's page in a real browser: it checks itself, and these tests use it.
+"""The player in a real browser, with real clicks and keys.
 
-Without a Chromium they are skipped.
+The page can also check itself: "#check" in its address makes every player step through
+all frames, forward and back. Without a Chromium these tests are skipped.
 """
 
 import json
-import random
+import os
+import subprocess
+import sys
 
 import pytest
 
-from helpers import browse, greedy, text_of_element
+from helpers import find_browser, greedy
 from nanopaged.tour import trace
-from nanopaged.tour.page import assets, embed
+from nanopaged.tour.page import HEAD, assets
 from nanopaged.tour.showcase import showcase
 
 pytestmark = pytest.mark.browser
 
-LAPTOP, PHONE = (1280, 720), (390, 844)
+SIZES = {"laptop": (1280, 720), "phone": (420, 844)}
+# What one may click on in a player.
+PLACES = [".np-title", ".np-where", ".np-button", ".np-key:not([disabled])", "input",
+          ".np-text", ".np-panel", ".np-tables", ".np-entry", ".np-pools", ".np-cell",
+          ".np-sentences", ".np-event", ".np-kind", ".np-source", "pre"]
 HOSTILE = (
     "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; "
-    "\u202ekcab \u2066x \U0001f600 \u65e5\u672c\u8a9e"
-)
+    "\u202ekcab \u2066x \U0001f600 \u65e5\u672c\u8a9e")
+
+
+class Browser:
+    """A page in a headless Chromium, driven through its debugging pipe."""
+
+    def __init__(self, page, profile, fragment="", size=SIZES["laptop"]):
+        read_end, self.to_browser = os.pipe()
+        self.from_browser, write_end = os.pipe()
+        options = ["headless", "no-sandbox", "disable-gpu", "remote-debugging-pipe",
+                   "disable-background-networking", f"user-data-dir={profile}"]
+        # The browser reads from its file 3, and writes to its file 4.
+        start = (f"import os, sys; os.dup2({read_end}, 3); os.dup2({write_end}, 4); "
+                 "os.execv(sys.argv[1], sys.argv[1:])")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", start, find_browser(),
+             *(f"--{option}" for option in options)],
+            pass_fds=(read_end, write_end), stderr=subprocess.DEVNULL)
+        os.close(read_end)
+        os.close(write_end)
+        self.received, self.session, self.last_id = b"", {}, 0
+        self.events = []
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = {"sessionId": self.call(
+            "Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
+        self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1],
+                  deviceScaleFactor=1, mobile=False)
+        for domain in ("Page", "Runtime", "Network"):
+            self.call(f"{domain}.enable")
+        self.call("Page.navigate", url=page.resolve().as_uri() + fragment)
+        while not self.seen("Page.loadEventFired"):
+            self.read()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for pipe in (self.to_browser, self.from_browser):
+            os.close(pipe)
+        self.process.kill()
+        self.process.wait()
+
+    def read(self):
+        """The next message, which ends with a zero byte."""
+        while b"\0" not in self.received:
+            piece = os.read(self.from_browser, 1 << 16)
+            assert piece, "the browser has ended"
+            self.received += piece
+        text, _, self.received = self.received.partition(b"\0")
+        message = json.loads(text)
+        if "method" in message:
+            self.events.append(message)
+        return message
+
+    def call(self, method, **params):
+        self.last_id += 1
+        message = {"id": self.last_id, "method": method, "params": params}
+        os.write(self.to_browser, json.dumps(message | self.session).encode() + b"\0")
+        while True:
+            answer = self.read()
+            if answer.get("id") == self.last_id:
+                return answer["result"]
+
+    def seen(self, method):
+        return [event["params"] for event in self.events if event["method"] == method]
+
+    def run(self, script):
+        """What the script returns, through JSON."""
+        answer = self.call("Runtime.evaluate", returnByValue=True, awaitPromise=True,
+                           expression=f"(async () => {{ {script} }})()")
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
+
+    def press(self, *keys):
+        for key in keys:
+            for kind in ("keyDown", "keyUp"):
+                self.call("Input.dispatchKeyEvent", type=kind, key=key)
+
+    def click(self, player, selector):
+        """Click into the first such element of a player; False if there is none."""
+        place = self.run(
+            f"const found = document.querySelector('#{player} {selector}');"
+            "if (!found?.checkVisibility()) return null;"
+            "found.scrollIntoView({block: 'center', inline: 'center'});"
+            "const {x, y, width, height} = found.getBoundingClientRect();"
+            "return [x + Math.min(width / 2, 40), y + Math.min(height / 2, 200)]")
+        for kind in ("mousePressed", "mouseReleased") if place else ():
+            self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1],
+                      button="left", clickCount=1)
+        return place is not None
+
+    def text(self, selector):
+        return self.run(f"return document.querySelector('{selector}').textContent")
+
+    def check_is_quiet(self):
+        """There was no error, and nothing but the page was requested."""
+        assert self.seen("Runtime.exceptionThrown") == []
+        urls = [params["request"]["url"]
+                for params in self.seen("Network.requestWillBeSent")]
+        assert [url for url in urls if not url.startswith("data:")] == urls[:1]
+
+
+def check_all_players(browser):
+    """Every player steps by keys, wherever one clicks into it, and fits on the screen.
+    """
+    players = browser.run("return [...document.querySelectorAll('.np-player')]"
+                          ".map(player => player.id)")
+    for player in players:
+        clicked = 0
+        for place in PLACES:
+            if browser.click(player, place):
+                clicked += 1
+                browser.press("Home", "ArrowRight", "ArrowRight", "ArrowLeft")
+                frame = f"return document.querySelector('#{player} input').value"
+                assert browser.run(frame) == "1", f"a click on {place} in {player}"
+        assert clicked >= len(PLACES) - 3  # some places are empty in some runs
+        keys = browser.text(f"#{player} .np-keys")
+        assert all(key in keys for key in ("\u2190 \u2192", "space", "Home", "End"))
+    wide = browser.run("return document.documentElement.scrollWidth - innerWidth")
+    assert wide <= 0
+    browser.check_is_quiet()
+    return players
+
+
+@pytest.fixture
+def open_page(tmp_path):
+    opened = []
+
+    def open_page(page, fragment="", size=SIZES["laptop"]):
+        profile = tmp_path / f"profile-{len(opened)}"
+        opened.append(Browser(page, profile, fragment, size).__enter__())
+        return opened[-1]
+
+    yield open_page
+    for browser in opened:
+        browser.__exit__()
 
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """The page of the run in which everything happens."""
-    path = tmp_path_factory.mktemp("tour") / "showcase.html"
-    showcase(path)
-    return path
+    """A page with two players of the run in which everything happens."""
+    run = showcase()
+    players = run.player("one") + run.player("two", opens_at=3)
+    page = tmp_path_factory.mktemp("tour") / "shown.html"
+    head = HEAD.format(title="Two players") + assets()
+    page.write_text(f"{head}</head><body>{players}</body>", "utf-8")
+    return page
 
 
-def use(page, script, **options):
-    """Run a script in a copy of the page; returns what it returns, through JSON."""
-    call = (
-        "<script>addEventListener('DOMContentLoaded', async () => {\n"
-        "const player = document.querySelector('.np-player');\n"
-        "const press = key => document.body.dispatchEvent("
-        "new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));\n"
-        "const label = one => one.getAttribute('aria-label') ?? one.textContent;\n"
-        "const button = name => [...document.querySelectorAll('button')].find("
-        "one => label(one).startsWith(name));\n"
-        "const where = () => document.querySelector('.np-where').innerText;\n"
-        f"const result = await (async () => {{ {script} }})();\n"
-        "const place = document.createElement('pre');\n"
-        "place.id = 'result';\n"
-        "place.textContent = JSON.stringify(result);\n"
-        "document.body.append(place);\n"
-        "});</script></body>"
-    )
-    copy = page.with_name("used.html")
-    copy.write_text(page.read_text("utf-8").replace("</body>", call), "utf-8")
-    return json.loads(text_of_element(browse(copy, **options), "result"))
+def check_itself(browser):
+    found = json.loads(browser.text("#np-check"))
+    assert found["errors"] == found["requests"] == []
+    return found["players"]
 
 
-def check(page):
-    """What the page finds when it checks itself, for its only player."""
-    found = json.loads(text_of_element(browse(page, "#check"), "np-check"))
-    assert found["errors"] == []
-    assert found["requests"] == []
-    (player,) = found["players"]
-    return player
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_keys_step_after_a_click_anywhere_in_a_player(shown, open_page, size):
+    assert check_all_players(open_page(shown, size=size)) == ["one", "two"]
 
 
-def test_every_frame_counts_right_and_folds_back(shown):
-    result = check(shown)
-    assert result["frames"] > 40
-    assert result["failures"] == []
+def test_every_frame_counts_right_and_folds_back(shown, open_page):
+    wrong = shown.with_name("wrong.html")
+    text = shown.read_text("utf-8").replace('"refs":3', '"refs":4', 1)
+    wrong.write_text(text, "utf-8")
+    right = [player["failures"] for player in check_itself(open_page(shown, "#check"))]
+    assert right == [[], []]
+    [failures, _] = [player["failures"] for player in check_itself(
+        open_page(wrong, "#check"))]
+    assert "references and has" in failures[0]
 
 
-def test_the_check_sees_a_wrong_count(shown):
-    text = shown.read_text("utf-8")
-    wrong = text.replace('"refs":3', '"refs":4', 1)
-    assert wrong != text
-    page = shown.with_name("wrong.html")
-    page.write_text(wrong, "utf-8")
-    assert "references and has" in check(page)["failures"][0]
+def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
+        shown, open_page):
+    browser = open_page(shown, "#one=2")
+    steps = ("return [...document.querySelectorAll('.np-where strong')]"
+             ".map(one => one.textContent)")
+    assert browser.run(steps) == ["Step 2", "Step 3"]
+    browser.click("two", ".np-title")
+    browser.press("Home")
+    assert browser.run(steps) == ["Step 2", "Step 0"]
+    browser.press(" ")  # it plays until one presses space again
+    browser.run("await new Promise(done => setTimeout(done, 3000))")
+    browser.press(" ")
+    assert browser.run("return location.hash") in ("#two=1-scheduled", "#two=1-updated")
 
 
-def long_run(llm, path, num_requests, num_tokens):
-    rng = random.Random(0)
-    prompts = [
-        [rng.randrange(160) for _ in range(rng.randrange(5, 40))]
-        for _ in range(num_requests)
-    ]
-    with trace(llm, path):
-        llm.generate(prompts, greedy(num_tokens), use_tqdm=False)
+def test_blocks_light_up_wherever_they_are_and_events_have_their_source(
+        shown, open_page):
+    browser = open_page(shown, "#one=5")
+    assert "nanopaged/" in browser.text(".np-source .np-file")
+    assert browser.text("[aria-live]") == ""
+    browser.click("one", '[data-block="7"].np-cell')
+    lit = browser.run("return [...document.querySelectorAll('#one .np-lit')]"
+                      ".map(one => one.dataset.block)")
+    assert len(lit) >= 8 and set(lit) == {"7"}
+    assert browser.text(".np-detail").startswith("Block 7: 7 references, of 1.0, 1.1")
+    browser.press("ArrowDown")
+    assert browser.text(".np-detail").startswith("Block 8:")
+    browser.press("ArrowRight")  # what happened is also said
+    assert browser.text("[aria-live]").startswith("Step 5, updated.")
 
 
-def assert_smooth(page):
-    """A frame changes in less than a screen's 16 ms: in the best of three attempts."""
-    for _ in range(3):
-        result = check(page)
-        assert result["failures"] == []
-        if result["median_ms"] < 16:
-            return
-    raise AssertionError(result)
-
-
-@pytest.mark.slow
-def test_32_requests_of_200_tokens_are_played_smoothly(llama, engine, tmp_path):
-    llm = engine(llama, block_size=16, num_blocks=600, max_model_len=256)
-    long_run(llm, tmp_path / "run.html", 32, 200)
-    assert_smooth(tmp_path / "run.html")
-
-
-@pytest.mark.slow
-def test_1000_requests_of_100_tokens_are_played_smoothly(llama, engine, tmp_path):
-    llm = engine(llama, block_size=16, num_blocks=2000, max_model_len=256)
-    long_run(llm, tmp_path / "run.html", 1000, 100)
-    assert_smooth(tmp_path / "run.html")
-
-
-# --- text ---
-
-
-def test_a_hostile_prompt_is_shown_as_text(text_model, engine, tmp_path):
+def test_hostile_text_is_shown_as_text(text_model, engine, tmp_path, open_page):
     llm = engine(text_model, block_size=16, max_model_len=160)
     page = tmp_path / "run.html"
     with trace(llm, page, title=HOSTILE):
         llm.generate([HOSTILE], greedy(8), use_tqdm=False)
-    result = use(
-        page,
-        "press('End');"
-        "return {text: document.querySelector('.np-text').textContent,"
-        " title: document.querySelector('.np-title').textContent,"
-        " images: document.images.length,"
-        " scripts: document.scripts.length}",
-    )
+    browser = open_page(page, "#check")
+    [player] = check_itself(browser)
+    assert player["failures"] == []
     expected = HOSTILE
     for code in ("202E", "2066"):
         expected = expected.replace(chr(int(code, 16)), f"\u2039U+{code}\u203a")
-    assert result["title"] == expected
-    assert result["text"].endswith(expected[-60:])
-    assert result["images"] == 0 and result["scripts"] == 3  # data, player, this one
-    assert "</script><script>alert(1)</script>" in result["text"]
-    assert check(page)["failures"] == []
-
-
-def test_half_characters_and_half_surrogates_are_shown(llama, engine, tmp_path):
-    page = tmp_path / "run.html"
-    with trace(engine(llama), page) as run:
-        run.llm.generate([[1, 2, 3]], greedy(1), use_tqdm=False)
-    run.pieces.texts |= {1: "\ufffd", 2: "\ud83d", 3: "\u0000"}
-    run.save(page)
-    script = (
-        "press('ArrowRight'); return document.querySelector('.np-text').textContent"
-    )
-    assert use(page, script) == "\ufffd\u2039U+D83D\u203a\u2039U+0000\u203a"
-
-
-# --- use ---
-
-
-def test_a_link_leads_to_a_step(shown):
-    for fragment, text in [
-        ("#step=7", "Step 7 of 28 \u00b7 scheduled"),
-        ("#step=7-updated", "Step 7 of 28 \u00b7 updated"),
-        ("#step=99", "Step 0 of 28 \u00b7 before the run"),
-        ("", "Step 0 of 28 \u00b7 before the run"),
-    ]:
-        found = use(shown, "return where()", fragment=fragment)
-        assert found.startswith(text), fragment
-
-
-def test_keys_step_play_and_leave_a_link(shown):
-    result = use(
-        shown,
-        "press('ArrowRight'); press('ArrowRight');"
-        "const second = [where(), location.hash];"
-        "press('ArrowLeft'); const first = location.hash;"
-        "press('End'); const last = location.hash; press('ArrowRight');"
-        "const same = location.hash; press('Home'); press(' ');"
-        "await new Promise(done => setTimeout(done, 3000)); press(' ');"
-        "return {second, first, last, same, played: where()}",
-    )
-    assert result["second"][0].startswith("Step 1 of 28 \u00b7 scheduled")
-    assert result["second"][1] == "#step=1-scheduled"
-    assert result["first"] == "#step=0-begin"
-    assert result["last"] == result["same"] == "#step=28-updated"
-    assert result["played"].startswith("Step 2 of 28 \u00b7 scheduled")  # three frames
-
-
-def test_a_block_lights_up_wherever_it_is(shown):
-    result = use(
-        shown,
-        "const cell = document.querySelector('.np-cell[data-block=\"7\"]');"
-        "cell.dispatchEvent(new PointerEvent('pointerover', {bubbles: true}));"
-        "const lit = [...document.querySelectorAll('.np-lit')];"
-        "const detail = document.querySelector('.np-detail').textContent;"
-        "cell.focus(); press('ArrowRight');"
-        "return {blocks: lit.map(one => one.dataset.block), detail}",
-        fragment="#step=5",
-    )
-    assert len(result["blocks"]) >= 8 and set(result["blocks"]) == {"7"}
-    assert result["detail"].startswith("Block 7: 7 references, of 1.0, 1.1, 1.2, 2.0")
-
-
-def test_an_event_comes_with_its_source(shown):
-    result = use(
-        shown,
-        "const text = () => document.querySelector('.np-source').innerText;"
-        "const first = text(); button('admission').click();"
-        "return {first, second: text(),"
-        " live: document.querySelector('[aria-live]').textContent,"
-        " marked: document.querySelector('.np-source mark').textContent}",
-        fragment="#step=5",
-    )
-    assert "BlockManager.match_prefix" in result["first"] or (
-        "Scheduler._admit" in result["first"]
-    )
-    assert "nanopaged/scheduler.py" in result["second"]
-    assert "manager.allocate(leader, prefix)" in result["marked"]
-
-
-def test_stepping_is_narrated(shown):
-    script = (
-        "press('ArrowRight'); press('ArrowRight');"
-        "return document.querySelector('[aria-live]').textContent"
-    )
-    text = use(shown, script)
-    assert text.startswith(
-        "Step 1, scheduled. Request 0 is admitted: sequence 0.0 gets"
-    )
-    assert "#" not in text
-
-
-def test_the_legend_leads_to_the_next_event_of_a_kind(shown):
-    script = (
-        "button('swap in').click(); const kinds = [...document.querySelectorAll("
-        "'.np-kind')].map(one => one.textContent); return kinds"
-    )
-    assert "swap in" in use(shown, script)
-
-
-def test_all_controls_have_names_and_all_ids_are_unique(shown):
-    result = use(
-        shown,
-        "const controls = [...document.querySelectorAll('button, select, input')];"
-        "const name = one => one.getAttribute('aria-label') || one.textContent.trim();"
-        "const ids = [...document.querySelectorAll('[id]')].map(one => one.id);"
-        "return {nameless: controls.filter(one => !name(one)).length,"
-        " doubles: ids.length - new Set(ids).size}",
-        fragment="#step=8",
-    )
-    assert result == {"nameless": 0, "doubles": 0}
-
-
-@pytest.mark.parametrize("size", [LAPTOP, PHONE], ids=["laptop", "phone"])
-def test_nothing_is_wider_than_the_screen(shown, size):
-    script = "return [document.documentElement.scrollWidth, innerWidth]"
-    content, screen = use(shown, script, fragment="#step=8", size=size)
-    assert content <= screen
-
-
-def test_several_players_share_a_page_and_move_on_their_own(llama, engine, tmp_path):
-    llm = engine(llama)
-    players = []
-    for name in ("one", "two"):
-        with trace(llm, title=name) as run:
-            llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
-        players.append(embed(run, name))
-    page = tmp_path / "both.html"
-    page.write_text(f"<body>{assets()}{''.join(players)}</body>", "utf-8")
-    result = use(
-        page,
-        "const [one, two] = document.querySelectorAll('.np-player');"
-        "const places = () => [one, two].map(player => "
-        "player.querySelector('input[type=range]').value);"
-        "press('ArrowRight'); const before = places();"
-        "two.querySelector('button').dispatchEvent("
-        "new KeyboardEvent('keydown', {key: 'ArrowRight', bubbles: true}));"
-        "return [before, places(), location.hash]",
-        fragment="#one=2",
-    )
-    assert result[0] == ["4", "2"]  # by the link; the first frame with content
-    assert result[1] == ["4", "3"]
-    assert result[2] == "#two=1-updated"
-
-
-def test_an_embedded_player_opens_where_the_page_asks_or_something_runs(
-    llama, engine, tmp_path
-):
-    with trace(engine(llama)) as run:
-        run.llm.generate([[1, 2, 3]], greedy(3), use_tqdm=False)
-    page = tmp_path / "both.html"
-    players = embed(run, "one") + embed(run, "two", opens_at=3)
-    page.write_text(f"<body>{assets()}{players}</body>", "utf-8")
-    script = (
-        "return [...document.querySelectorAll('.np-where strong')].map("
-        "one => one.textContent)"
-    )
-    assert use(page, script) == ["Step 1", "Step 3"]
+    assert browser.text(".np-title") == expected
+    browser.press("End")
+    assert browser.text(".np-text").endswith(expected[-60:])
+    assert browser.run("return document.images.length") == 0
+    browser.check_is_quiet()

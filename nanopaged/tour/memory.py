@@ -104,14 +104,10 @@ def serve_paged(
     position.
     """
     num_blocks = SLOTS // block_size
-    config: Any = EngineConfig(
-        block_size=block_size,  # type: ignore[arg-type]
-        max_num_seqs=4096,  # memory is the limit
-        preemption_mode="recompute" if width == 1 else "swap",
-    )
-    manager = BlockManager(
-        num_blocks, block_size, enable_prefix_caching=False, num_swap_blocks=num_blocks
-    )
+    # Groups are swapped, as their sequences share blocks; single ones are recomputed.
+    num_swap_blocks = num_blocks if width > 1 else 0
+    manager = BlockManager(num_blocks, block_size, False, num_swap_blocks)
+    config = EngineConfig(max_num_seqs=4096)  # memory is the limit
     scheduler = Scheduler(config, manager)
     queue = zip(count(), cycle(lengths))
     choices = [dict(list(tokens.items())[: 2 * width]) for tokens in likely or ()]

@@ -405,7 +405,8 @@ def preempted_runs() -> Values:
             f"{mode}_player": run.player_at(opens_at),
             f"{mode}_count": stats.preemptions_recompute + stats.preemptions_swap,
             f"{mode}_tokens": sum(sum(batch.counts) for batch in run.batches),
-            f"{mode}_moves": stats.blocks_swapped,
+            f"{mode}_moves": sum(len(batch.swaps_out + batch.swaps_in)
+                                 for batch in run.batches),
             f"{mode}_leaves": min(absent),
             f"{mode}_returns": max(absent) + 1,
         }

@@ -80,8 +80,8 @@ MUTANTS = [
         "Call a block by its number",
         Edit(
             "block_manager.py",
-            "return self.blocks[table[index - 1]].name, token_ids",
-            "return table[index - 1], token_ids",
+            "return self.blocks[table[index - 1]].name if index else salt, token_ids",
+            "return table[index - 1] if index else salt, token_ids",
         ),
         "tests/test_block_manager.py::"
         "test_twins_have_one_name_and_the_older_is_found_unless_it_is_free",

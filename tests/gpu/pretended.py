@@ -1,0 +1,423 @@
+"""A GPU that is only pretended, for tests of all the code that runs on a real one.
+
+Its tensors lie in the CPU's memory and say that they are on a GPU. Mixing them with
+others is an error, as it would be there, and so is all that would need a copy first.
+Whatever would be launched is noted: operations, Triton's kernels (in the interpreter),
+and compiled functions. A recorded graph repeats its operations on the same tensors.
+"""
+
+import ast
+import inspect
+import time
+from contextlib import ExitStack
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import eval_frame
+from torch.nn.attention.bias import CausalBias
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from nanopaged import kernels, model, sampler
+
+DEVICE = torch.device("cuda", 0)
+KERNELS = ("store", "copy_blocks", "paged_attention", "merge_parts")
+# What copies between devices, or asks for no elements.
+CROSSING = {"copy_", "to", "cpu", "__get__", "__set__", "is_pinned", "set_data"}
+WAITING = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__",
+           "nonzero", "masked_select", "equal", "allclose", "unique"}
+
+
+class Pinned(torch.Tensor):
+    """A tensor in pinned memory."""
+
+
+class Pretended(torch.Tensor):
+    """A tensor in the CPU's memory that says it is on a GPU."""
+
+    device = property(lambda self: DEVICE)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        options = options or {}
+        name = function.__name__
+        gpu = PretendedGpu.current
+        flat = tree_flatten((arguments, options))[0]
+        index = tree_flatten(arguments[1:2])[0] if "etitem__" in name else ()
+        if name in WAITING or any(
+                isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index):
+            gpu.wait(name)
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        # On a GPU, an index may be on the CPU, and so may a single number.
+        with torch._C.DisableTorchFunctionSubclass():
+            mixed = any(x.dim() and not isinstance(x, (Pretended, CausalBias))
+                        for x in tensors)
+        if mixed and "etitem__" not in name and name not in CROSSING:
+            raise RuntimeError(f"{name}: tensors are on several devices")
+        if any(isinstance(x, CausalBias) for x in tensors):
+            return on_gpu(function(*plain(arguments), **options))
+        if name == "copy_":
+            return gpu.copy(*arguments, **options)
+        if name in ("to", "cpu", "cuda"):
+            kind = "cpu" if name == "cpu" else kind_of((*arguments[1:],
+                                                        *options.values()))
+            if kind == "cpu":
+                gpu.copies_to_host += 1
+                if not options.get("non_blocking"):
+                    gpu.wait("a copy to the CPU")
+                return plain(arguments[0]).clone()
+            arguments, options = without_device(arguments, options)
+        with gpu.launching():
+            return super().__torch_function__(function, types, arguments, options)
+
+
+def tensors_of(x):
+    return [value for value in tree_flatten(x)[0] if isinstance(value, torch.Tensor)]
+
+
+def plain(x):
+    """The same tensors, or structures of them, as ordinary ones."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tree_map_only(
+            (Pretended, Pinned), lambda t: t.as_subclass(torch.Tensor), x)
+
+
+def on_gpu(x):
+    with torch._C.DisableTorchFunctionSubclass():
+        return tree_map_only(torch.Tensor, lambda t: t.as_subclass(Pretended), x)
+
+
+def kind_of(values):
+    """The kind of device that is among these arguments, or None."""
+    for value in values:
+        if isinstance(value, torch.device):
+            return value.type
+        if isinstance(value, str) and value.split(":")[0] in ("cpu", "cuda"):
+            return value.split(":")[0]
+        if isinstance(value, torch.Tensor) and not isinstance(value, Pretended):
+            continue
+    return None
+
+
+def without_device(arguments, options):
+    """The same arguments, for the CPU."""
+    cpu = torch.device("cpu")
+
+    def changed(value):
+        return cpu if kind_of([value]) == "cuda" else value
+
+    options = {key: changed(value) for key, value in options.items()}
+    if "pin_memory" in options:
+        options["pin_memory"] = False
+    return tuple(map(changed, arguments)), options
+
+
+class PretendedGpu(TorchFunctionMode):
+    """`with PretendedGpu() as gpu`: torch.cuda is there.
+
+    launches       names of what was launched, a recorded graph being one
+    waits          where the host waited for the device
+    copies         how many copies there were to the device
+    kernel_keys    what Triton would have compiled a kernel for, each once
+    compiled       calls of functions that torch.compile has seen: name, arguments
+    graphs         the recorded ones: lists of (name, what to repeat)
+    """
+
+    current = None
+
+    def __init__(self, capability=(9, 0), free_bytes=320 << 20, computes=True):
+        super().__init__()
+        self.capability, self.free_bytes = capability, free_bytes
+        self.computes = computes  # False: kernels leave their outputs as they are
+        self.launches, self.waits, self.graphs = [], [], []
+        self.copies = self.copies_to_host = 0
+        self.kernel_keys, self.compiled = {}, {}
+        self.depth, self.recording = 0, None
+        self.peak = 100 << 30  # of an engine that came before, until it is reset
+        self.operations = Operations(self)
+
+    def __enter__(self):
+        PretendedGpu.current = self
+        self.stack = ExitStack()
+        for name, value in self.functions().items():
+            self.stack.enter_context(patch.object(torch.cuda, name, value))
+        for module in (model, sampler):
+            for name in fused_functions(module):
+                function = inspect.unwrap(getattr(module, name))
+                self.stack.enter_context(
+                    patch.object(module, name, self.compile(function)))
+        for name in KERNELS:
+            kernel = Kernel(self, getattr(kernels, name))
+            self.stack.enter_context(patch.object(kernels, name, kernel))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.stack.close()
+
+    def functions(self):
+        """Those of torch.cuda that the engine calls."""
+        properties = SimpleNamespace(
+            multi_processor_count=1, name="a pretended GPU", total_memory=1 << 30)
+        gpu = self
+
+        class Event:
+            def __init__(self, **_):
+                self.record()
+
+            def record(self, *_):
+                self.time = time.perf_counter()
+                return self
+
+            def synchronize(self):
+                gpu.wait("an event")
+
+            def query(self):
+                return True
+
+            def elapsed_time(self, end):
+                return 1e3 * (end.time - self.time)
+
+        class Stream:
+            def record_event(self, *_):
+                return Event()
+
+            def wait_stream(self, *_):
+                pass
+
+            def synchronize(self):
+                gpu.wait("a stream")
+
+        class CUDAGraph:
+            def __init__(self):
+                self.operations, self.is_reset = [], False
+                gpu.graphs.append(self)
+
+            def replay(self):
+                assert not self.is_reset, "a graph that was reset"
+                gpu.launches.append("graph")
+                with torch.inference_mode():
+                    for _, repeat in self.operations:
+                        repeat()
+
+            def reset(self):
+                self.is_reset = True
+
+        class Recording:
+            def __init__(self, graph, pool=None, stream=None, **_):
+                self.graph = graph
+
+            def __enter__(self):
+                assert gpu.recording is None
+                gpu.recording = self.graph.operations
+
+            def __exit__(self, *_):
+                gpu.recording = None
+
+        def reset_peak(*_):
+            self.peak = 0
+
+        return {
+            "is_available": lambda: True, "device_count": lambda: 1,
+            "current_device": lambda: 0, "set_device": lambda _: None,
+            "get_device_name": lambda *_: properties.name,
+            "get_device_capability": lambda *_: self.capability,
+            "get_device_properties": lambda *_: properties,
+            "synchronize": lambda *_: self.wait("synchronize"),
+            "empty_cache": lambda: None, "reset_peak_memory_stats": reset_peak,
+            "memory_allocated": lambda *_: 0,
+            "max_memory_allocated": lambda *_: max(self.peak, 1000),
+            "mem_get_info": lambda *_: (self.free_bytes, self.free_bytes),
+            "graph_pool_handle": lambda: None, "Stream": Stream, "Event": Event,
+            "current_stream": lambda *_: Stream(), "CUDAGraph": CUDAGraph,
+            "graph": Recording}
+
+    # -- Tensors -----------------------------------------------------------------------
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        """What is made on the GPU, or copied there, is `Pretended`."""
+        options = options or {}
+        name = function.__name__
+        if name == "pin_memory":
+            return arguments[0].clone().as_subclass(Pinned)
+        named = (*arguments[1:], *options.values())
+        to_gpu = kind_of(named) == "cuda" and name not in ("__get__", "get_device")
+        pinned = options.get("pin_memory")
+        if to_gpu and isinstance(arguments[0] if arguments else None, Pretended):
+            return function(*arguments, **options)  # it is there already
+        if to_gpu or "pin_memory" in options:
+            arguments, options = without_device(arguments, options)
+        if not to_gpu:
+            result = function(*arguments, **options)
+            return result.as_subclass(Pinned) if pinned else result
+        if name in ("to", "tensor", "as_tensor"):
+            self.copies += 1
+            is_pinned = isinstance(arguments[0], Pinned)
+            if not (is_pinned and options.pop("non_blocking", False)):
+                self.wait("a copy of memory that is not pinned")
+            return on_gpu(function(*plain(arguments), **options).clone())
+        with self.launching():
+            return on_gpu(plain(function(*arguments, **options)))
+
+    def copy(self, target, source, non_blocking=False):
+        kinds = [isinstance(x, Pretended) for x in (target, source)]
+        if all(kinds) or not source.dim():
+            with self.launching():
+                plain(target).copy_(plain(source))
+            return target
+        self.copies += kinds[0]
+        self.copies_to_host += kinds[1]
+        other = source if kinds[0] else target
+        if not (non_blocking and isinstance(other, Pinned)):
+            self.wait("a copy of memory that is not pinned")
+        assert self.recording is None, "a copy from the host while a graph is recorded"
+        with torch._C.DisableTorchFunctionSubclass():
+            torch.Tensor.copy_(target, source)
+        return target
+
+    def wait(self, why):
+        if self.recording is not None:
+            raise RuntimeError(f"while a graph is recorded the host waits: {why}")
+        self.waits.append(why)
+
+    def launching(self):
+        return Launching(self)
+
+    def note(self, name, repeat):
+        """Something was launched."""
+        if self.recording is None:
+            self.launches.append(name)
+        else:
+            self.recording.append((name, repeat))
+
+    # -- Compiled functions ------------------------------------------------------------
+
+    def compile(self, function):
+        """A stand-in for a compiled function: one kernel, whose arguments are noted."""
+
+        def run(*arguments):
+            if eval_frame._stance.stance == "force_eager":
+                return function(*arguments)
+            name, shapes = function.__name__, tree_map(shape_of, arguments)
+            self.compiled.setdefault((name, str(shapes)), (function, shapes))
+
+            def call():
+                with torch._C.DisableTorchFunction():
+                    return function(*plain(arguments))
+
+            result = call()
+            outs = tensors_of(result)
+
+            def repeat():
+                for out, new in zip(outs, tensors_of(call()), strict=True):
+                    out.copy_(new)
+
+            self.note(name, repeat)
+            return on_gpu(result)
+
+        return run
+
+
+def fused_functions(module):
+    """The names of the functions that have the decorator `fused`."""
+    body = ast.parse(inspect.getsource(module)).body
+    return [node.name for node in body if isinstance(node, ast.FunctionDef)
+            and any("fused" in ast.unparse(x) for x in node.decorator_list)]
+
+
+def shape_of(x):
+    if isinstance(x, torch.Tensor):
+        x = plain(x)
+        return SimpleNamespace(shape=tuple(x.shape), stride=x.stride(), dtype=x.dtype)
+    return x
+
+
+class Launching:
+    """Operations in here run on the GPU."""
+
+    def __init__(self, gpu):
+        self.gpu = gpu
+
+    def __enter__(self):
+        self.gpu.depth += 1
+        if self.gpu.depth == 1:
+            self.gpu.operations.__enter__()
+
+    def __exit__(self, *error):
+        self.gpu.depth -= 1
+        if self.gpu.depth == 0:
+            self.gpu.operations.__exit__(*error)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the operations that run on the GPU, and can repeat them."""
+
+    def __init__(self, gpu):
+        super().__init__()
+        self.gpu = gpu
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        options = options or {}
+        result = function(*arguments, **options)
+        name = function._overloadpacket.__name__
+        if "empty" in name:
+            return result
+        outs = tensors_of(result)
+        storages = {x.untyped_storage()._cdata for x in tensors_of((arguments, options))}
+        is_view = all(x.untyped_storage()._cdata in storages for x in outs)
+        if is_view and not function._schema.is_mutable:
+            return result
+
+        def repeat():
+            with torch._C.DisableTorchFunctionSubclass():
+                new = tree_flatten(function(*arguments, **options))[0]
+                for out, value in zip(outs, new, strict=True):
+                    if out is not value:
+                        out.copy_(value)
+
+        self.gpu.note(name, repeat)
+        return result
+
+
+# -- Triton's kernels ------------------------------------------------------------------
+
+
+class Kernel:
+    """A kernel of Triton: notes what it would be compiled for, then interprets it."""
+
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def __init__(self, gpu, kernel):
+        self.gpu, self.kernel = gpu, kernel
+        options = inspect.signature(JITFunction).parameters
+        known = {key: value for key, value in kernel.kwargs.items() if key in options}
+        self.jit = JITFunction(kernel.fn, **known)
+        self.bind = create_function_from_signature(
+            self.jit.signature, self.jit.params, self.backend)
+
+    def __getitem__(self, grid):
+        grid = grid if isinstance(grid, tuple) else (grid,)
+
+        def launch(*arguments, **options):
+            values, kinds, others = self.bind(*arguments, **options)
+            key = self.jit.__name__, *kinds, *sorted(others.items())
+            self.gpu.kernel_keys.setdefault(str(key), (self.jit, values, kinds, others))
+            if not all(grid):
+                raise RuntimeError("invalid configuration: a grid of nothing")
+
+            def run():
+                if self.gpu.computes:
+                    with torch._C.DisableTorchFunction():
+                        self.kernel[grid](*plain(arguments), **plain(options))
+
+            run()
+            self.gpu.note(self.jit.__name__, run)
+
+        return launch

@@ -1,0 +1,143 @@
+"""A sliding window: transformers' tokens, and few blocks, however long a sequence is.
+
+    python sliding_window.py [number of random runs]
+"""
+
+import random
+import sys
+import tempfile
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, MistralConfig
+from transformers.utils import logging
+
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+
+logging.disable_progress_bar()
+WINDOW = 16
+NEAR_TIE = 1e-3  # closer than this, the order of a float32 sum could decide
+
+
+def write_model(folder):
+    """A random Mistral, whose weights are so large that it does not repeat itself."""
+    model = AutoModelForCausalLM.from_config(MistralConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=96,
+        max_position_embeddings=256, sliding_window=WINDOW, eos_token_id=None))
+    generator = torch.Generator().manual_seed(5)
+    for weight in model.parameters():
+        noise = torch.randn(weight.shape, generator=generator)
+        weight.data = 0.2 * noise + (weight.ndim == 1)
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+@torch.inference_mode()
+def reference_tokens(model, prompt, count):
+    """The tokens of transformers' `generate`, up to one that is nearly tied."""
+    ids = torch.tensor([prompt])
+    result = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True)
+    best = torch.stack(result.logits)[:, 0].topk(2).values
+    leads = (best[:, 0] - best[:, 1] < NEAR_TIE).tolist()
+    num_clear = [*leads, True].index(True)
+    return result.sequences[0, len(prompt) : len(prompt) + num_clear].tolist()
+
+
+def engine(folder, **options):
+    defaults = {"block_size": 4, "num_blocks": 300, "max_model_len": 200,
+                "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
+    return LLM(folder, **defaults | options)
+
+
+def watch_blocks(llm):
+    """A list of how many blocks are in use after each step."""
+    used = []
+    llm.observers.append(lambda phase, batch: used.append(llm.stats().blocks_used))
+    return used
+
+
+def check_tokens(folder, model, num_prompts):
+    """Greedy tokens equal transformers', by both backends, and chunk by chunk."""
+    rng = random.Random(1)
+    prompts = [rng.choices(range(96), k=length)
+               for length in (1, 15, 16, 17, 90, 130)[:num_prompts]]
+    expected = [reference_tokens(model, prompt, 60) for prompt in prompts]
+    num_compared = sum(map(len, expected))
+    assert num_compared > 30 * len(prompts)
+    for options in ({}, {"max_num_batched_tokens": 11}, {"attention_backend": "numba"}):
+        with engine(folder, **options) as llm:
+            params = SamplingParams(temperature=0, max_tokens=60)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        for output, tokens in zip(outputs, expected, strict=True):
+            found = output.outputs[0].token_ids[: len(tokens)]
+            assert found == tokens, (options, len(output.prompt_token_ids))
+    return num_compared
+
+
+def check_blocks(folder, model):
+    """A sequence may be longer than the pool: it holds two windows at most, and decodes
+    with one.
+    """
+    num_blocks = 2 * WINDOW // 4 + 2
+    llm = engine(folder, num_blocks=num_blocks)
+    prompt = random.Random(2).choices(range(96), k=120)
+    params = SamplingParams(temperature=0, max_tokens=70)
+    for _ in range(2):
+        used = watch_blocks(llm)
+        output = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+        assert len(output.token_ids) == 70
+        expected = reference_tokens(model, prompt, 70)
+        assert output.token_ids[: len(expected)] == expected
+        assert max(used) <= num_blocks
+        assert max(used[-90:]) <= WINDOW // 4 + 3, used
+    assert llm.stats().blocks_used == 0
+    return max(used[-90:])
+
+
+def width_of(params):
+    return params.beam_width if isinstance(params, BeamSearchParams) else params.n
+
+
+def check_run(folder, run, roomy):
+    """Beams, several answers, preemption and swap in a tiny pool: as in a roomy one."""
+    rng = random.Random(run)
+    requests = [
+        (rng.choices(range(96), k=rng.choice([3, 20, 50])),
+         BeamSearchParams(2, 36) if rng.random() < 0.2 else
+         SamplingParams(temperature=rng.choice([0, 0.8]), n=rng.choice([1, 3]),
+                        max_tokens=rng.randrange(1, 50), seed=run))
+        for _ in range(rng.randrange(2, 6))]
+    widest = max(width_of(params) for _, params in requests)
+    llm = engine(
+        folder, num_blocks=rng.randrange(10, 14) * widest,
+        max_num_batched_tokens=rng.choice([5, 20, 200]), max_model_len=120,
+        preemption_mode=rng.choice(["recompute", "swap"]))
+    prompts, params = map(list, zip(*requests, strict=True))
+    answers = [[[c.token_ids for c in output.outputs]
+                for output in served_by.generate(prompts, params, use_tqdm=False)]
+               for served_by in (llm, roomy)]
+    assert answers[0] == answers[1], f"run {run}"
+    stats, manager = llm.stats(), llm.block_manager
+    assert stats.blocks_used == 0
+    assert not any(block.ref_count for block in manager.blocks)
+    assert len(manager.free_swap_blocks) == len(manager.blocks) - manager.num_blocks
+    return stats.preemptions_recompute + stats.preemptions_swap
+
+
+def main(num_runs=8, num_prompts=6):
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(folder)
+        num_tokens = check_tokens(folder, model, num_prompts)
+        num_blocks = check_blocks(folder, model)
+        roomy = engine(folder, num_blocks=2000)
+        total = sum(check_run(folder, run, roomy) for run in range(num_runs))
+    print(f"A sliding window: {num_tokens} tokens of transformers, {num_blocks} blocks "
+          f"for a sequence of 48, and {num_runs} random runs with {total} preemptions "
+          "lost no token.")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

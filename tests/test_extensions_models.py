@@ -1,0 +1,72 @@
+"""Three of the extensions that people write first, each in a copy of the package.
+
+Decoders of transformers with our attention, a mixture of experts, and a server. The
+patches are in solutions/, and what proves them right are the scripts in its checks/.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+
+SOLUTIONS = Path(__file__).parent / "solutions"
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+            "--nproc-per-node", "2"]
+
+
+@pytest.fixture
+def check(tmp_path):
+    """`check(patch, name, ..)`: apply a patch of solutions/ to a copy of the package,
+    and run checks/name.py with it. Returns the change in code lines.
+    """
+
+    def run(patch, name, *arguments, python=()):
+        skip = shutil.ignore_patterns("tour")
+        shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=skip)
+        if patch:
+            file = SOLUTIONS / f"{patch}.patch"
+            subprocess.run(["git", "apply", file], cwd=tmp_path, check=True,
+                           env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)})
+        script = SOLUTIONS / "checks" / f"{name}.py"
+        result = subprocess.run(
+            [sys.executable, *python, script, *arguments], cwd=tmp_path, text=True,
+            env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+        assert result.returncode == 0, result.stdout[-4000:]
+        assert f"{name}: ok" in result.stdout
+
+    return run
+
+
+def test_a_decoder_of_transformers_gives_the_same_tokens(check):
+    check("any_decoder", "any_decoder", "granite")
+
+
+@pytest.mark.slow
+def test_decoders_of_transformers_give_the_same_tokens_or_are_refused(check):
+    check("any_decoder", "any_decoder")
+
+
+def test_a_mixture_of_experts_gives_the_same_tokens(check):
+    check("moe", "moe", "1")
+
+
+@pytest.mark.slow
+def test_all_kinds_of_routing_give_the_same_tokens(check):
+    check("moe", "moe")
+
+
+@pytest.mark.slow
+def test_ranks_share_every_expert(check):
+    check("moe", "moe", "1", python=TORCHRUN)
+
+
+def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):
+    for package in ("openai", "fastapi", "uvicorn"):
+        pytest.importorskip(package)
+    check(None, "server")

@@ -1,0 +1,426 @@
+"""What strikes in the middle of a step: Ctrl-C, the garbage collector, other threads,
+calls from observers and signal handlers, errors, numbers that are none.
+
+An engine that was interrupted serves as a fresh one does, or says that it is shut down.
+No request harms another one, and nothing of a request outlives it.
+
+Where a moment matters, it is chosen by a trace function that counts the lines of the
+package, so that it can be tried again. What has to end has a deadline.
+"""
+
+import gc
+import linecache
+import random
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from math import inf, nan
+from pathlib import Path
+
+import pytest
+
+import nanopaged
+from helpers import CPU, add_all, drain, first_tokens_of, generate, greedy, tokens_of
+from nanopaged import LLM, BeamSearchParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.sequence import SequenceGroup
+
+COUNT = 10
+SMALL = {"block_size": 4, "num_blocks": 26, "max_model_len": 64, "max_num_seqs": 8,
+         "max_num_batched_tokens": 16, "swap_space": 0.001} | CPU
+
+
+@pytest.fixture(scope="session")
+def work(llama, reference, draw_prompts):
+    """Prompts, two of which begin alike, and their tokens."""
+    prompts = draw_prompts(llama, [6, 11, 17], COUNT, seed=123)
+    prompts += draw_prompts(llama, [40], COUNT, seed=124, prefix=prompts[2][:14])
+    return prompts, [reference.generate(llama, prompt, COUNT) for prompt in prompts]
+
+
+@pytest.fixture(autouse=True)
+def quick_collections(work):
+    """The garbage collector looks only at what a test makes."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@contextmanager
+def deadline(seconds=60):
+    """Fail instead of hanging."""
+    def ring(*_):
+        raise TimeoutError(f"still busy after {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class AtLine:
+    """Within `with`: a Ctrl-C, or another action, where the package's code comes to its
+    n-th line. `line` is that line then, and None before.
+    """
+
+    folder = str(Path(nanopaged.__file__).parent)
+
+    def __init__(self, moment, action=lambda: signal.raise_signal(signal.SIGINT)):
+        self.left, self.action, self.line = moment, action, None
+
+    def __enter__(self):
+        self.before = sys.gettrace()
+        sys.settrace(self.trace)
+        return self
+
+    def __exit__(self, kind, *_):
+        sys.settrace(self.before)
+        return kind is KeyboardInterrupt
+
+    def trace(self, frame, event, _):
+        file, number = frame.f_code.co_filename, frame.f_lineno
+        if not file.startswith(self.folder):
+            return None
+        # Python handles no signal at a bare `try:`, right after a lock was taken, or
+        # before `with` ends. But it calls trace functions there.
+        above, text = (linecache.getline(file, number - i).strip() for i in (1, 0))
+        is_spared = text.startswith(("try:", "with ")) or "with self._lock" in above
+        if event == "line" and not is_spared:
+            self.left -= 1
+            if self.left == 0:
+                self.line = f"{number} of {file}: {text}"
+                self.action()
+        return self.trace
+
+
+def is_sound(llm, work):
+    """True if the engine answers rightly and holds nothing afterwards; False if it says
+    that it is shut down.
+    """
+    try:
+        with deadline(20):
+            for _ in range(2):  # the second time from the cache
+                assert generate(llm, work[0], greedy(COUNT)) == [[t] for t in work[1]]
+            drain(llm)
+    except RuntimeError as error:
+        assert "shut down" in str(error)
+        return False
+    manager = llm.block_manager
+    assert not any(block.ref_count for block in manager.blocks)
+    assert len(manager.free_blocks) == manager.num_blocks
+    assert not groups_alive()
+    return True
+
+
+def groups_alive():
+    """The requests that anybody still holds, whoever and where it is."""
+    gc.collect()
+    return [thing for thing in gc.get_objects() if type(thing) is SequenceGroup]
+
+
+# -- Ctrl-C ----------------------------------------------------------------------------
+
+
+def ask_for_everything(llm, prompts):
+    """Chunks of prompts, forks, copies, beams, preemption."""
+    params = [greedy(20, n=3, temperature=1.0, seed=1), BeamSearchParams(3, 20),
+              greedy(20), greedy(20, stop_token_ids=[5])]
+    llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
+    rng = random.Random(count)
+    with LLM(llama, preemption_mode=mode, **SMALL) as llm:
+        llm.runs_ahead = ahead
+        ask_for_everything(llm, work[0])
+        assert getattr(llm.stats(), f"preemptions_{mode}") > 0
+        for _ in range(count):
+            with AtLine(int(10 ** rng.uniform(0, 4))) as struck, deadline():
+                ask_for_everything(llm, work[0])
+            assert struck.line and is_sound(llm, work), struck.line
+
+
+@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_second_ctrl_c_after_the_first(stride, llama, work):
+    """While the first one ends the call, and while the next call starts anew."""
+    def observer(phase, batch):
+        if phase == phases[moment % 4] and len(llm.scheduler.running) > 1:
+            llm.observers.clear()
+            struck.left = moment
+            signal.raise_signal(signal.SIGINT)
+
+    phases = ["begin", "scheduled", "executed", "updated"]
+    with LLM(llama, **SMALL) as llm:
+        for moment in range(1, 110, stride):  # noqa: B007
+            llm.add_request(work[0][0], greedy(n=2))
+            llm.observers.append(observer)
+            with AtLine(0) as struck, deadline():
+                with suppress(KeyboardInterrupt):
+                    ask_for_everything(llm, work[0])
+                llm.step()
+            assert struck.line and is_sound(llm, work), struck.line
+
+
+def close_a_stream(llm, prompts):
+    stream = llm.stream(prompts, greedy(n=2))
+    next(stream)
+    return stream.close
+
+
+def abort_two(llm, prompts):
+    requests = add_all(llm, prompts[:3], greedy(n=2))
+    llm.step()
+    return lambda: [llm.abort_request(request) for request in requests[1:]]
+
+
+def add_and_step(llm, prompts):
+    return lambda: [llm.add_request(prompts[0], greedy()), llm.step()]
+
+
+def start_a_stream(llm, prompts):
+    return lambda: next(llm.stream(prompts, greedy(n=2)))
+
+
+def shut_down(llm, prompts):
+    add_all(llm, prompts, greedy(n=2))
+    llm.step()
+    return llm.shutdown
+
+
+@pytest.mark.parametrize("growth", [1.7, pytest.param(1.1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("prepare", [
+    close_a_stream, abort_two, add_and_step, start_a_stream, shut_down])
+def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
+    llm, moment, struck = LLM(llama, **SMALL), 1, True
+    while struck:
+        call = prepare(llm, work[0])
+        with AtLine(moment) as at, deadline():
+            call()
+        struck = at.line
+        if not is_sound(llm, work):
+            assert prepare is shut_down
+            llm = LLM(llama, **SMALL)
+        moment = int(1 + growth * moment)
+    llm.shutdown()
+
+
+# -- Threads, and the garbage collector ------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_threads_get_their_own_answers_and_leave_nothing_behind(ahead, llama, work):
+    prompts, expected = work
+
+    def serve(index):
+        mine = [prompts[index - i] for i in range(3)]
+        last = {}
+        for count in (1, COUNT, 3):
+            outputs = llm.stream(mine, greedy(count))
+            last |= {int(o.request_id): tokens_of(o) for o in outputs}
+        next(llm.stream(mine, greedy(COUNT)))  # and nothing more of it
+        return [last[request] for request in sorted(last)] == [
+            expected[index - i][:count] for count in (1, COUNT, 3) for i in range(3)]
+
+    before = sys.getswitchinterval()
+    with LLM(llama, **SMALL) as llm, ThreadPoolExecutor(4) as threads, deadline():
+        llm.runs_ahead = ahead
+        sys.setswitchinterval(1e-5)
+        try:
+            assert all(threads.map(serve, range(4)))
+        finally:
+            sys.setswitchinterval(before)
+        for _ in llm.stream(prompts, greedy(3)):
+            llm.step()  # it has nothing to report
+        assert is_sound(llm, work)
+        assert not llm._inbox and not llm._outbox and not llm.scheduler.unfinished
+
+
+@pytest.mark.parametrize("method", ["match_prefix", "grow", "advance", "free"])
+def test_the_garbage_collector_closes_a_stream_in_the_middle_of_a_step(
+        method, llama, work, monkeypatch):
+    original, num_noted = getattr(BlockManager, method), 0
+
+    def collect_first(self, *arguments):
+        nonlocal num_noted
+        before = len(llm._inbox)
+        gc.collect()
+        num_noted += len(llm._inbox) - before
+        return original(self, *arguments)
+
+    monkeypatch.setattr(BlockManager, method, collect_first)
+    gc.disable()
+    try:
+        with LLM(llama, **SMALL) as llm, deadline():
+            for _ in range(3):
+                stream = llm.stream(work[0][:2], greedy(20, n=2))
+                next(stream)
+                cycle = [stream]
+                cycle.append(cycle)
+                del stream, cycle
+                assert generate(llm, work[0], greedy(COUNT)) == [[t] for t in work[1]]
+            assert num_noted == 3 * 2 and is_sound(llm, work)
+    finally:
+        gc.enable()
+
+
+# -- Observers, signal handlers, errors ------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["begin", "scheduled", "executed", "updated"])
+def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work):
+    """But requests can be added and aborted there."""
+    def observer(now, batch):
+        if now == phase and llm.scheduler.running and not added:
+            added.append(llm.add_request(work[0][1], greedy(COUNT)))
+            llm.abort_request(victim)
+            for call in (llm.step, llm.shutdown, lambda: generate(llm, [[5]], greedy()),
+                         lambda: next(llm.stream([5]))):
+                with pytest.raises(RuntimeError, match="a step cannot wait for itself"):
+                    call()
+
+    added = []
+    with LLM(llama, **SMALL) as llm, deadline():
+        llm.observers.append(observer)
+        victim = llm.add_request(work[0][0], greedy(40))
+        assert generate(llm, work[0][2:], greedy(COUNT)) == [[t] for t in work[1][2:]]
+        ends = {i: output.outputs[0] for i, output in drain(llm).items()}
+        assert ends[victim].finish_reason == "abort" and len(ends) == 2
+        assert ends[added[0]].token_ids == work[1][1]
+        llm.observers.clear()
+        assert is_sound(llm, work)
+
+
+@pytest.mark.parametrize("growth", [1.5, pytest.param(1.05, marks=pytest.mark.slow)])
+def test_a_signal_handler_may_add_and_abort_at_any_line(growth, llama, work):
+    def handler(*_):
+        llm.abort_request(victim)
+        llm.add_request(work[0][1], greedy(COUNT))
+        with suppress(RuntimeError):  # between two steps it can do that
+            assert generate(llm, work[0][:1], greedy(3)) == [[work[1][0][:3]]]
+
+    before = signal.signal(signal.SIGTERM, handler)
+    moment, struck = 1, True
+    try:
+        with LLM(llama, **SMALL) as llm:
+            while struck:
+                victim = llm.add_request(work[0][0], greedy(40))
+                with deadline(), AtLine(
+                        moment, lambda: signal.raise_signal(signal.SIGTERM)) as at:
+                    answers = generate(llm, work[0][2:], greedy(COUNT))
+                struck, moment = at.line, int(1 + growth * moment)
+                assert answers == [[tokens] for tokens in work[1][2:]], struck
+                (end, *added) = drain(llm).values()
+                assert end.finished and len(added) == bool(struck), struck
+                assert first_tokens_of(added) == work[1][1:2] * len(added), struck
+            assert moment > 1000 and is_sound(llm, work)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("place", [
+    "begin", "scheduled", "forward pass", "executed", "updated"])
+def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
+        place, ahead, llama, work):
+    def fail(now, *_):
+        if now in (place, llm.runner.model) and len(llm.block_manager.published) > 3:
+            raise ZeroDivisionError
+
+    with LLM(llama, **SMALL) as llm, deadline():
+        llm.runs_ahead = ahead
+        waiting = llm.add_request(work[0][3], greedy(COUNT))
+        llm.observers.append(fail)
+        if place == "forward pass":
+            hook = llm.runner.model.register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            generate(llm, work[0], greedy(n=2))
+        llm.observers.clear()
+        if place == "forward pass":
+            hook.remove()
+        (output,) = llm.step()
+        assert (output.request_id, output.finished) == (waiting, True)
+        assert output.outputs[0].finish_reason == "abort"
+        assert not llm.block_manager.published and llm.stats().steps == 0
+        assert is_sound(llm, work)
+
+
+def test_aborting_all_that_wait_takes_time_in_proportion(llama):
+    """Lines of the package are counted, and comparisons of ids (in C, that is)."""
+    class Id(str):
+        num_compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other):
+            Id.num_compared += 1
+            return str.__eq__(self, other)
+
+    with LLM(llama, **SMALL) as llm:
+        lines, compared = [], []
+        for count in (100, 400):
+            requests = list(map(Id, add_all(llm, [[5]] * (count + 8), greedy())))
+            llm.step()
+            Id.num_compared = 0
+            with AtLine(0) as at:
+                for request in reversed(requests):
+                    llm.abort_request(request)
+                assert len(llm.step()) == len(requests)
+            lines.append(-at.left)
+            compared.append(Id.num_compared)
+        assert lines[1] < 4.4 * lines[0] and compared[1] < 4.4 * compared[0]
+        assert not llm.has_unfinished_requests()
+
+
+# -- NaN -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("victim", [
+    greedy(COUNT), greedy(COUNT, n=2, temperature=0.7, top_p=0.9, logprobs=3),
+    greedy(COUNT, logprobs=1, temperature=2.0, top_k=5, min_p=0.1),
+    greedy(COUNT, min_tokens=5, stop_token_ids=list(range(160)), logprobs=160),
+    BeamSearchParams(3, COUNT)], ids=["greedy", "n", "limits", "all stop", "beams"])
+@pytest.mark.parametrize("bad", [nan, inf, -inf])
+def test_bad_logits_of_one_request_change_no_other(
+        bad, victim, llama, work, monkeypatch):
+    def head(states):
+        logits = original(states)
+        for row, seq in enumerate(sampled):
+            if seq.group.params.max_tokens == victim.max_tokens:
+                logits[row] = bad
+        return logits
+
+    def observer(phase, batch):
+        if phase == "scheduled":
+            sampled[:] = batch.sampled
+
+    sampled, victim = [], replace(victim, max_tokens=COUNT - 1)
+    with LLM(llama, **SMALL) as llm, deadline():
+        original = llm.runner.model.head
+        monkeypatch.setattr(llm.runner.model, "head", head)
+        llm.observers.append(observer)
+        first, *others = llm.generate(
+            [work[0][0], *work[0]], [victim] + [greedy(COUNT)] * 4, use_tqdm=False)
+        assert first.finished and first_tokens_of(others) == work[1]
+        sampled.clear()
+        llm.observers.clear()
+        assert is_sound(llm, work)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_what_lies_behind_the_end_of_a_sequence_is_never_read(
+        backend, mode, llama, work):
+    options = {"attention_backend": backend, "preemption_mode": mode, "num_blocks": 20}
+    with LLM(llama, **SMALL | options) as llm:
+        llm.runner.kv_caches.fill_(nan)
+        llm.runner.swap_space.fill_(nan)
+        assert generate(llm, work[0], greedy(COUNT, n=3)) == [[t] * 3 for t in work[1]]
+        assert getattr(llm.stats(), f"preemptions_{mode}") > 0
+        assert is_sound(llm, work)

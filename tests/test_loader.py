@@ -1,0 +1,161 @@
+"""From files to weights: checkpoints of every form, a rank's part, and the memory."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from helpers import complete, floats, greedy, message_of, run_python
+from nanopaged import LLM, SamplingParams
+from nanopaged.loader import copy_part, load_config, load_generation_config
+
+PROMPT = [5, 9, 44, 7, 12, 150]
+TIED = {"tie_word_embeddings": True}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+# -- Files of every form ---------------------------------------------------------------
+
+
+def add_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+
+def to_bfloat16(tensors):
+    tensors.update({name: tensor.bfloat16() for name, tensor in tensors.items()})
+
+
+def to_float16_in_part(tensors):
+    tensors.update({name: tensor.half() for name, tensor in tensors.items()
+                    if "mlp" in name})
+
+
+@pytest.mark.parametrize(("family", "fields", "edit"), [
+    ("llama", {"max_shard_size": "30KB"}, None),
+    ("mistral", {"sliding_window": None, "max_shard_size": "30KB"}, None),
+    ("qwen3", TIED, None), ("qwen3", TIED, add_head), ("qwen2", {}, None),
+    ("llama", BIASES | TIED | {"max_shard_size": "30KB"}, None),
+    ("qwen3", {"attention_bias": True}, to_bfloat16),
+    ("qwen2", TIED, to_float16_in_part)], ids=str)
+def test_log_probabilities_are_those_of_transformers(
+        family, fields, edit, make_model, edit_model, reference, engine):
+    path = make_model(family, seed=31, **fields)
+    path = edit_model(path, weights=edit) if edit else path
+    num_files = len(list(path.glob("*.safetensors")))
+    assert (num_files > 5) == ("max_shard_size" in fields)
+    completion = complete(engine(path), PROMPT, greedy(4, logprobs=160))
+    ids = PROMPT + completion.token_ids
+    expected = reference.logits(path, ids).log_softmax(-1)[len(PROMPT) - 1 : -1]
+    found = [[entry[token] for token in range(160)]
+             for entry in map(floats, completion.logprobs)]
+    assert (torch.tensor(found) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_rounded_to_the_dtype_of_the_engine(dtype, llama, engine):
+    exact, rounded = (engine(llama, dtype=name).runner.model.model
+                      for name in ("float32", dtype))
+    expected = exact.embed_tokens.weight.to(getattr(torch, dtype))
+    assert torch.equal(rounded.embed_tokens.weight, expected)
+
+
+# -- A rank's part ---------------------------------------------------------------------
+
+
+def test_a_rank_gets_its_part_of_each_dimension_that_is_divided(tmp_path):
+    whole, bias = torch.arange(48.0).view(8, 6), torch.arange(8.0)
+    file = tmp_path / "model.safetensors"
+    save_file({"w": whole, "b": bias}, file)
+
+    def part(name, *shape, rank=1):
+        target = torch.full(shape, -1.0, dtype=torch.float64)
+        copy_part(file, name, target, SimpleNamespace(rank=rank, size=2))
+        return target.tolist()
+
+    assert part("w", 4, 6) == whole[4:].tolist()
+    assert part("w", 8, 3) == whole[:, 3:].tolist()
+    assert part("w", 8, 6) == whole.tolist(), "of a norm everybody has all"
+    assert part("w", 4, 6, rank=0) == whole[:4].tolist()
+    assert part("b", 4) == [4, 5, 6, 7] and part("b", 8) == bias.tolist()
+    for shape in [(2, 6), (8, 2), (8, 12), (8,), (8, 6, 1)]:
+        assert message_of(lambda shape=shape: part("w", *shape)) == (
+            f"the shape of w in {file} must be {list(shape)} for each rank, got [8, 6]")
+
+
+# -- Memory ----------------------------------------------------------------------------
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from nanopaged import LLM
+
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024
+
+baseline = peak()
+llm = LLM(sys.argv[1], dtype="float32", device="cpu", attention_backend="torch",
+          num_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
+print(peak() - baseline)
+"""
+
+
+@pytest.mark.slow
+def test_loading_takes_the_memory_of_the_model_and_of_one_tensor(make_model, tmp_path):
+    path = make_model("llama", vocab_size=24_000, hidden_size=1024, head_dim=64,
+                      num_attention_heads=16, num_key_value_heads=4,
+                      intermediate_size=4096, num_hidden_layers=2,
+                      max_position_embeddings=128)
+    (file,) = path.glob("*.safetensors")
+    model, largest = file.stat().st_size, 24_000 * 1024 * 4
+    assert 290e6 < model < 330e6
+    used = int(run_python("-c", PEAK, str(path), cwd=tmp_path, OMP_NUM_THREADS="1"))
+    print(f"{used / 1e6:.0f} MB for {model / 1e6:.0f} MB")
+    assert 0.9 * model < used < model + largest + 60e6
+
+
+# -- What is there without a checkpoint, or beside it ----------------------------------
+
+
+def test_random_weights_depend_on_the_seed_alone(llama, tmp_path):
+    (tmp_path / "config.json").write_text((llama / "config.json").read_text())
+
+    def weights(seed):
+        options = {"load_format": "dummy", "seed": seed, "device": "cpu"}
+        with LLM(tmp_path, dtype="float32", num_blocks=8, **options) as llm:
+            assert len(complete(llm, PROMPT, greedy(4)).token_ids) == 4
+            return dict(llm.runner.model.named_parameters())
+
+    first, again, other = weights(1), weights(1), weights(2)
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name]) and not torch.equal(weight, other[name])
+        mean = 1 if name.endswith("norm.weight") else 0
+        assert abs(weight.mean() - mean) < 0.01 and 0.014 < weight.std() < 0.026
+
+
+def test_a_directory_without_a_tokenizer_serves_token_ids(llama, engine):
+    llm = engine(llama)
+    completion = complete(llm, PROMPT, greedy(6))
+    assert len(completion.token_ids) == 6 and completion.text == ""
+    for call in (llm.get_tokenizer, lambda: llm.add_request("text"),
+                 lambda: llm.add_request(PROMPT, SamplingParams(stop="x"))):
+        assert "one with a tokenizer" in message_of(call)
+
+
+@pytest.mark.parametrize(("fields", "eos_ids", "params"), [
+    (None, [3], {}), ({}, [3], {}), ({"eos_token_id": 9}, [9], {}),
+    ({"eos_token_id": [4, 5, 160, 6]}, [4, 5, 6], {}),  # there is no token 160
+    ({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}, [3],
+     {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}),
+    ({"max_new_tokens": 99, "repetition_penalty": 1.1}, [3], {"max_tokens": 99})],
+    ids=str)
+def test_the_generation_config_names_eos_tokens_and_defaults(
+        fields, eos_ids, params, llama, edit_model):
+    path = edit_model(llama)
+    (path / "generation_config.json").unlink()
+    if fields is not None:
+        (path / "generation_config.json").write_text(json.dumps(fields))
+    found = load_generation_config(path, load_config(path))
+    assert found == (eos_ids, SamplingParams(**params))

@@ -1,0 +1,331 @@
+"""Everything at once: groups, beams, aborts and abandoned streams on tiny pools.
+
+Plain requests, several continuations, beam searches, shared prefixes, stop strings and
+chunks: after every step every block must be held by exactly the tables that name it. In
+the end every request must have produced what it produces alone, and what was aborted a
+part of that. This finds leaks, deadlocks and mixed-up K and V that only show up after
+much else has happened. A failure prints a script that repeats it.
+"""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import nanopaged
+from helpers import (
+    CPU,
+    all_tokens_of,
+    check_invariants,
+    drain,
+    floats,
+    is_swapped,
+    swap_space,
+)
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+
+LONGEST = 40  # tokens of prompt and answer
+
+
+# -- Everything at once ----------------------------------------------------------------
+
+
+def draw_params(rng, seed):
+    count, ignore_eos = rng.randint(1, 16), rng.random() < 0.6
+    if rng.random() < 0.2:
+        return BeamSearchParams(
+            rng.randint(2, 5), count, rng.choice([0.0, 1.0, 2.0]),
+            early_stopping=rng.random() < 0.5, ignore_eos=ignore_eos)
+    return SamplingParams(
+        n=rng.choice([1, 1, 2, 5]), max_tokens=count, ignore_eos=ignore_eos, seed=seed,
+        temperature=rng.choice([0, 0.8]), top_p=rng.choice([1.0, 0.9]),
+        min_tokens=rng.choice([0, 1]), logprobs=rng.choice([None, 2]),
+        stop=rng.choice([None, None, ["e", "th"]]),
+        stop_token_ids=rng.choice([None, None, list(range(0, 300, 17))]),
+        cache_salt=rng.choice([None, None, None, "a"]))
+
+
+def draw_requests(rng, count):
+    """Two in three prompts share a prefix with others."""
+    stems = [[rng.randrange(300) for _ in range(20)] for _ in range(6)]
+    for seed in range(count):
+        stem = rng.choice([*stems, *stems, *[[]] * 6])[: rng.choice([4, 7, 20])]
+        length = rng.randint(not stem, 24 - len(stem))
+        body = [rng.randrange(300) for _ in range(length)]
+        yield stem + body, draw_params(rng, seed)
+
+
+class Script:
+    """Calls an engine in lines of Python that it keeps, to repeat a failure."""
+
+    def __init__(self, path, options):
+        self.names = {name: getattr(nanopaged, name) for name in nanopaged.__all__}
+        self.lines = ["ids, streams = [], []", f"llm = LLM({str(path)!r}, **{options})"]
+        exec("\n".join(self.lines), self.names)
+        self.llm = self.names["llm"]
+
+    def do(self, line):
+        self.lines.append(line)
+        return eval(line, self.names)
+
+    def __str__(self):
+        return "\n".join(["from nanopaged import *", *self.lines])
+
+
+class Stress:
+    """Adds requests to a small engine, takes steps, and gives up some requests."""
+
+    def __init__(self, path, options, runs_ahead, requests, rng):
+        self.script, self.requests, self.rng = Script(path, options), requests, rng
+        self.script.do(f"setattr(llm, 'runs_ahead', {runs_ahead})")
+        self.llm = self.script.llm
+        self.llm.observers.append(self.check)
+        self.under_way = {}  # numbers of requests, by id or index of the stream
+        self.last, self.given_up, self.seen = {}, set(), Counter()
+
+    def check(self, phase, batch):
+        if phase in ("scheduled", "updated"):
+            check_invariants(self.llm)
+        if phase == "scheduled":
+            self.seen["copied"] += len(batch.copies)
+            kinds = {"beams" if group.beam_params else len(group.live) > 1
+                     for group in self.llm.scheduler.running.values()}
+            self.seen["all kinds in one step"] += len(kinds) == 3
+
+    def run(self):
+        num_streams = 0
+        for number, request in enumerate(self.requests):
+            while len(self.under_way) > 14 or self.rng.random() < 0.5:
+                self.go_on()
+            if self.rng.random() < 0.2:
+                self.script.do("streams.append(llm.stream([{}], {}))".format(*request))
+                self.under_way[num_streams] = number
+                num_streams += 1
+            else:
+                line = "llm.add_request({}, {})".format(*request)
+                self.under_way[self.script.do(line)] = number
+        while self.under_way:
+            self.go_on()
+        while self.llm.has_unfinished_requests():
+            self.script.do("llm.step()")
+
+    def go_on(self):
+        streams = [key for key in self.under_way if isinstance(key, int)]
+        waiting = self.llm.scheduler.waiting.items()
+        swapped = [key for key, group in waiting
+                   if is_swapped(group) and key in self.under_way]
+        if self.under_way and self.rng.random() < (0.2 if swapped else 0.05):
+            self.give_up(self.rng.choice(swapped or list(self.under_way)))
+        elif streams and self.rng.random() < 0.4:
+            index = self.rng.choice(streams)
+            self.note(index, self.script.do(f"next(streams[{index}])"))
+        else:
+            for output in self.script.do("llm.step()"):
+                self.note(output.request_id, output)
+
+    def note(self, key, output):
+        self.last[self.under_way[key]] = output
+        if output.finished:
+            del self.under_way[key]
+
+    def give_up(self, key):
+        number = self.under_way[key]
+        self.given_up.add(number)
+        if isinstance(key, str):  # its last output comes with the next step
+            self.script.do(f"llm.abort_request({key!r})")
+            group = self.llm.scheduler.waiting.get(key)
+            place = "running" if key in self.llm.scheduler.running else "waiting"
+            place = "swapped" if group and is_swapped(group) else place
+            self.seen[f"aborted while {place}"] += 1
+        else:
+            self.script.do(f"streams.__setitem__({key}, None)")
+            self.seen["abandoned"] += 1
+            del self.under_way[key]
+
+    def check_answers(self, alone):
+        for number, (_, params) in enumerate(self.requests):
+            output, whole = self.last.get(number), alone(number)
+            is_whole = number not in self.given_up
+            assert (output and output.finished) or not is_whole, f"request {number}"
+            if not output or isinstance(params, BeamSearchParams) and not is_whole:
+                continue
+            for one, other in zip(output.outputs, whole.outputs, strict=True):
+                count = None if is_whole else len(one.token_ids)
+                tokens = other.token_ids[:count]
+                if one.token_ids != tokens and alone.is_close(number, other, one):
+                    self.seen["close calls"] += 1
+                    continue
+                assert one.token_ids == tokens, f"request {number}: {params}"
+                if is_whole:
+                    assert outcome(one) == outcome(other), f"request {number}"
+                    for given, at in zip(one.logprobs or [], other.logprobs or [],
+                                         strict=True):
+                        assert floats(given) == pytest.approx(floats(at), abs=1e-4)
+        assert self.seen["close calls"] <= len(self.requests) / 100
+
+
+def outcome(completion):
+    return completion.text, completion.finish_reason, completion.stop_reason
+
+
+class Alone:
+    """What each request gets by itself, with room for everything and no cache."""
+
+    def __init__(self, llm, requests):
+        self.llm, self.requests, self.known = llm, requests, {}
+
+    def serve(self, number, **changes):
+        prompt, params = self.requests[number]
+        params = replace(params, **changes)
+        return self.llm.generate([prompt], params, use_tqdm=False)[0]
+
+    def __call__(self, number):
+        if number not in self.known:
+            self.known[number] = self.serve(number)
+        return self.known[number]
+
+    def is_close(self, number, whole, other):
+        """Whether the order of a float32 sum may decide where two answers part: it can
+        if another temperature does, ever so little.
+        """
+        index = whole.index
+        pairs = zip(whole.token_ids, other.token_ids, strict=False)
+        place = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        params = self.requests[number][1]
+        if place is None or isinstance(params, BeamSearchParams):
+            return False
+        if params.temperature == 0:
+            at = self.serve(number, logprobs=2).outputs[index].logprobs[place]
+            best, second = sorted(floats(at).values(), reverse=True)[:2]
+            return best - second < 1e-4
+        return any(
+            self.serve(number, temperature=params.temperature * factor)
+            .outputs[index].token_ids[: place + 1] != whole.token_ids[: place + 1]
+            for factor in (1 - 1e-4, 1 + 1e-4))
+
+
+# name: engine options, swap blocks, whether it runs one step ahead as on a GPU
+SETTINGS = {
+    "recompute": ({}, 0, False),
+    "recompute-ahead-uncached": ({"enable_prefix_caching": False}, 0, True),
+    "swap": ({"preemption_mode": "swap"}, 40, False),
+    "swap-ahead": ({"preemption_mode": "swap"}, 40, True),
+    "swap-and-recompute": (
+        {"preemption_mode": "swap", "max_num_batched_tokens": 40}, 8, False),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(text_model):
+    """`alone(seed, count)`: random requests, and what each gets by itself."""
+    known = {}
+    with LLM(text_model, **CPU, enable_prefix_caching=False, num_blocks=60) as llm:
+        def make(seed, count):
+            if (seed, count) not in known:
+                requests = list(draw_requests(random.Random(seed), count))
+                known[seed, count] = Alone(llm, requests)
+            return known[seed, count]
+
+        yield make
+
+
+@pytest.mark.parametrize(("seed", "count"), [
+    (5, 80), pytest.param(7, 250, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_mixed_requests_on_a_small_pool_get_what_they_get_alone(
+    name, seed, count, text_model, alone
+):
+    options, num_swap_blocks, runs_ahead = SETTINGS[name]
+    options = {
+        **CPU, "block_size": 4, "num_blocks": 36, "max_model_len": LONGEST,
+        "max_num_seqs": 48, "max_num_batched_tokens": 56,
+        "swap_space": swap_space(text_model, num_swap_blocks, 4)} | options
+    answers = alone(seed, count)
+    stress = Stress(text_model, options, runs_ahead, answers.requests,
+                    random.Random(seed + 1))
+    try:
+        stress.run()
+        stress.check_answers(answers)
+    except BaseException:
+        print(stress.script)
+        raise
+
+    # The pool must really be tight, and the requests must really mix.
+    stats, seen = stress.llm.stats(), stress.seen
+    assert stats.blocks_used == 0, f"{stats.blocks_used} blocks leaked"
+    assert min(seen["copied"], seen["all kinds in one step"]) > count / 20, seen
+    assert (stats.prefix_hit_tokens > 0) == ("uncached" not in name)
+    assert (stats.preemptions_swap > count / 40) == bool(num_swap_blocks), stats
+    assert (stats.preemptions_recompute > count / 40) == ("recompute" in name), stats
+    assert len(stress.given_up) > count / 40 and seen["abandoned"], seen
+    assert (seen["aborted while swapped"] > 0) == bool(num_swap_blocks), seen
+    stress.llm.shutdown()
+
+
+def test_the_script_of_a_failure_repeats_it(text_model, alone):
+    options = {**CPU, "block_size": 4, "num_blocks": 36, "max_model_len": LONGEST}
+    stress = Stress(text_model, options, False, alone(5, 80).requests[:20],
+                    random.Random(3))
+    stress.run()
+    names = {}
+    exec(str(stress.script), names)
+    assert names["llm"].stats() == stress.llm.stats()
+
+
+# -- Groups, exactly -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "copied"), [(6, 2), (8, 0), (2, 2)])
+def test_a_group_computes_its_prompt_once_and_copies_where_it_writes(
+    length, copied, llama, engine
+):
+    llm = engine(llama)
+    batches = []
+    llm.observers.append(
+        lambda phase, batch: phase == "scheduled" and batches.append(batch))
+    prompt, params = list(range(20, 20 + length)), SamplingParams(
+        n=3, max_tokens=4, seed=7, ignore_eos=True)
+    llm.add_request(prompt, params)
+    llm.step()
+    assert llm.stats().blocks_used == -(-length // 4)
+    llm.step()
+    full = length // 4
+    assert llm.stats().blocks_used == full + 3 * (-(-(length + 1) // 4) - full)
+    ((_, output),) = drain(llm).items()
+    assert [batch.counts for batch in batches] == [[length], *[[1] * 3] * 3]
+    assert [len(batch.copies) for batch in batches] == [0, copied, 0, 0]
+    both = [replace(params, n=1), params]
+    alone, beside = llm.generate([prompt, prompt], both, use_tqdm=False)
+    assert all_tokens_of(output) == all_tokens_of(beside)
+    assert all_tokens_of(output)[:1] == all_tokens_of(alone)
+    assert len(set(map(str, all_tokens_of(output)))) == 3
+
+
+def test_groups_that_are_swapped_keep_sharing_and_move_once_each_way(llama, engine):
+    prompts = [[name] * 9 for name in range(3)]
+    params = SamplingParams(n=3, max_tokens=12, seed=1, ignore_eos=True, logprobs=1)
+    expected = engine(llama).generate(prompts, params, use_tqdm=False)
+    llm = engine(llama, num_blocks=24, preemption_mode="swap",
+                 swap_space=swap_space(llama, 24, 4))
+    moves = []
+    llm.observers.append(lambda phase, batch: phase == "scheduled" and moves.append(
+        (batch.swaps_out, batch.swaps_in)))
+    ids = [llm.add_request(prompt, params) for prompt in prompts]
+    while not any(map(is_swapped, llm.scheduler.waiting.values())):
+        llm.step()
+    swapped = list(filter(is_swapped, llm.scheduler.waiting.values()))
+    tables = [list(seq.block_table) for group in swapped for seq in group.live]
+    held = {block for table in tables for block in table}
+    assert len(held) < sum(map(len, tables)), "they share no block"
+    assert {target for _, target in moves[-1][0]} == held
+    assert len(moves[-1][0]) == len(held), "a shared block was moved more than once"
+    last = llm.add_request([1], params)
+    llm.abort_request(last)
+    outputs = drain(llm)
+    assert sum(len(out) - len(back) for out, back in moves) == 0
+    for request_id, whole in zip(ids, expected, strict=True):
+        assert all_tokens_of(outputs[request_id]) == all_tokens_of(whole)
+        for one, other in zip(outputs[request_id].outputs, whole.outputs, strict=True):
+            assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob)
+    assert [c.finish_reason for c in outputs[last].outputs] == ["abort"] * 3
