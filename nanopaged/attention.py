@@ -8,8 +8,8 @@ position 0 to theirs.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, one sequence after the other. (A recorded
-                   graph is padded with sequences of one token, which have a row and a
-                   block of their own.)
+                   graph is padded with sequences of one token, which have a block of
+                   their own.)
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     kv             [num_tokens, 2 * num_kv_heads, head_dim]: heads of K, then those of V

@@ -313,6 +313,7 @@ class LLM(AbstractContextManager["LLM"]):
     # -- The rest ----------------------------------------------------------------------
 
     def get_tokenizer(self) -> Any:
+        """transformers' tokenizer; ValueError if the model has none."""
         check(self.tokenizer is not None, "model", "one with a tokenizer, which text "
               "needs, and token ids do not", self.config.model)
         return self.tokenizer

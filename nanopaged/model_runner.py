@@ -1,8 +1,8 @@
 """What touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
 
-The scheduler deals in rows, tokens and block ids. The runner keeps the block tables of
-all running sequences, one row each, so that a step only has to say what is new in them.
-It turns a `Batch` into one forward pass over one flat batch of tokens.
+The scheduler deals in tokens and block ids. The runner turns its `Batch` into one
+forward pass over one flat batch of tokens. From one step to the next it remembers the
+contents of the pool, and the tokens that the last step sampled.
 """
 
 import ctypes

@@ -71,13 +71,12 @@ SOLUTIONS = {
                 batch.scored_for, batch.scores, strict=True):
             group.prompt_logprobs[position] = score
 """),
-        add("model_runner.py",
-            "        logits = self.model.head(states[last_indices])\n", """\
-        if batch.scored:
-            scores = self.model.head(states[batch.scored]).float().log_softmax(-1)
-            tokens = [group.prompt_token_ids[position]
-                      for group, position in batch.scored_for]
-            batch.scores = scores[range(len(tokens)), tokens].tolist()
-"""),
+        Edit("model_runner.py", "            output = sample(", """\
+            if batch.scored:
+                scores = self.model.head(states[batch.scored]).float().log_softmax(-1)
+                tokens = [group.prompt_token_ids[position]
+                          for group, position in batch.scored_for]
+                batch.scores = scores[range(len(tokens)), tokens].tolist()
+            output = sample("""),
     ],
 }

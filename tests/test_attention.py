@@ -432,7 +432,8 @@ def flash_calls(monkeypatch):
 
 
 @pytest.mark.parametrize("seqs, num_calls", [
-    ([(0, 40), (0, 7), (32, 20), (3, 9), (0, 2)], 1), ([(300, 1), (0, 50), (260, 5)], 1),
+    ([(0, 40), (0, 7), (32, 20), (3, 9), (0, 2)], 1),
+    ([(300, 1), (0, 50), (260, 5)], 1),
     ([(40, 1), (3, 1), (0, 1)], 0)], ids=["prompts", "mixed", "decodes are Triton's"])
 def test_flash_reads_the_pool_in_place(flash_calls, seqs, num_calls):
     for heads, size, dtype in (((4, 2, 80), 256, F16), ((6, 1, 64), 512, BF16)):

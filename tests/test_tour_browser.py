@@ -208,7 +208,8 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
     browser.press(" ")  # it plays until one presses space again
     browser.run("await new Promise(done => setTimeout(done, 3000))")
     browser.press(" ")
-    assert browser.run("return location.hash") in ("#two=1-scheduled", "#two=1-updated")
+    step, phase = browser.run("return location.hash").split("=")[1].split("-")
+    assert int(step) > 0 and phase in ("scheduled", "updated")
 
 
 def test_blocks_light_up_wherever_they_are_and_events_have_their_source(

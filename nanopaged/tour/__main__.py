@@ -29,9 +29,7 @@ examples:
 def main(arguments: Sequence[str]) -> None:
     """Run a command; the first word names it, and without a name it is the tour."""
     commands: dict[str, Callable[[Sequence[str]], None]] = {
-        "kv": kv_command,
-        "picture": picture_command,
-    }
+        "kv": kv_command, "picture": picture_command}
     name = arguments[0] if arguments else ""
     if name in commands:
         commands[name](arguments[1:])
@@ -41,19 +39,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def tour_command(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
-        "python -m nanopaged.tour",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+        "python -m nanopaged.tour", description=DESCRIPTION, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "directory",
-        nargs="?",
-        type=Path,
-        default=Path("nanopaged-tour"),
-        metavar="DIR",
-        help="where index.html is written; default: %(default)s",
-    )
+        "directory", nargs="?", type=Path, default=Path("nanopaged-tour"),
+        metavar="DIR", help="where index.html is written; default: %(default)s")
     directory = parser.parse_args(arguments).directory
     make_directory(parser, directory, "index.html")
 
@@ -62,9 +52,7 @@ def tour_command(arguments: Sequence[str]) -> None:
     print(f"The tour is in {write(directory, progress)}")
 
 
-def make_directory(
-    parser: argparse.ArgumentParser, directory: Path, name: str
-) -> None:
+def make_directory(parser: argparse.ArgumentParser, directory: Path, name: str) -> None:
     """End with a sentence if no file of this name can be written there."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -83,29 +71,19 @@ def kv_command(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         "python -m nanopaged.tour kv",
         description="How much memory the K and V of a model need. It reads the "
-        "config.json alone: no weights, and no model is made.",
-    )
+        "config.json alone: no weights, and no model is made.")
     parser.add_argument(
-        "config", help="a config.json, or a directory that has one", metavar="CONFIG"
-    )
+        "config", help="a config.json, or a directory that has one", metavar="CONFIG")
     parser.add_argument(
-        "--tokens",
-        type=positive_int,
-        default=4096,
-        help="in a sequence, prompt and output together; default: %(default)s",
-    )
+        "--tokens", type=positive_int, default=4096,
+        help="in a sequence, prompt and output together; default: %(default)s")
     parser.add_argument(
-        "--seqs", type=positive_int, default=8, help="sequences; default: %(default)s"
-    )
+        "--seqs", type=positive_int, default=8, help="sequences; default: %(default)s")
     parser.add_argument(
-        "--memory",
-        type=positive_float,
-        default=24,
-        help="GiB that K and V may take; default: %(default)s",
-    )
+        "--memory", type=positive_float, default=24,
+        help="GiB that K and V may take; default: %(default)s")
     parser.add_argument(
-        "--dtype", help="of K and V, if it is not the checkpoint's: float16, ..."
-    )
+        "--dtype", help="of K and V, if it is not the checkpoint's: float16, ...")
     options = parser.parse_args(arguments)
 
     from nanopaged.tour import kv
@@ -120,11 +98,9 @@ def kv_command(arguments: Sequence[str]) -> None:
 def picture_command(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         "python -m nanopaged.tour picture",
-        description="Draw the README's picture from a frame of a real run, as SVG.",
-    )
+        description="Draw the README's picture from a frame of a real run, as SVG.")
     parser.add_argument(
-        "directory", type=Path, metavar="DIR", help="where the picture is written"
-    )
+        "directory", type=Path, metavar="DIR", help="where the picture is written")
     directory = parser.parse_args(arguments).directory
 
     from nanopaged.tour import picture

@@ -1,7 +1,7 @@
 """The kinds of events: what each is called, which line does it, where to read about it.
 
 The line is found by the name of its function and by its text, never by a number. If the
-source changes so that it is gone, making a page fails, and a test does.
+source changes so that it is gone, a page goes without it, and a test fails.
 """
 
 from typing import NamedTuple
@@ -22,93 +22,48 @@ CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its h
 
 KINDS = {
     "arrive": Kind(
-        "request arrives", "llm:LLM._read_inbox", "self.scheduler.waiting[", "4.5"
-    ),
+        "request arrives", "llm:LLM._read_inbox", "self.scheduler.waiting[", "4.5"),
     "abort": Kind("abort", "scheduler:Scheduler.abort", "self.finish(", "5.2 (free)"),
     "recompute": Kind(
-        "preemption, by recompute",
-        "scheduler:Scheduler._preempt",
-        "self.stats.preemptions_recompute += 1",
-        "4.5 (Recomputation)",
-    ),
+        "preemption, by recompute", "scheduler:Scheduler._preempt",
+        "self.stats.preemptions_recompute += 1", "4.5 (Recomputation)"),
     "swap_out": Kind(
-        "preemption, by swap",
-        "scheduler:Scheduler._preempt",
-        "manager.swap(group.live, manager.free_swap_blocks)",
-        "4.5 (Swapping)",
-    ),
+        "preemption, by swap", "scheduler:Scheduler._preempt",
+        "manager.swap(group.live, manager.free_swap_blocks)", "4.5 (Swapping)"),
     "evict": Kind(
-        "eviction",
-        "block_manager:BlockManager._take",
-        "del self.published",
-        CACHE,
-        is_minor=True,
-    ),
+        "eviction", "block_manager:BlockManager._take", "del self.published", CACHE,
+        is_minor=True),
     "copy": Kind(
-        "copy-on-write",
-        "block_manager:BlockManager.grow",
-        "table[index] = self._take(self.free_blocks)",
-        "4.4 (Parallel sampling)",
-    ),
+        "copy-on-write", "block_manager:BlockManager.grow",
+        "table[index] = self._take(self.free_blocks)", "4.4 (Parallel sampling)"),
     "grow": Kind(
-        "new block",
-        "block_manager:BlockManager.grow",
-        "table.append(self._take(self.free_blocks))",
-        "4.3",
-        is_minor=True,
-    ),
+        "new block", "block_manager:BlockManager.grow",
+        "table.append(self._take(self.free_blocks))", "4.3", is_minor=True),
     "admit": Kind(
         "admission", "scheduler:Scheduler._admit", "manager.begin(leader", "4.3 and 4.5"
     ),
     "prefix": Kind(
-        "prefix hit",
-        "block_manager:BlockManager.match_prefix",
-        "found.append(block_id)",
-        CACHE,
-    ),
+        "prefix hit", "block_manager:BlockManager.match_prefix",
+        "found.append(block_id)", CACHE),
     "swap_in": Kind(
-        "swap in",
-        "scheduler:Scheduler._admit",
-        "manager.swap(group.live, manager.free_blocks)",
-        "4.5 (Swapping)",
-    ),
+        "swap in", "scheduler:Scheduler._admit",
+        "manager.swap(group.live, manager.free_blocks)", "4.5 (Swapping)"),
     "chunk": Kind(
-        "chunk of a prompt",
-        "scheduler:Scheduler._schedule_group",
-        "count = min(wanted, budget)",
-        CHUNKS,
-        is_minor=True,
-    ),
+        "chunk of a prompt", "scheduler:Scheduler._schedule_group",
+        "count = min(wanted, budget)", CHUNKS, is_minor=True),
     "compute": Kind(
-        "forward pass",
-        "llm:LLM._step",
-        "self.runner.execute(batch)",
-        "4.3",
-        is_minor=True,
-    ),
+        "forward pass", "llm:LLM._step", "self.runner.execute(batch)", "4.3",
+        is_minor=True),
     "fork": Kind(
-        "fork",
-        "scheduler:Scheduler._schedule_sequence",
-        "self.block_manager.fork(seq, child)",
-        "4.4 (Parallel sampling)",
-    ),
+        "fork", "scheduler:Scheduler._schedule_sequence", "manager.fork(seq, child)",
+        "4.4 (Parallel sampling)"),
     "publish": Kind(
-        "publication",
-        "block_manager:BlockManager._publish",
-        "self.published[block.hash] = block_id",
-        CACHE,
-        is_minor=True,
-    ),
+        "publication", "block_manager:BlockManager._publish",
+        "self.published[block.hash] = block_id", CACHE, is_minor=True),
     "sample": Kind(
-        "new tokens", "scheduler:Scheduler.update", "seq.append(token", "4.3", True
-    ),
+        "new tokens", "scheduler:Scheduler.update", "seq.append(token", "4.3", True),
     "beam": Kind(
-        "beams replaced",
-        "beam_search:advance_beams",
-        "manager.fork(parent, beams[-1])",
-        "4.4 (Beam search)",
-    ),
+        "beams replaced", "beam_search:advance_beams",
+        "manager.fork(parent, beams[-1])", "4.4 (Beam search)"),
     "finish": Kind(
-        "end", "scheduler:Scheduler.finish", "self.block_manager.free(seq)", "4.3"
-    ),
-}
+        "end", "scheduler:Scheduler.finish", "self.block_manager.free(seq)", "4.3")}

@@ -63,16 +63,12 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
         flops = 2 * 2 * batch * rows * columns
         rates.append(flops / multiply(batch, 2))
     return {
-        "copy_bytes_per_s": copied,
-        "read_bytes_per_s": read,
-        "bytes_per_s": max(copied, read),
-        "flops_per_s": max(rates),
-    }
+        "copy_bytes_per_s": copied, "read_bytes_per_s": read,
+        "bytes_per_s": max(copied, read), "flops_per_s": max(rates)}
 
 
 def time_floor(
-    requests: Requests, llm: LLM, limits: dict[str, float]
-) -> dict[str, float]:
+    requests: Requests, llm: LLM, limits: dict[str, float]) -> dict[str, float]:
     """The least time in which this machine could serve `requests`.
 
     Bytes: all weights once a step, in as few steps as the longest output and
@@ -109,8 +105,7 @@ def time_floor(
     computed = tokens_in + tokens_out - len(requests)
     flops = 2 * (layer_weights * computed + head_weights * tokens_out)
     per_key = (
-        4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    )
+        4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim)
     flops += per_key * (decode_keys + prompt_keys)
     flops_s = flops / limits["flops_per_s"]
     return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": max(bytes_s, flops_s)}

@@ -44,21 +44,16 @@ WIDTHS = (2, 4, 6)  # samples or beams a request
 
 
 def measure(
-    requests: int = 2000,
-    repeats: int = 3,
-    seed: int = 0,
+    requests: int = 2000, repeats: int = 3, seed: int = 0,
     widths: tuple[int, ...] = WIDTHS,
-    block_sizes: tuple[int, ...] = BLOCK_SIZES,
-) -> Figures:
+    block_sizes: tuple[int, ...] = BLOCK_SIZES) -> Figures:
     """All figures. 2,000 requests take some minutes; 200 show the same."""
     return {
-        "data_sets": DATA_SETS,
-        "slots": SLOTS,
+        "data_sets": DATA_SETS, "slots": SLOTS,
         "allocation": allocation(requests, seed),
         "sharing": sharing(requests, seed, widths),
         "waste": waste_by_block_size(requests // 8 + 8, seed, block_sizes),
-        "preemption": preemption_by_block_size(requests, repeats, seed, block_sizes),
-    }
+        "preemption": preemption_by_block_size(requests, repeats, seed, block_sizes)}
 
 
 # -- the engine's scheduler and block manager, without a model -------------------------
@@ -91,11 +86,8 @@ class PoolState(NamedTuple):
 
 
 def serve_paged(
-    lengths: Lengths,
-    block_size: int = 16,
-    width: int = 1,
-    likely: list[Logprobs] | None = None,
-) -> dict[str, float]:
+    lengths: Lengths, block_size: int = 16, width: int = 1,
+    likely: list[Logprobs] | None = None) -> dict[str, float]:
     """Serve at full load; the figures of `serve_contiguous`, and percent of blocks
     saved.
 
@@ -138,11 +130,8 @@ def serve_paged(
 
     average = PoolState(*(mean(values) for values in zip(*states, strict=True)))
     parts = {
-        "tokens": average.tokens,
-        "reserved": average.reserved,
-        "internal": average.internal,
-        "free": SLOTS - average.used_blocks * block_size,
-    }
+        "tokens": average.tokens, "reserved": average.reserved,
+        "internal": average.internal, "free": SLOTS - average.used_blocks * block_size}
     figures = {name: 100 * part / SLOTS for name, part in parts.items()}
     figures["running"] = average.running
     figures["saved"] = 100 * (1 - average.used_blocks / average.table_entries)
@@ -152,21 +141,12 @@ def serve_paged(
 def make_group(prompt: int, output: int, width: int, beams: bool) -> SequenceGroup:
     """A request with `prompt` tokens, all of them 0, that runs to its full length."""
     params = SamplingParams(
-        n=width,
-        max_tokens=output,
-        ignore_eos=True,
-        logprobs=2 * width if beams else None,
-    )
+        n=width, max_tokens=output, ignore_eos=True,
+        logprobs=2 * width if beams else None)
     search = BeamSearchParams(width, output, ignore_eos=True) if beams else None
     return SequenceGroup(
-        prompt=None,
-        prompt_token_ids=[0] * prompt,
-        params=params,
-        stop_token_ids=set(),
-        max_model_len=LONGEST,
-        tokenizer=None,
-        beam_params=search,
-    )
+        prompt=None, prompt_token_ids=[0] * prompt, params=params, stop_token_ids=set(),
+        max_model_len=LONGEST, tokenizer=None, beam_params=search)
 
 
 # -- Figures 2, 13 and 15 --------------------------------------------------------------
@@ -191,8 +171,7 @@ def sharing(requests: int, seed: int = 0, widths: tuple[int, ...] = WIDTHS) -> F
         real, likely = real_beams(name, requests // divisor + 4, seed, widths)
         samples = {str(n): serve_paged(many, width=n)["saved"] for n in widths}
         beams = {
-            str(n): serve_paged(fewer, width=n, likely=likely)["saved"] for n in widths
-        }
+            str(n): serve_paged(fewer, width=n, likely=likely)["saved"] for n in widths}
         figures[f"{name}, samples"] = samples
         figures[f"{name}, beams"] = beams
         figures[f"{name}, real beams"] = real
@@ -210,8 +189,7 @@ def real_beams(
         lengths = draw_lengths(name, count, seed, llm.runner.max_model_len)
         texts = [
             SamplingParams(temperature=0.8, max_tokens=prompt, ignore_eos=True)
-            for prompt, _ in lengths
-        ]
+            for prompt, _ in lengths]
         outputs = llm.generate([[0]] * count, texts, use_tqdm=False)
         prompts: Any = [output.outputs[0].token_ids for output in outputs]
 
@@ -226,14 +204,12 @@ def real_beams(
             llm.observers.append(note)
             params: Any = [
                 BeamSearchParams(width, output, ignore_eos=True)
-                for _, output in lengths
-            ]
+                for _, output in lengths]
             llm.generate(prompts, params, use_tqdm=False)
             llm.observers.remove(note)
             used = sum(state.used_blocks for state in states)
             saved[str(width)] = 100 * (
-                1 - used / sum(state.table_entries for state in states)
-            )
+                1 - used / sum(state.table_entries for state in states))
 
         asked = SamplingParams(temperature=0.8, max_tokens=64, logprobs=2 * max(widths))
         outputs = llm.generate(prompts, asked, use_tqdm=False)
@@ -256,11 +232,8 @@ def waste_by_block_size(
 
 
 def preemption_by_block_size(
-    requests: int,
-    repeats: int = 3,
-    seed: int = 0,
-    block_sizes: tuple[int, ...] = BLOCK_SIZES,
-) -> Figures:
+    requests: int, repeats: int = 3, seed: int = 0,
+    block_sizes: tuple[int, ...] = BLOCK_SIZES) -> Figures:
     """The speed side of Figure 18, and Figure 19: the bundled model in a pool too
     small.
 
@@ -272,12 +245,8 @@ def preemption_by_block_size(
     for size in block_sizes:
         for mode, runs in figures.items():
             llm = LLM(
-                block_size=size,
-                num_blocks=SMALL_POOL // size,
-                swap_space=0.02,
-                preemption_mode=mode,
-                enable_prefix_caching=False,
-            )
+                block_size=size, num_blocks=SMALL_POOL // size, swap_space=0.02,
+                preemption_mode=mode, enable_prefix_caching=False)
             llm.runner.swap_space.zero_()  # faults its pages in
             run: Figures = {"runs": [], "seconds_back": []}
             runs[str(size)] = run
@@ -347,15 +316,10 @@ def tables(figures: Figures) -> list[tuple[str, Figures]]:
     slots: Figures = {}
     for name, run in figures["allocation"].items():
         slots[name] = {
-            "tokens, %": run["tokens"],
-            "the paper's": PAPER_TOKENS[name],
-            "reserved": run["reserved"],
-            "internal": run["internal"],
-            "rounding": run.get("rounding", 0.0),
-            "free": run["free"],
-            "requests": run["running"],
-            "the paper's requests": PAPER_RUNNING[name],
-        }
+            "tokens, %": run["tokens"], "the paper's": PAPER_TOKENS[name],
+            "reserved": run["reserved"], "internal": run["internal"],
+            "rounding": run.get("rounding", 0.0), "free": run["free"],
+            "requests": run["running"], "the paper's requests": PAPER_RUNNING[name]}
 
     saved: Figures = {}
     for name, by_width in figures["sharing"].items():
@@ -380,8 +344,7 @@ def tables(figures: Figures) -> list[tuple[str, Figures]]:
             "swap, ms": swap[size]["back_s"] * 1e3,
             "recompute, tokens/s": again[size]["tokens_per_s"],
             "swap, tokens/s": swap[size]["tokens_per_s"],
-            "preemptions": swap[size]["preemptions"],
-        }
+            "preemptions": swap[size]["preemptions"]}
     rows = (slots, saved, waste, speed)
     return list(zip(CAPTIONS.values(), rows, strict=True))
 

@@ -18,7 +18,7 @@ from nanopaged.llm import LLM
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.events import Event, find_events
-from nanopaged.tour.kinds import KINDS
+from nanopaged.tour.kinds import KINDS, Kind
 from nanopaged.tour.page import check_writable, embed, page
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
@@ -154,7 +154,7 @@ class Trace(AbstractContextManager["Trace"]):
                     "label": kind.label,
                     "paper": kind.paper,
                     "minor": kind.is_minor,
-                    **excerpt(kind.symbol, kind.line),
+                    **self._quote(kind),
                 }
         return {
             "title": self.title,
@@ -162,6 +162,12 @@ class Trace(AbstractContextManager["Trace"]):
             "left_out": self.left_out,
             "kinds": kinds,
         }
+
+    def _quote(self, kind: Kind) -> dict[str, Any]:
+        try:
+            return excerpt(kind.symbol, kind.line)
+        except (AttributeError, ValueError):  # whoever changes the engine can trace it
+            return {"file": "", "name": kind.symbol, "lines": [kind.line], "at": 0}
 
     def html(self) -> str:
         """A page that plays it, and that needs nothing else."""

@@ -6,23 +6,14 @@ from nanopaged.tour.workloads import DATA_SETS, SLOTS
 # mean requests in a batch. Figure 15: percent of blocks saved, by samples or beams a
 # request (for ShareGPT it gives the two ends only).
 PAPER_TOKENS = {
-    "Orca (max)": 20.4,
-    "Orca (pow2)": 26.8,
-    "Orca (oracle)": 38.2,
-    "nanopaged": 96.3,
-}
+    "Orca (max)": 20.4, "Orca (pow2)": 26.8, "Orca (oracle)": 38.2, "nanopaged": 96.3}
 PAPER_RUNNING = {
-    "Orca (max)": 7.0,
-    "Orca (pow2)": 9.8,
-    "Orca (oracle)": 13.6,
-    "nanopaged": 30.4,
-}
+    "Orca (max)": 7.0, "Orca (pow2)": 9.8, "Orca (oracle)": 13.6, "nanopaged": 30.4}
 PAPER_SAVED: dict[str, dict[str, float]] = {
     "Alpaca, samples": {"2": 6.1, "4": 8.5, "6": 9.8},
     "Alpaca, beams": {"2": 37.6, "4": 53.1, "6": 55.2},
     "ShareGPT, samples": {"2": 16.2, "6": 30.5},
-    "ShareGPT, beams": {"2": 44.3, "6": 66.3},
-}
+    "ShareGPT, beams": {"2": 44.3, "6": 66.3}}
 
 SMALL_POOL = 768  # tokens, for the bundled model
 PREEMPTED = 256  # tokens of the sequence whose preemption is timed
@@ -47,7 +38,6 @@ CAPTIONS = {
     "preemption": "Recompute and swap by block size, as in the paper's Fig 19; the "
     f"figures are ours, the bundled model's: the time to compute {PREEMPTED} tokens "
     "again, or to swap them out and in; then tokens/s of requests with Alpaca's "
-    f"lengths in {SMALL_POOL} slots.",
-}
+    f"lengths in {SMALL_POOL} slots."}
 
 

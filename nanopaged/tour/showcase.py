@@ -11,18 +11,8 @@ from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.tour.recorder import Trace, trace
 
 FEATURES = (
-    "prefix",
-    "chunk",
-    "fork",
-    "copy",
-    "beam",
-    "recompute",
-    "swap_out",
-    "swap_in",
-    "evict",
-    "publish",
-    "finish",
-)
+    "prefix", "chunk", "fork", "copy", "beam", "recompute", "swap_out", "swap_in",
+    "evict", "publish", "finish")
 SOFT = "ROMEO:\nBut, soft! what light through yonder"
 JULIET = "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?"
 
@@ -30,17 +20,9 @@ JULIET = "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?"
 def showcase(path: str | Path | None = None) -> Trace:
     """Record the run; its page goes to `path`, if given."""
     llm = LLM(
-        device="cpu",
-        dtype="float32",
-        block_size=4,
-        num_blocks=22,
-        max_model_len=64,
-        max_num_seqs=8,
-        max_num_batched_tokens=12,
-        swap_space=0.00025,
-        preemption_mode="swap",
-        attention_backend="torch",
-    )
+        device="cpu", dtype="float32", block_size=4, num_blocks=22, max_model_len=64,
+        max_num_seqs=8, max_num_batched_tokens=12, swap_space=0.00025,
+        preemption_mode="swap", attention_backend="torch")
     title = "Four requests in a pool that is too small for them"
     with llm, trace(llm, path, title) as run:
         greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

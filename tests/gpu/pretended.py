@@ -370,7 +370,8 @@ class Operations(TorchDispatchMode):
         if "empty" in name:
             return result
         outs = tensors_of(result)
-        storages = {x.untyped_storage()._cdata for x in tensors_of((arguments, options))}
+        storages = {x.untyped_storage()._cdata
+                    for x in tensors_of((arguments, options))}
         is_view = all(x.untyped_storage()._cdata in storages for x in outs)
         if is_view and not function._schema.is_mutable:
             return result

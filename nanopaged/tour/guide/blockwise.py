@@ -68,7 +68,7 @@ class Recorded(NamedTuple):
 
 def record(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Recorded]:
     """Serve the prompts, and keep what went in and out of every attention."""
-    backend = llm.runner.backend
+    backend: Any = llm.runner.backend
     attend_by_engine = backend.attend
     recorded: list[Recorded] = []
     tables: list[list[int]] = []

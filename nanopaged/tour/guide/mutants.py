@@ -111,8 +111,8 @@ MUTANTS = [
             "self._preempt(next(reversed(self.running.values())), batch)",
             "self._preempt(next(iter(self.running.values())), batch)",
         ),
-        "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
-        "_first",
+        "tests/test_scheduler.py::"
+        "test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first",
         "The oldest request loses its work whenever a younger one needs a block. That "
         "everybody finishes rests on the other rule: nobody younger takes a block from "
         "the oldest, and alone it fits into the pool.",
@@ -124,8 +124,8 @@ MUTANTS = [
             "self.waiting.move_to_end(group.request_id, last=False)",
             "self.waiting.move_to_end(group.request_id)",
         ),
-        "tests/test_scheduler.py::test_preemption_takes_the_youngest_and_queues_it"
-        "_first",
+        "tests/test_scheduler.py::"
+        "test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first",
         "Whoever came later overtakes. When the preempted request comes in again it "
         "is the youngest, so it is the next one to lose its work.",
     ),
@@ -137,7 +137,7 @@ MUTANTS = [
             "counts = list(counts)",
         ),
         "tests/test_scheduler.py::"
-        "test_sequences_of_a_group_sample_in_the_same_step_or_not_at_all",
+        "test_the_sequences_of_a_group_sample_together_or_not_at_all",
         "If the budget ends in the middle of a group, its first sequences sample and "
         "the others do not. A beam search then compares beams of different lengths.",
     ),
@@ -160,7 +160,7 @@ MUTANTS = [
             "is_found = (sums > goal) & (weights > 0)",
             "is_found = sums >= goal",
         ),
-        "tests/test_sampler.py::test_a_token_of_probability_0_is_never_drawn",
+        "tests/test_sampler.py::test_no_number_draws_an_excluded_token",
         "If the random number is exactly 0, the first token of the vocabulary is "
         "drawn, even with probability 0. It happens once in 2^32 tokens on average, "
         "and nobody will ever reproduce it.",

@@ -99,8 +99,8 @@ def check_tokens(folder, run, roomy):
     requests = [
         ([*range(rng.choice([1, 4, 7])), *rng.choices(range(64), k=rng.randrange(9))],
          params(rng.randrange(-2, 3), rng.randrange(1, 16), rng.choice([1, 1, 3])))
-        for _ in range(rng.randrange(2, 9))]
-    llm = engine(folder, num_blocks=rng.randrange(32, 38), max_model_len=32,
+        for _ in range(rng.randrange(4, 11))]
+    llm = engine(folder, num_blocks=rng.randrange(31, 35), max_model_len=32,
                  max_num_batched_tokens=rng.choice([4, 9, 64]), max_num_seqs=8,
                  preemption_mode=rng.choice(["recompute", "swap"]))
     answers = []

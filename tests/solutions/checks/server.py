@@ -1,10 +1,11 @@
 """The server, by the client that everybody uses: `openai`. It talks to 127.0.0.1 only.
 
-    python server.py
+    python server.py [the file of another server, with its make_app(llm, name)]
 """
 
 import importlib.util
 import os
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ import uvicorn
 from nanopaged import LLM, SamplingParams
 
 SERVER = Path(__file__).parent.parent / "server.py"
+if sys.argv[1:]:
+    SERVER = Path(sys.argv[1])
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"
 NAME = "shakespeare"
 

@@ -109,12 +109,13 @@ def check_run(folder, run, roomy):
          BeamSearchParams(2, 36) if rng.random() < 0.2 else
          SamplingParams(temperature=rng.choice([0, 0.8]), n=rng.choice([1, 3]),
                         max_tokens=rng.randrange(1, 50), seed=run))
-        for _ in range(rng.randrange(2, 6))]
+        for _ in range(rng.randrange(3, 7))]
     widest = max(width_of(params) for _, params in requests)
     llm = engine(
-        folder, num_blocks=rng.randrange(10, 14) * widest,
+        folder, num_blocks=rng.randrange(10, 12) * widest,
         max_num_batched_tokens=rng.choice([5, 20, 200]), max_model_len=120,
         preemption_mode=rng.choice(["recompute", "swap"]))
+    llm.runs_ahead = rng.random() < 0.5
     prompts, params = map(list, zip(*requests, strict=True))
     answers = [[[c.token_ids for c in output.outputs]
                 for output in served_by.generate(prompts, params, use_tqdm=False)]

@@ -1,0 +1,304 @@
+"""The parts of run.py: `python parts.py NAME FILE [--quick]`.
+
+The model of a decode step that speed is compared with: it reads all weights once, and K
+and V of all sequences, at the bandwidth of a copy, which is measured first. So
+
+    seconds >= (bytes of weights + sequences * tokens * KV bytes of a token) / bandwidth
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+# Query heads, KV heads, head_dim.
+MODELS = {
+    "Qwen3-0.6B": (16, 8, 128), "Llama-3.2-1B": (32, 8, 64), "Llama-3-8B": (32, 8, 128),
+    "Qwen2-0.5B": (14, 2, 64), "Qwen2-7B": (28, 4, 128), "Mistral-7B": (32, 8, 128),
+    "Qwen3-32B": (64, 8, 128), "Phi-3-mini": (32, 32, 96)}
+# nano-vllm's own figures for its workload: output tokens/s.
+PUBLISHED = {"nano-vllm, RTX 4070 laptop": 1434, "vLLM, RTX 4070 laptop": 1362}
+
+
+def write_models(quick):
+    from conftest import write_model
+
+    for family in ("llama",) if quick else ("llama", "qwen2", "qwen3"):
+        sizes = {"num_hidden_layers": 1} if quick else {}
+        yield family, write_model(family, Path(tempfile.mkdtemp()), **sizes)
+
+
+def tokens(task, quick):
+    """Graphs and eager mode give the tokens of the CPU's reference, and it those of
+    transformers.
+    """
+    from conftest import Reference
+    from gpu.pretended import PretendedGpu
+    from helpers import CPU, draw_requests, generate, greedy, serve
+    from nanopaged import LLM
+
+    count = 3 if quick else 24
+    sizes = {"block_size": 4, "num_blocks": 40, "max_model_len": 64, "max_num_seqs": 6,
+             "max_num_batched_tokens": 16}
+    options = {"vocab_size": 160, "stop": (), "max_tokens": 6 if quick else 24,
+               "lengths": [1, 3, 8, 17]}
+    for family, path in write_models(quick):
+        def serve_on(requests, path=path, **changes):
+            with LLM(path, **(CPU | sizes | changes)) as llm:
+                return serve(llm, requests)
+
+        requests = list(draw_requests(5, count, **options))
+        expected = serve_on(requests, attention_backend="torch")
+        for mode in ("graphs", "eager"):
+            def check(mode=mode, serve_on=serve_on, requests=requests,
+                      expected=expected):
+                gpu = nullcontext() if HAS_GPU else PretendedGpu()
+                with gpu:
+                    got = serve_on(requests, device="cuda",
+                                   enforce_eager=mode == "eager")
+                assert got == expected, "other tokens than the reference's"
+                return {"requests": len(got), "pretended": not HAS_GPU}
+
+            task(f"{family}, {mode}", check)
+
+        def check_transformers(path=path):
+            reference, rng = Reference(), random.Random(0)
+            prompts = [[rng.randrange(160) for _ in range(n)] for n in (1, 7, 20)]
+            prompts = [p for p in prompts if reference.is_clear(path, p, 8)]
+            wanted = [[reference.generate(path, p, 8)] for p in prompts]
+            with LLM(path, attention_backend="auto", device=DEVICE.type,
+                     dtype="float32", **sizes) as llm:
+                assert generate(llm, prompts, greedy(8)) == wanted
+            return {"prompts": len(prompts)}
+
+        task(f"{family}, transformers", check_transformers)
+
+
+def on_device(case):
+    """Output of Triton's kernels for a case of test_attention.py."""
+    import test_attention
+    from nanopaged.attention import Metadata
+
+    test_attention.CPU = DEVICE
+    backend = test_attention.make_backend(
+        "triton", case.heads, case.block_size, case.dtype)
+    made = case.metadata(backend)
+    places = [x.to(DEVICE) for x in (made.positions, made.slots, made.block_tables)]
+    metadata = Metadata(*places, made.counts, made.ends,
+                        [x.to(DEVICE) for x in made.plan])
+    new = [dense[past:] for dense, (past, _) in zip(case.dense, case.seqs, strict=True)]
+    cache, kv = case.cache.to(DEVICE), torch.cat(new).flatten(1, 2).to(DEVICE)
+    q = case.q.to(DEVICE)
+    backend.store(kv, cache, metadata.slots)
+    return lambda: backend.attend(q, cache, metadata)
+
+
+def kernels(task, quick):
+    """Against float64, over the shapes of real models."""
+    import test_attention
+
+    dtypes = [torch.float32] if quick or not HAS_GPU else [
+        torch.bfloat16, torch.float16, torch.float32]
+    seqs = [(20, 1), (0, 5)] if quick else [(1500, 1), (3, 1), (0, 300), (200, 90)]
+    for name, heads in list(MODELS.items())[: 1 if quick else None]:
+        for dtype in dtypes:
+            for kind in (seqs, [(past, 1) for past, _ in seqs]):
+                def check(kind=kind, heads=heads, dtype=dtype):
+                    case = test_attention.Case(kind, heads, 16, dtype)
+                    out, expected = on_device(case)().cpu().double(), case.expected()
+                    error = (out - expected).norm(dim=1) / expected.norm(dim=1)
+                    assert error.max() < test_attention.TOLERANCE[dtype]
+                    return {"error": float(error.max())}
+
+                task(f"{name}, {dtype}, {kind}", check)
+
+
+def seconds_of(function, repeats):
+    function()
+    times = []
+    for _ in range(repeats):
+        if HAS_GPU:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        function()
+        if HAS_GPU:
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return sorted(times)[len(times) // 2]
+
+
+def speed(task, quick):
+    import bench
+    import test_attention
+
+    def measure_copy():
+        source = torch.empty((1 << 20) if quick else (1 << 30), dtype=torch.uint8,
+                             device=DEVICE)
+        target = torch.empty_like(source)
+        seconds = seconds_of(lambda: target.copy_(source), 3 if quick else 20)
+        return {"GB/s": 2 * source.nbytes / seconds / 1e9}
+
+    copy = task("copy", measure_copy)
+    bandwidth = copy.get("GB/s", 1) * 1e9
+
+    def measure_kernel():
+        """K and V that are read, over the time: mostly the launches' if they are few.
+        """
+        heads, dtype = (MODELS["Qwen3-0.6B"], torch.bfloat16 if HAS_GPU
+                        else torch.float32)
+        count, length = (2, 20) if quick else (256, 600)
+        case = test_attention.Case([(length, 1)] * count, heads, 16, dtype)
+        rate = 2 * count * length * heads[1] * heads[2] * case.dtype.itemsize
+        rate /= seconds_of(on_device(case), 2 if quick else 50)
+        return {"GB/s": rate / 1e9, "over copy": rate / bandwidth}
+
+    task("attention", measure_kernel)
+
+    def run_bench(*words):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "figures.json")
+            small = ["--shape", "tiny", "--repeats", "1"] if quick else []
+            bench.main([*words, *small, "--json", str(file)])
+            return json.loads(file.read_text())
+
+    def measure_decode():
+        sizes = ["1", "2"] if quick else ["1", "8", "64", "256"]
+        more = ["--tokens", "8", "--prompt-len", "16"] if quick else []
+        figures = run_bench("decode", "--batch-sizes", *sizes, *more)
+        if not quick:  # the model's floor: 400 tokens a sequence are assumed
+            weights, token = 1.19e9, 114_688
+            figures["floor, tokens/s"] = {size: int(size) * bandwidth / (
+                weights + int(size) * 400 * token) for size in sizes}
+        return figures
+
+    def measure_workload():
+        words = ["--requests", "2"] if quick else ["--full", "--repeats", "1"]
+        return run_bench("workload", *words) | {
+            "published": PUBLISHED, "ceiling, tokens/s": 133_966 / 15.07e12 * bandwidth}
+
+    task("decode and prefill", measure_decode)
+    task("workload", measure_workload)
+
+    def count_launches():
+        from torch.profiler import ProfilerActivity, profile
+
+        from conftest import write_model
+        from helpers import greedy
+        from nanopaged import LLM
+
+        path = write_model("qwen3", Path(tempfile.mkdtemp()))
+        with LLM(path, device=DEVICE.type, num_blocks=64) as llm:
+            llm.add_request([1, 2, 3], greedy(20))
+            for _ in range(5):
+                llm.step()
+            activity = ProfilerActivity.CUDA if HAS_GPU else ProfilerActivity.CPU
+            with profile(activities=[activity]) as profiler:
+                for _ in range(4):
+                    llm.step()
+        return {"events per step": len(profiler.events()) / 4}
+
+    task("launches", count_launches)
+
+
+RANK = """
+import os, signal, sys
+from nanopaged import LLM, SamplingParams
+path, size, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+llm = LLM(path, tensor_parallel_size=size, device=sys.argv[4], dtype="float32",
+          num_blocks=64, max_model_len=64)
+if kill == "kill":
+    def end(phase, batch):
+        os.kill(os.getpid(), signal.SIGKILL)
+    llm.observers.append(end)
+params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+outputs = llm.generate([[1, 2, 3], [4] * 20], params, use_tqdm=False)
+print("TOKENS", [output.outputs[0].token_ids for output in outputs], flush=True)
+"""
+
+
+def ranks(task, quick):
+    """Two of them: answers, an end without `shutdown`, and a rank that is killed."""
+    if HAS_GPU and torch.cuda.device_count() < 2:
+        task("ranks", lambda: {"skipped": "there is one GPU"})
+        return
+    _, path = next(write_models(True))
+    script = Path(tempfile.mkdtemp(), "rank.py")
+    script.write_text(RANK)
+
+    def run(size, kill="", seconds=60):
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
+                    str(size)] if size > 1 else []
+        process = subprocess.Popen(
+            [sys.executable, *launcher, str(script), str(path), str(size), kill,
+             DEVICE.type], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        try:
+            out, error = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun ends its ranks then
+            process.wait()
+            raise
+        lines = [line for line in out.splitlines() if "TOKENS" in line]
+        return process.returncode, lines, error[-2000:]
+
+    def check_answers():
+        one, two = run(1), run(2)
+        assert one[0] == two[0] == 0, (one, two)
+        assert one[1] == two[1] and one[1]
+        return {"ended": True}
+
+    def check_killed():
+        code, lines, _ = run(2, "kill")
+        assert code != 0 and not lines
+        return {"exit status": code}
+
+    task("answers, and an end without shutdown", check_answers)
+    task("a killed rank ends the others", check_killed)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["tokens", "kernels", "speed", "ranks"])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1 if args.quick else torch.get_num_threads())
+    done = {}
+
+    def task(name, function):
+        """Run it, and write what all have given so far. One that fails is noted."""
+        try:
+            done[name] = function()
+        except (Exception, SystemExit):  # the latter from wrong arguments
+            done[name] = {"failed": traceback.format_exc()[-3000:]}
+        partial = args.file.with_suffix(".part")
+        partial.write_text(json.dumps(done))
+        partial.replace(args.file)
+        return done[name]
+
+    # For tests of the report: "part:exception", "part:exit" or "part:hang".
+    part, _, how = os.environ.get("NANOPAGED_FAIL", "").partition(":")
+    if part == args.part:
+        task("first", dict)
+        {"exit": lambda: os._exit(3), "hang": lambda: time.sleep(10_000),
+         "exception": lambda: task("injected", lambda: 1 / 0)}[how]()
+    globals()[args.part](task, args.quick)
+    return int(any("failed" in figures for figures in done.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The report of gpu/run.py: it comes whatever fails, with all that has not failed."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+
+pytest.importorskip("triton", reason="pip install triton")
+sys.path.insert(0, str(Path(__file__).with_name("gpu")))
+
+import run  # noqa: E402
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch):
+    """`report(parts, fail, *options)`: the exit status and the report's parts."""
+
+    def make(parts, fail="", *options):
+        monkeypatch.setenv("NANOPAGED_FAIL", fail)
+        file = tmp_path / "report.json"
+        words = ["--quick", "--parts", ",".join(parts), "--json", str(file), *options]
+        code = run.main(words)
+        return code, json.loads(file.read_text())["parts"]
+
+    return make
+
+
+@pytest.mark.parametrize("how, state", [("exit", "failed"), ("hang", "hung")])
+def test_a_part_that_fails_is_named_and_the_others_run(report, how, state, monkeypatch):
+    monkeypatch.setitem(run.PARTS, "ranks", 1)
+    monkeypatch.setitem(run.PARTS, "kernels", 7)
+    code, parts = report(["ranks", "kernels"], f"ranks:{how}", "--seconds", "160")
+    assert code == 1 and parts["ranks"]["state"] == state
+    assert {"first"} <= parts["ranks"]["tasks"].keys(), "what was done before is lost"
+    assert parts["kernels"]["state"] == "complete" and parts["kernels"]["tasks"]
+
+
+def test_an_unknown_part_is_an_error(report, capsys):
+    with pytest.raises(SystemExit):
+        report(["tokens", "other"])
+    assert "unknown parts: other" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", run.PARTS)
+def test_all_parts_run_tiny(report, part):
+    code, parts = report([part])
+    assert code == 0, parts
+    assert parts[part]["state"] == "complete" and len(parts[part]["tasks"]) > 1
+    assert "failed" not in json.dumps(parts) and str(ROOT) not in json.dumps(parts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["exception", "exit", "hang"])
+@pytest.mark.parametrize("part", run.PARTS)
+def test_each_part_may_fail(report, part, how):
+    others = [name for name in run.PARTS if name != part]
+    code, parts = report([part, *others], f"{part}:{how}", "--seconds", "900")
+    assert code == 1 and parts[part]["state"] in ("failed", "hung")
+    assert all(parts[name]["state"] == "complete" for name in others)
