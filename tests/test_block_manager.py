@@ -427,6 +427,7 @@ def test_any_operations_keep_every_invariant(name, count, monkeypatch):
     stateful.run_state_machine_as_test(Counted, settings=settings(
         max_examples=count, stateful_step_count=50, derandomize=True, deadline=None,
         suppress_health_check=list(HealthCheck)))
+    least = 0 if name == "two-valued" else count // 20  # collisions cost hits
     for event in ("hits", "revived", "evicted", "grown", "copied", "swapped to swap",
                   "swapped to device", "freed while swapped"):
-        assert Counted.counts[event] > 0, (event, Counted.counts)
+        assert Counted.counts[event] > least, (event, Counted.counts)
