@@ -241,7 +241,7 @@ def serve(llm: LLM, requests: Requests, temperature: float) -> Figures:
     return {
         "seconds": seconds,
         "steps": spent["steps"],
-        "tokens_in": spent["prompt_tokens"],
+        "tokens_in": sum(len(output.prompt_token_ids) for output in outputs),
         "tokens_out": spent["output_tokens"],
         "output_tokens_per_s": spent["output_tokens"] / seconds,
         "first_token_s": median(m.first_token_time - m.arrival_time for m in metrics),

@@ -17,7 +17,7 @@ The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 """
 
 from array import array
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, count
@@ -79,12 +79,28 @@ class BlockManager:
     # -- A sequence comes, grows and goes ----------------------------------------------
 
     def begin(self, seq: Sequence, block_ids: Iterable[int], num_tokens: int) -> None:
-        """Let `seq` hold blocks in which its first `num_tokens` have K and V."""
+        """Let `seq` hold blocks in which its first `num_tokens` have K and V, in place
+        of those that it held.
+
+        The last of these goes first, so that a prefix outlives what follows it.
+        """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
             self.blocks[block_id].ref_count += 1
+        for block_id in reversed(seq.block_table):
+            self.blocks[block_id].ref_count -= 1
+            if self.blocks[block_id].ref_count == 0:
+                on_device = block_id < self.num_blocks
+                free_list = self.free_blocks if on_device else self.free_swap_blocks
+                free_list[block_id] = None
+                # A block that nobody can find again is the first to be taken.
+                free_list.move_to_end(block_id, last=self.is_cached(block_id))
         seq.block_table = array("q", block_ids)
         seq.num_computed_tokens = num_tokens
+
+    def free(self, seq: Sequence) -> None:
+        """Drop all blocks of `seq`; nothing of it counts as computed any more."""
+        self.begin(seq, [], 0)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not."""
@@ -93,20 +109,18 @@ class BlockManager:
         self.begin(child, shared, num_tokens)
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        """How many free blocks `grow` takes for these sequences of a group."""
-        num_new = 0
-        writers: Counter[int] = Counter()
-        for seq in seqs:
-            num_new += self.num_blocks_for(seq.compute_end) - len(seq.block_table)
-            index = seq.num_computed_tokens // self.block_size  # it writes there next
-            writers.update(seq.block_table[index : index + 1])
+        """How many free blocks `grow` takes for these sequences of a group.
 
-        # Writers take their copies one by one, and each drops a reference. If all
-        # holders write, the last of them is the only one left, and writes in place: 3
-        # holders take 2 copies. If some holder does not write, every writer takes one.
-        for block_id, num_writers in writers.items():
-            num_new += min(num_writers, self.blocks[block_id].ref_count - 1)
-        return num_new
+        Each needs blocks of its own from where it writes next. If several hold one
+        there, all but the last of them take a copy.
+        """
+        num_needed = 0
+        held: set[int] = set()
+        for seq in seqs:
+            first = seq.num_computed_tokens // self.block_size
+            num_needed += self.num_blocks_for(seq.compute_end) - first
+            held.update(seq.block_table[first:])
+        return num_needed - len(held)
 
     def grow(self, seq: Sequence) -> Moves:
         """Give `seq` blocks for all tokens it has to compute; there must be enough.
@@ -127,21 +141,6 @@ class BlockManager:
             table.append(self._take(self.free_blocks))
         return copies
 
-    def free(self, seq: Sequence) -> None:
-        """Drop all references of `seq`; nothing of it counts as computed any more.
-
-        The last block goes first, so that a prefix outlives what follows it.
-        """
-        for block_id in reversed(seq.block_table):
-            self.blocks[block_id].ref_count -= 1
-            if self.blocks[block_id].ref_count == 0:
-                on_device = block_id < self.num_blocks
-                free_list = self.free_blocks if on_device else self.free_swap_blocks
-                free_list[block_id] = None
-                # A block that nobody can find again is the first to be taken.
-                free_list.move_to_end(block_id, last=self.is_cached(block_id))
-        self.begin(seq, [], 0)
-
     def swap(self, seqs: list[Sequence], free_list: FreeList) -> Moves:
         """Move the blocks of these sequences to the pool that has this free list.
 
@@ -156,9 +155,7 @@ class BlockManager:
         moved = {block_id: self._take(free_list) for block_id in held}
         for seq in seqs:
             table = [moved[block_id] for block_id in seq.block_table]
-            num_tokens = seq.num_computed_tokens
-            self.free(seq)
-            self.begin(seq, table, num_tokens)
+            self.begin(seq, table, seq.num_computed_tokens)
         for block_id in moved.values():
             self.blocks[block_id].ref_count -= 1  # the reference that `_take` gave
         return list(moved.items())

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-NUM_CONTEXT_TOKENS = 5  # of the prompt, so that the first word gets its leading space
+NUM_CONTEXT_TOKENS = 8  # of the prompt, so that the first word gets its leading space
 MOST_CONTEXT_TOKENS = 64  # if all of them have no text
 MOST_UNKNOWN_TOKENS = 16  # bytes that never become a character do not wait for ever
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
@@ -33,24 +33,19 @@ class Detokenizer:
                  stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
+        # Context that begins within a character would spoil what follows: take more.
+        last, size = len(prompt_token_ids), NUM_CONTEXT_TOKENS
+        while size < last and self._decode(
+                prompt_token_ids[-size:]).startswith(INCOMPLETE):
+            size *= 2
+        self.context_start = max(0, last - size)
         # A character that the prompt has begun is a part of the text.
-        last = len(prompt_token_ids)
-        ends = range(last, max(0, last - 4), -1)
-        whole = (end for end in ends if not self._decode(
-            prompt_token_ids[self._begin(prompt_token_ids, end) : end]
-            ).endswith(INCOMPLETE))
-        self.known_end = next(whole, last)
-        self.context_start = self._begin(prompt_token_ids, self.known_end)
+        ends = range(last, max(self.context_start, last - 4), -1)
+        whole = [end for end in ends if not self._decode(
+            prompt_token_ids[self.context_start : end]).endswith(INCOMPLETE)]
+        self.known_end = max(whole, default=last)
         self.text = ""
         self.stopped_by: str | None = None
-
-    def _begin(self, token_ids: list[int], end: int) -> int:
-        """Where the context begins. Within a character it would spoil what follows."""
-        size = NUM_CONTEXT_TOKENS
-        while size < end and self._decode(
-                token_ids[end - size : end]).startswith(INCOMPLETE):
-            size *= 2
-        return max(0, end - size)
 
     def update(self, token_ids: list[int], final: bool = False,
                may_stop: bool = True) -> None:

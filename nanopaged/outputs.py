@@ -20,9 +20,7 @@ class RequestMetrics:
     """Points in time, in seconds of `time.perf_counter`; 0 where it is yet to come."""
 
     arrival_time: float
-    first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
-    finished_time: float = 0.0
 
 
 @dataclass
@@ -67,9 +65,7 @@ class EngineStats:
     blocks_used: int = 0  # held by a sequence
     blocks_cached: int = 0  # in the prefix cache, held or free
     steps: int = 0
-    prompt_tokens: int = 0  # of all requests that have started, cached or not
     output_tokens: int = 0
-    prefix_query_tokens: int = 0  # tokens that were looked up in the prefix cache
-    prefix_hit_tokens: int = 0  # how many of them were found
+    prefix_hit_tokens: int = 0  # found in the prefix cache, so they were not computed
     preemptions_recompute: int = 0
     preemptions_swap: int = 0

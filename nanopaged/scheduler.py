@@ -135,20 +135,12 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns what is left.
 
-        All of them sample in the same step, as a beam search compares all its beams,
-        and a sequence samples when its last token is computed. So if the budget is too
-        small for all, nobody computes its last token in this step. For a decode that is
-        its only token: it waits. A prompt of 10 tokens with a budget of 6 computes 6,
-        as it would anyway, and two beams that were preempted with 3 tokens each to
-        compute, with a budget of 5, compute 2 each.
+        If it is too small for all, those at the end wait. Of a beam search, whose beams
+        are compared, the first ones then keep their candidates until the last has its
+        own.
         """
-        seqs = group.next_sequences
-        counts = [seq.compute_end - seq.num_computed_tokens for seq in seqs]
-        if sum(counts) > budget:
-            counts = [count - 1 for count in counts]
-
-        for seq, wanted in zip(seqs, counts, strict=True):
-            count = min(wanted, budget)
+        for seq in group.next_sequences:
+            count = min(seq.compute_end - seq.num_computed_tokens, budget)
             if count > 0:
                 self._schedule_sequence(seq, count, batch)
                 budget -= count
@@ -216,12 +208,9 @@ class Scheduler:
             batch.swaps_in += manager.swap(group.live, manager.free_blocks)
         else:
             manager.begin(leader, prefix, len(prefix) * manager.block_size)
-            self.stats.prefix_query_tokens += leader.compute_end
             self.stats.prefix_hit_tokens += leader.num_computed_tokens
-        if not group.metrics.first_scheduled_time:
-            group.metrics.first_scheduled_time = time.perf_counter()
-            group.num_cached_tokens = leader.num_computed_tokens
-            self.stats.prompt_tokens += group.num_prompt_tokens
+            if not group.metrics.first_token_time:
+                group.num_cached_tokens = leader.num_computed_tokens
         self.running[group.request_id] = self.waiting[group.request_id]
         del self.waiting[group.request_id]
         return self._make_room(group, batch)
@@ -298,7 +287,6 @@ class Scheduler:
         if not group.live:
             self.waiting.pop(group.request_id, None)
             self.running.pop(group.request_id, None)
-            group.metrics.finished_time = time.perf_counter()
 
     def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
         """End all sequences of a group that have not finished."""

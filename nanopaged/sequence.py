@@ -4,7 +4,7 @@ The words of the engine:
 
     token        an id of the vocabulary; a sequence has the prompt's, then its own
     sequence     one continuation of a prompt
-    group        the sequences of one request; scheduled, preempted, swapped as a whole
+    group        the sequences of one request; admitted, preempted, swapped as a whole
     leader       the first live sequence of a group: it computes the prompt for all
     block        room for the K and V of block_size tokens. A sequence counts its
                  logical blocks from 0; a physical block is a place in the pool
@@ -82,10 +82,9 @@ class Sequence:
             update           8         7        0            8  t1 is appended
         """
         group = self.group
-        if not group.forked:
-            # The part that all sequences of the group share.
-            return group.num_prompt_tokens
-        num_tokens = len(self.token_ids) + self.num_pending_tokens
+        num_tokens = group.num_prompt_tokens  # what all sequences of the group share
+        if group.forked:
+            num_tokens = len(self.token_ids) + self.num_pending_tokens
         # Nothing follows the last token that max_len allows: nobody needs its K and V.
         return min(num_tokens, group.max_len - 1)
 
@@ -186,7 +185,7 @@ class SequenceGroup:
 
         None while beams have pending tokens: the next beams are not known yet.
         """
-        if self.beam_params and self.live[0].num_pending_tokens:
+        if self.beam_params and any(seq.num_pending_tokens for seq in self.live):
             return []
         return self.live if self.forked else self.live[:1]
 

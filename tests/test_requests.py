@@ -266,7 +266,6 @@ def test_a_prompt_reuses_the_full_blocks_that_it_shares(
         expected = cached if caching and salt is None else 0
         assert [output.num_cached_tokens for output in outputs] == [0, expected]
         assert llm.stats().prefix_hit_tokens == expected
-        assert llm.stats().prefix_query_tokens == 31 + length
         assert tokens_of(outputs[1]) == reference.generate(llama, second, 8)
 
 
@@ -274,7 +273,6 @@ def test_stats_count_and_metrics_time_what_happened(llm, work):
     add_all(llm, work[0][:3], greedy())
     llm.step()
     assert llm.stats().blocks_used == sum(-(-length // 4) for length in LENGTHS[:3])
-    assert llm.stats().prompt_tokens == sum(LENGTHS[:3])
     outputs, end = drain(llm).values(), llm.stats()
     assert end.output_tokens == 3 * COUNT and COUNT <= end.steps <= COUNT + 1
     assert (end.blocks_used, end.preemptions_recompute) == (0, 0)
@@ -282,9 +280,7 @@ def test_stats_count_and_metrics_time_what_happened(llm, work):
     num_full = sum((length + COUNT - 1) // 4 for length in LENGTHS[:3])
     assert num_full - 3 * llm.runs_ahead <= end.blocks_cached <= num_full
     for output in outputs:
-        times = output.metrics
-        assert 0 < times.arrival_time < times.first_scheduled_time
-        assert times.first_scheduled_time < times.first_token_time < times.finished_time
+        assert 0 < output.metrics.arrival_time < output.metrics.first_token_time
 
 
 # -- Text ------------------------------------------------------------------------------
