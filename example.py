@@ -118,8 +118,7 @@ def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
     print(
         f"After 20 steps of the same requests: {stats.blocks_used} of "
         f"{stats.blocks_total} blocks are in use, and {stats.blocks_cached} are cached;"
-        f" {stats.prefix_hit_tokens} of {stats.prefix_query_tokens} prompt tokens were "
-        "found there."
+        f" so far {stats.prefix_hit_tokens} prompt tokens were found there."
     )
 
 

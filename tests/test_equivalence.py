@@ -52,7 +52,7 @@ def check_case(case, variant, prompts, engine, reference):
     one = MAX_MODEL_LEN // block_size
     llm = engine(
         variant.path, block_size=block_size, max_model_len=MAX_MODEL_LEN,
-        num_blocks=one + 1 if is_tight else len(prompts) * one,
+        num_blocks=one + 1 if is_tight else 2 * len(prompts) * one,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
         enable_prefix_caching=caching,
         attention_backend="torch" if case % 3 == 0 else "auto")

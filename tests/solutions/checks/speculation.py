@@ -120,8 +120,10 @@ def count_steps(num_speculative_tokens):
         return token_ids, again.num_cached_tokens, steps
 
 
-def main(num_runs=30, expected=None):
-    expected = expected or plain_answers(num_runs)
+def main(num_runs=30, answers=None):
+    """`answers`: a file of those to expect; else they are made without speculation."""
+    expected = json.loads(Path(answers).read_text()) if answers else plain_answers(
+        num_runs)
     with tempfile.TemporaryDirectory() as folder:
         preemptions = sum(
             check_tokens(folder, *pair) for pair in enumerate(expected))
