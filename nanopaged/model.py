@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from nanopaged.parallel import Ranks
 
@@ -42,17 +42,14 @@ def norm_rotate(qkv: Tensor, num_kv_heads: int, weights: list[Tensor], eps: floa
     (RoFormer). V stays as it is.
 
     qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weights: those of Q's
-    heads and K's, [head_dim] each; cos, sin: [num_tokens, 1, head_dim], of angles that
-    grow with the position. The halves of a head turn like (x1, x2) -> (x1 cos - x2 sin,
-    x2 cos + x1 sin).
+    heads, [num_heads, head_dim], and of K's; cos, sin: [num_tokens, 1, head_dim], of
+    angles that grow with the position. The halves of a head turn like (x1, x2) ->
+    (x1 cos - x2 sin, x2 cos + x1 sin).
     """
-    x, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+    x, v = qkv.tensor_split([-num_kv_heads], dim=1)
     if weights:
-        num_heads = x.shape[1] - num_kv_heads
-        scales = [weights[0].expand(num_heads, -1), weights[1].expand(num_kv_heads, -1)]
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(scales)
-    x1, x2 = x.chunk(2, dim=-1)
-    rotated = torch.addcmul(x * cos, torch.cat((-x2, x1), -1), sin)
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
+    rotated = torch.addcmul(x * cos, rotate_half(x), sin)
     return torch.cat((rotated, v), 1)
 
 
@@ -63,11 +60,9 @@ class Linear(nn.Linear):
     One product for Q, K and V reads x once, and is faster than three small ones.
     """
 
-    def __init__(self, in_features: int, parts: dict[str, int],
-                 bias: bool = False) -> None:
+    def __init__(self, in_features: int, bias: bool = False, **parts: int) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts = parts
-        self.packed: Tensor | None = None
 
     def reset_parameters(self) -> None:
         """Draw no random weights: the checkpoint's are loaded."""
@@ -82,104 +77,89 @@ class Linear(nn.Linear):
         reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
         is_bfloat16 = self.weight.is_cpu and self.weight.dtype == torch.bfloat16
         if reorder and is_bfloat16 and torch.cpu._is_avx512_bf16_supported():
-            self.packed = reorder(self.weight, None)
-            self.weight = nn.Parameter(torch.empty(0), False)  # free the memory
+            self.weight = nn.Parameter(reorder(self.weight, None), False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.packed is None:
-            return super().forward(x)
-        return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
-            x, self.packed, self.bias, "none", [], "")
+        weight = self.weight
+        if weight.is_mkldnn:  # `pack` has made it so
+            return torch.ops.mkldnn._linear_pointwise(  # type: ignore[no-any-return]
+                x, weight, self.bias, "none", [], "")
+        return F.linear(x, weight, self.bias)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
+    def __init__(self, config: Any, backend: Any) -> None:
         super().__init__()
         self.backend = backend
-        self.ranks = ranks
         self.eps = config.rms_norm_eps
-        self.head_dim = config.head_dim
-        self.num_kv_heads = config.num_key_value_heads
-        q_size = config.num_attention_heads * self.head_dim
-        kv_size = self.num_kv_heads * self.head_dim
-        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_dim = config.head_dim
+        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         has_bias = getattr(config, "attention_bias", False)
-        has_qkv_bias = has_bias or config.model_type == "qwen2"
-        self.qkv_proj = Linear(config.hidden_size, parts, has_qkv_bias)
-        self.o_proj = Linear(q_size, {"o_proj": config.hidden_size}, has_bias)
-        self.norms: list[Any] = []
+        self.qkv_proj = Linear(
+            config.hidden_size, has_bias or config.model_type == "qwen2",
+            q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
+        self.o_proj = Linear(q_size, has_bias, o_proj=config.hidden_size)
+        self.norm_weights: list[Tensor] = []
         if config.model_type == "qwen3":
-            self.norms = [nn.RMSNorm(self.head_dim), nn.RMSNorm(self.head_dim)]
-            self.q_norm, self.k_norm = self.norms
+            self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
+            # Views for all heads, which show what is loaded later.
+            self.norm_weights = [self.q_norm.weight.expand(num_heads, -1),
+                                 self.k_norm.weight.expand(num_kv_heads, -1)]
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: Any) -> Tensor:
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
-        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)
-        weights = [norm.weight for norm in self.norms]
-        qkv = norm_rotate(qkv, self.num_kv_heads, weights, self.eps, *rotation)
-        q, kv = qkv.tensor_split([-2 * self.num_kv_heads], dim=1)
+        num_kv_heads = self.backend.num_kv_heads
+        qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
+        qkv = norm_rotate(qkv, num_kv_heads, self.norm_weights, self.eps, *rotation)
+        q, kv = qkv.tensor_split([-2 * num_kv_heads], dim=1)
         self.backend.store(kv, kv_cache, metadata.slots)
         attended = self.backend.attend(q, kv_cache, metadata)
-        return self.ranks.all_reduce(self.o_proj(attended))
+        return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any, ranks: Ranks) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.ranks = ranks
         size, inner = config.hidden_size, config.intermediate_size
         has_bias = getattr(config, "mlp_bias", False)
-        parts = {"gate_proj": inner, "up_proj": inner}
-        self.gate_up_proj = Linear(size, parts, has_bias)
-        self.down_proj = Linear(inner, {"down_proj": size}, has_bias)
+        self.gate_up_proj = Linear(size, has_bias, gate_proj=inner, up_proj=inner)
+        self.down_proj = Linear(inner, has_bias, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
         x = silu_mul(self.gate_up_proj(x))
-        return self.ranks.all_reduce(self.down_proj(x))
+        return self.down_proj(x)  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
+    def __init__(self, config: Any, backend: Any) -> None:
         super().__init__()
-        self.self_attn = Attention(config, backend, ranks)
-        self.mlp = MLP(config, ranks)
-        self.eps = config.rms_norm_eps
+        self.self_attn = Attention(config, backend)
+        self.mlp = MLP(config)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
-
-    def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
-                kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
-        """The layer's input is x + residual; returns such a pair for the next layer.
-
-        The kernel that normalises the sum makes it, too.
-        """
-        norm, next_norm = self.input_layernorm, self.post_attention_layernorm
-        x, residual = add_norm(x, residual, norm.weight, self.eps)
-        x = self.self_attn(x, rotation, kv_cache, metadata)
-        x, residual = add_norm(x, residual, next_norm.weight, self.eps)
-        return self.mlp(x), residual
 
 
 class CausalLM(nn.Module):
     """The decoder and its output head; config: that of a rank's share (`Ranks.share`).
 
-    The vocabulary is divided among the ranks, too: embeddings, and columns of logits.
+    The vocabulary is not divided: every rank has all embeddings, and the whole head.
     """
 
     def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
+        self.eps = config.rms_norm_eps
         vocab_size, size = config.vocab_size, config.hidden_size
-        weight = torch.empty(vocab_size, size)  # loaded later
         self.model: Any = nn.Module()
-        self.model.embed_tokens = nn.Embedding(vocab_size, size, _weight=weight)
+        self.model.embed_tokens = nn.Embedding(
+            vocab_size, size, _weight=torch.empty(vocab_size, size))  # loaded later
         self.model.layers = nn.ModuleList(
-            DecoderLayer(config, backend, ranks)
-            for _ in range(config.num_hidden_layers))
-        self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
+            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
+        self.model.norm = nn.RMSNorm(size, self.eps)
         self.model.rotary_emb = LlamaRotaryEmbedding(config)
-        self.lm_head = Linear(size, {"lm_head": vocab_size})
+        self.lm_head = Linear(size, lm_head=vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
         self.requires_grad_(False)
@@ -187,24 +167,22 @@ class CausalLM(nn.Module):
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
-        kv_caches: the caches of all layers, stacked.
+        kv_caches: the caches of all layers, stacked. What goes on from layer to layer
+        is x + residual: the kernel that normalises the sum makes it, too. Attention and
+        MLP compute this rank's part of their results, and the parts are added up.
         """
-        x = self.embed(token_ids)
+        x: Tensor = self.model.embed_tokens(token_ids)
         residual = torch.zeros_like(x)
-        # cos and sin of the angles, [num_tokens, 1, head_dim]
-        cos, sin = self.model.rotary_emb(x, metadata.positions[None])
-        rotation = (cos.transpose(0, 1), sin.transpose(0, 1))
+        # cos and sin of the angles, [num_tokens, 1, head_dim] each
+        rotation = self.model.rotary_emb(x, metadata.positions[:, None])
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, rotation, kv_cache, metadata)
+            x, residual = add_norm(x, residual, layer.input_layernorm.weight, self.eps)
+            x = self.ranks.all_reduce(layer.self_attn(x, rotation, kv_cache, metadata))
+            x, residual = add_norm(
+                x, residual, layer.post_attention_layernorm.weight, self.eps)
+            x = self.ranks.all_reduce(layer.mlp(x))
         return x + residual
 
     def head(self, x: Tensor) -> Tensor:
         """Logits: [num_samples, hidden_size] -> [num_samples, vocab_size]."""
-        return self.ranks.gather(self.lm_head(self.model.norm(x)))
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens, hidden_size]; a rank without a token's embedding adds zeros."""
-        table = self.model.embed_tokens
-        ids = token_ids - self.ranks.rank * table.num_embeddings
-        is_mine = (ids >= 0) & (ids < table.num_embeddings)
-        return self.ranks.all_reduce(table(ids * is_mine) * is_mine[:, None])
+        return self.lm_head(self.model.norm(x))  # type: ignore[no-any-return]

@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged import attention
 from nanopaged.attention import Metadata, place_tokens, spread, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, SamplingParams, check
-from nanopaged.loader import load_weights
-from nanopaged.model import CausalLM
+from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import SamplerOutput, sample
 from nanopaged.scheduler import Batch
@@ -51,9 +49,7 @@ class ModelRunner:
             self.device)
         if sys.platform == "linux":
             keep_freed_memory()
-        with self.device, local_torch_dtype(self.dtype):
-            self.model: Any = CausalLM(self.share, self.backend, ranks)
-        load_weights(self.model, config)
+        self.model: Any = load_model(config, self.backend, ranks)
         logger.info("weights loaded: %s on %s", self.dtype, self.device)
 
         # Attention within a sliding window is full as long as that is not filled.
@@ -242,9 +238,8 @@ class ModelRunner:
         num_swap_blocks = min(num_swap_blocks, self.most_blocks)
 
         # All ranks have the same block ids, so the smallest pools decide.
-        pools = torch.tensor(
-            [[config.num_blocks or num_blocks], [num_swap_blocks]], device=self.device)
-        num_blocks, num_swap_blocks = map(int, self.ranks.gather(pools).amin(1))
+        pools = torch.tensor([config.num_blocks or num_blocks, num_swap_blocks])
+        num_blocks, num_swap_blocks = self.ranks.least(pools).tolist()
         check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
         logger.info("KV cache: %d blocks of %d bytes", num_blocks, block_bytes)

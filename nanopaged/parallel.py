@@ -24,8 +24,9 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.scheduler import Batch
 
 dist: Any = torch.distributed
-DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size",
-           "vocab_size")
+# What the ranks divide, as far as a model has it. Not the vocabulary: they would have
+# to exchange embeddings and logits in every step.
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What is sent of a batch. Moves are flattened, and become pairs again where they are
 # used. Nothing is unpickled.
 FIELDS = [field.name for field in fields(Batch) if field.name != "sampled"]
@@ -39,7 +40,7 @@ class Ranks:
         self.rank = 0
         self.share = copy(model_config)  # the sizes of one rank's share
         for name in DIVIDED:
-            size = getattr(model_config, name)
+            size = getattr(model_config, name, 0)
             check(size % self.size == 0, "tensor_parallel_size",
                   f"a divisor of {name}={size}", self.size)
             setattr(self.share, name, size // self.size)
@@ -75,13 +76,11 @@ class Ranks:
             dist.broadcast(x, 0)
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Every rank's columns side by side: [n, columns] -> [n, size * columns]."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, dim=1)
+    def least(self, x: Tensor) -> Tensor:
+        """The smallest of the ranks' numbers, in place."""
+        if self.size > 1:
+            dist.all_reduce(x, dist.ReduceOp.MIN)
+        return x
 
     def send(self, batch: Batch) -> None:
         """Tell the other ranks what the next step is: how many numbers each field of

@@ -43,7 +43,7 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     columns = 2048
     matrices = []
     for _ in range(8):
-        matrix = Linear(columns, {"": rows}, bias=False).to(device, dtype)
+        matrix = Linear(columns, rows=rows).to(device, dtype)
         matrix.requires_grad_(False).weight.normal_()
         matrix.pack()
         matrices.append(matrix)

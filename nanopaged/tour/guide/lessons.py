@@ -436,7 +436,7 @@ def ranks() -> Values:
         "tables_tokens": f"{TOKENS:,}",
         "kv_written": f"{sum(first.counts) * token_bytes:,}",
         "layers": config.num_hidden_layers,
-        "exchanges": 2 * config.num_hidden_layers + 3,
+        "exchanges": 2 * config.num_hidden_layers + 1,
         "heads": config.num_attention_heads,
         "kv_heads": config.num_key_value_heads,
     }
