@@ -8,15 +8,13 @@ contents of the pool, and the tokens that the last step sampled.
 import ctypes
 import logging
 import sys
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import attention
-from nanopaged.attention import Metadata, place_tokens, spread, to_device
+from nanopaged.attention import Metadata, make_backend, place_tokens, spread, to_device
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
@@ -36,7 +34,6 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: Any, ranks: Ranks) -> None:
         self.config = config
         self.ranks = ranks
-        self.share = ranks.share  # the sizes of this rank's part of the model
         self.is_gpu = torch.cuda.is_available() and config.device != "cpu"
         check(self.is_gpu or config.device != "cuda", "device",
               "'cpu', as torch sees no GPU", config.device)
@@ -44,9 +41,8 @@ class ModelRunner:
         compiles = self.is_gpu and not config.enforce_eager
         self.stance = "default" if compiles else "force_eager"  # of torch.compile
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
-        self.backend = attention.make_backend(
-            config.attention_backend, self.share, config.block_size, self.dtype,
-            self.device)
+        self.backend = make_backend(config.attention_backend, ranks.share,
+                                    config.block_size, self.dtype, self.device)
         if sys.platform == "linux":
             keep_freed_memory()
         self.model: Any = load_model(config, self.backend, ranks)
@@ -59,23 +55,23 @@ class ModelRunner:
         check(self.max_model_len <= longest, "max_model_len",
               f"at most {longest} for this model", self.max_model_len)
 
-        # The tokens that the last step sampled, and where the numbers of a step go, see
-        # `_prepare`: fewer than 32 for each token, and the block tables.
-        max_num_seqs = config.max_num_seqs
+        # Where the numbers of a step go, see `_prepare`: fewer than 32 for each token,
+        # and the block tables; and the tokens that the last step sampled.
+        max_num_seqs, most = config.max_num_seqs, config.max_num_batched_tokens
         self.most_blocks = max_num_seqs * -(-self.max_model_len // config.block_size)
-        num_inputs = 32 * (config.max_num_batched_tokens + max_num_seqs) + (1 << 16)
-        numbers = partial(torch.zeros, dtype=torch.int64, device=self.device)
-        self.last_tokens = numbers(max_num_seqs)
-        self.inputs = numbers(num_inputs + self.most_blocks)
+        num_inputs = 32 * (most + max_num_seqs) + (1 << 16) + self.most_blocks
+        self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
+        self.last_tokens = self.inputs.new_zeros(max_num_seqs)
 
-        self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
         # The first steps only have padding, so one block is enough for them.
-        self._make_pools(0, 0)
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
+        self.num_blocks = self.num_swap_blocks = 0
+        self._make_pools()
         self._warm_up()
         logger.info("first steps run: %s", type(self.backend).__name__)
-        self._make_pools(*self._size_pools())
-        has_kernels = config.attention_backend != "torch"
-        if self.is_gpu and has_kernels and not config.enforce_eager:
+        self._size_pools()
+        self._make_pools()
+        if compiles and config.attention_backend != "torch":
             self._capture_graphs()
             logger.info("CUDA graphs recorded: %d", len(self.graphs))
 
@@ -122,17 +118,15 @@ class ModelRunner:
         time, whatever its size. A graph finds them where they were when it was
         recorded.
         """
-        block_size = self.config.block_size
         ends = np.array(batch.ends + [1] * padding)
         counts = np.array(batch.counts + [1] * padding)
-        num_blocks = -(-np.array(batch.ends, np.int64) // block_size)  # of each table
-        width = int(num_blocks.max(initial=1))
-        tables = np.full((len(ends), width), self.num_blocks)
+        num_blocks = -(-np.array(batch.ends, np.int64) // self.config.block_size)
+        tables = np.full((len(ends), num_blocks.max(initial=1)), self.num_blocks)
         tables[spread(num_blocks)] = batch.block_ids
         # With longer sequences tables get wider: what comes before them stays in place.
         arrays = [np.array(batch.token_ids + [0] * padding),
-                  *place_tokens(tables, counts, ends, block_size),
-                  *self.backend.plan(counts, ends, width), tables,
+                  *place_tokens(tables, counts, ends, self.config.block_size),
+                  *self.backend.plan(counts, ends, tables.shape[1]), tables,
                   (np.cumsum(counts) - 1)[batch.samples]]
         flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
         flat = flat.pin_memory() if self.is_gpu else flat
@@ -182,20 +176,17 @@ class ModelRunner:
 
     # -- Memory ------------------------------------------------------------------------
 
-    def _make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
+    def _make_pools(self) -> None:
         """Memory for K and V, with one block more for padding. Nothing is read before
         it is written.
         """
-        self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        block_shape = (2, self.share.num_key_value_heads, self.config.block_size,
-                       self.share.head_dim)
-        make_pool = partial(torch.empty, dtype=self.dtype)
-        num_layers = self.share.num_hidden_layers
-        self.kv_caches = make_pool(
-            (num_layers, num_blocks + 1, *block_shape), device=self.device)
+        share = self.ranks.share  # the sizes of this rank's part of the model
+        shape = [share.num_hidden_layers, self.num_blocks + 1, 2,
+                 share.num_key_value_heads, self.config.block_size, share.head_dim]
+        self.kv_caches = torch.empty(shape, dtype=self.dtype, device=self.device)
         # In pinned memory: a GPU copies from and to it without waiting.
-        self.swap_space = make_pool(
-            (num_layers, num_swap_blocks, *block_shape), pin_memory=self.is_gpu)
+        shape[1] = self.num_swap_blocks
+        self.swap_space = torch.empty(shape, dtype=self.dtype, pin_memory=self.is_gpu)
 
     def _warm_up(self) -> None:
         """Run steps of padding: one token; and on a GPU the most decodes, and the
@@ -203,47 +194,40 @@ class ModelRunner:
         """
         params = SamplingParams(top_p=0.5)  # sorting all tokens takes most memory
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
-        most, max_num_seqs = self.config.max_num_batched_tokens, len(self.last_tokens)
-        longest = min(most, self.max_model_len)
-        kinds = [[1]]
+        steps = [(1, 1)]  # how many tokens, and how many of each sequence
         if self.is_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            kinds += [[1] * min(most, max_num_seqs),
-                      [longest] * min(most // longest, max_num_seqs)]
-        for counts in kinds:
-            num_blocks = sum(-(-count // self.config.block_size) for count in counts)
-            self.run(Batch(
-                [0] * sum(counts), counts, ends=counts, block_ids=[0] * num_blocks,
-                samples=list(range(len(counts))),
-                sampled=group.sequences * len(counts)))
+            torch.cuda.empty_cache()
+            most = self.config.max_num_batched_tokens
+            steps += [(most, 1), (most, min(most, self.max_model_len))]
+        for num_tokens, count in steps:
+            num_seqs = min(num_tokens // count, self.config.max_num_seqs)
+            counts = [count] * num_seqs
+            num_blocks = num_seqs * -(-count // self.config.block_size)
+            self.run(Batch([0] * sum(counts), counts, counts, [0] * num_blocks,
+                           list(range(num_seqs)), sampled=group.sequences * num_seqs))
         self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
 
-    def _size_pools(self) -> tuple[int, int]:
+    def _size_pools(self) -> None:
         """How many blocks the device and the CPU get: as asked for; else what fits and
         can be used. Lowers max_model_len to what fits.
         """
         config = self.config
-        num_bytes = CPU_POOL_BYTES
+        num_bytes: float = CPU_POOL_BYTES
         if self.is_gpu:
-            # What a step took besides the weights, it will need again.
-            used = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-            torch.cuda.empty_cache()
+            # torch keeps what a step took besides the weights, as the next step needs
+            # it again. So that is not free any more.
             free, total = torch.cuda.mem_get_info(self.device)
-            num_bytes = free - used - GRAPH_BYTES
-            num_bytes -= int((1 - config.gpu_memory_utilization) * total)
+            num_bytes = free - GRAPH_BYTES - (1 - config.gpu_memory_utilization) * total
+        swap_bytes = config.swap_space * 2**30 * (config.preemption_mode == "swap")
         block_bytes = self.kv_caches.nbytes  # so far the pool has one block
-        num_blocks = min(num_bytes // block_bytes, self.most_blocks)
-        swaps = config.preemption_mode == "swap"
-        num_swap_blocks = int(swaps * config.swap_space * 2**30) // block_bytes
-        num_swap_blocks = min(num_swap_blocks, self.most_blocks)
-
-        # All ranks have the same block ids, so the smallest pools decide.
-        pools = torch.tensor([config.num_blocks or num_blocks, num_swap_blocks])
-        num_blocks, num_swap_blocks = self.ranks.least(pools).tolist()
+        self.num_swap_blocks = min(int(swap_bytes / block_bytes), self.most_blocks)
+        num_blocks = min(int(num_bytes / block_bytes), self.most_blocks)
+        # All ranks have the same block ids, so the smallest pool decides.
+        pool = torch.tensor(config.num_blocks or num_blocks)
+        self.num_blocks = num_blocks = int(self.ranks.all_reduce(pool, "MIN"))
         check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
         logger.info("KV cache: %d blocks of %d bytes", num_blocks, block_bytes)
-        return num_blocks, num_swap_blocks
 
     def free(self) -> None:
         """Give back the memory, even if somebody still holds the engine."""
@@ -267,9 +251,9 @@ def keep_freed_memory() -> None:
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
     """The checkpoint's dtype, but on a CPU one that it has instructions for."""
-    if name != "auto":
-        return getattr(torch, name)  # type: ignore[no-any-return]
-    if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
-        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if has_bfloat16 else torch.float32
-    return model_dtype or torch.float32
+    is_half = model_dtype in (torch.float16, torch.bfloat16)
+    if name == "auto" and is_half and device.type == "cpu":
+        name = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
+    if name == "auto":
+        return model_dtype or torch.float32
+    return getattr(torch, name)  # type: ignore[no-any-return]

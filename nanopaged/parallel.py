@@ -64,22 +64,16 @@ class Ranks:
 
     # -- What a step needs -------------------------------------------------------------
 
-    def all_reduce(self, x: Tensor) -> Tensor:
-        """The sum of the ranks' tensors, in place."""
+    def all_reduce(self, x: Tensor, operator: str = "SUM") -> Tensor:
+        """The sum of the ranks' tensors, or their "MIN", in place."""
         if self.size > 1:
-            dist.all_reduce(x)
+            dist.all_reduce(x, getattr(dist.ReduceOp, operator))
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
         """The tensor of rank 0, in place."""
         if self.size > 1:
             dist.broadcast(x, 0)
-        return x
-
-    def least(self, x: Tensor) -> Tensor:
-        """The smallest of the ranks' numbers, in place."""
-        if self.size > 1:
-            dist.all_reduce(x, dist.ReduceOp.MIN)
         return x
 
     def send(self, batch: Batch) -> None:

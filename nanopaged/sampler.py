@@ -1,14 +1,11 @@
 """From logits to tokens: greedy or drawn, with seeds, and with log-probabilities.
 
 A sampled token depends on the logits, the seed of its request and its position, and on
-nothing else in the batch. One random number decides (inverse-transform sampling): it
-takes the first token at which the cumulative probability exceeds it. A row of logits
-that has NaN gives some token, and changes no other row's.
+nothing else in the batch. Two random numbers decide, the first on a group of tokens,
+the second on a token in it. Each takes the first one at which the cumulative
+probability exceeds it (inverse-transform sampling). A row of logits that has NaN gives
+some token, and changes no other row's.
 """
-
-import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,23 +20,20 @@ from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 SUMMED = 128  # probabilities that are summed up before any is looked at
-# A random number is a multiple of this, and below 1. Tokens that are less likely may
-# never be drawn. Sums in float64 are more exact than that, even of a whole vocabulary.
+# A random number is a multiple of this, and below 1. Groups that are less likely, and
+# tokens within their group, may never be drawn. Sums in float64 are more exact.
 RESOLUTION = 2.0**-32
 
 
-@dataclass
 class SamplerOutput:
     """The tokens of a step; until they are read, only the device knows them."""
 
-    token_ids: Tensor  # [num_samples]
-    logprobs: dict[int, Logprobs]  # by sample, of those that ask for them
-
-    def __post_init__(self) -> None:
+    def __init__(self, token_ids: Tensor, logprobs: dict[int, Logprobs]) -> None:
+        self.token_ids = token_ids  # [num_samples]
+        self.logprobs = logprobs  # by sample, of those that ask for them
         # This copy is queued before the next step, so `read` waits for this step alone.
-        self.host_ids = self.token_ids.to("cpu", non_blocking=True)
-        self.copied: Any = None
-        if self.token_ids.is_cuda:
+        self.host_ids = token_ids.to("cpu", non_blocking=True)
+        if token_ids.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
@@ -47,7 +41,7 @@ class SamplerOutput:
 
         Nowhere else does the host wait for the device, except for log-probabilities.
         """
-        if self.copied is not None:
+        if self.token_ids.is_cuda:
             self.copied.synchronize()
         return self.host_ids.tolist()
 
@@ -69,13 +63,13 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     if any(p.temperature >= GREEDY for p in params):
         # [num_samples, 1] each, in a single copy
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
-        temperature, numbers, *limits = table.split(1, dim=1)
-        divisor = temperature.float().clamp(min=GREEDY)
+        temperature, first, second, *limits = table.split(1, dim=1)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
             most = max(p.top_k or logits.shape[1] for p in params)
-            lowest = lowest_kept(logits, most, divisor, *limits)
+            lowest = lowest_kept(logits, most, temperature, *limits)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
-        drawn = draw_tokens(logits, divisor, numbers)
+        drawn = draw_tokens(logits, temperature.float(), first, second)
+        # What is drawn at temperature 0 means nothing, and is not taken.
         tokens = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
 
     logprobs = {i: report_logprobs(raw[i], int(tokens[i]), p.logprobs)
@@ -91,58 +85,48 @@ def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
     logprobs = logits.float().log_softmax(-1)
     own = Logprob(float(logprobs[token]), 1 + int((logprobs > logprobs[token]).sum()))
     values, ids = logprobs.topk(min(count, len(logprobs)))
-    likely = map(Logprob, values.tolist(), itertools.count(1))
+    likely = [Logprob(value, 1 + i) for i, value in enumerate(values.tolist())]
     return {token: own} | dict(zip(ids.tolist(), likely, strict=True))
 
 
 def draw_params(seq: Sequence) -> list[float]:
-    """Temperature, random number, top-k, top-p and min-p."""
+    """Temperature, two random numbers, top-k, top-p and min-p."""
     params = seq.group.params
-    seed = (seq.group.seed << 20) + seq.index  # of the sequence
-    position = seq.num_computed_tokens  # of the new token, one step ahead of the host
-    bits = xxhash.xxh3_64_intdigest(seed.to_bytes(16, "little"), seed=position) >> 32
-    return [params.temperature, bits * RESOLUTION, params.top_k or 2**31, params.top_p,
-            params.min_p]
+    # The position is that of the new token, one step ahead of the host.
+    source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
+    first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
+    return [params.temperature, first * RESOLUTION, second * RESOLUTION,
+            params.top_k or 2**31, params.top_p, params.min_p]
 
 
 @fused
-def draw_tokens(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
-    """Draw a token for each row, by its number in [0, 1): [num_samples].
+def draw_tokens(logits: Tensor, temperature: Tensor, first: Tensor,
+                second: Tensor) -> Tensor:
+    """Draw a token for each row, by its numbers in [0, 1): [num_samples].
 
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. Sums of 128 tokens
-    each say in which of these groups the token is, and only that group is looked at
-    then. So the logits are read once.
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First a group of
+    128 tokens is drawn, by the sums of their probabilities, then a token within it. So
+    the logits are read once.
     """
     padding = -logits.shape[1] % SUMMED
     groups = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
     groups = groups.unflatten(1, (-1, SUMMED))  # [num_samples, num_groups, SUMMED]
-    highest = groups.amax(-1, keepdim=True)
-    highest = highest.clamp(min=-1e30)  # not -inf: that minus itself is not a number
-    sums = (groups - highest).exp().sum(-1)
-    highest = highest.squeeze(-1)
-    weights = sums * (highest - highest.amax(-1, keepdim=True)).exp()
-
-    group, rest = find(weights, numbers)
+    group = draw(groups.logsumexp(-1), first)
     logits = groups.gather(1, group[..., None].expand(-1, -1, SUMMED)).squeeze(1)
-    token, _ = find((logits - logits.amax(-1, keepdim=True)).exp(), rest)
+    token = draw(logits, second)
     return (group * SUMMED + token).squeeze(1)
 
 
-def find(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """The first weight with which the sum exceeds the number's part of the whole sum,
-    and how far into this weight that is, from 0 to below 1.
+def draw(logits: Tensor, numbers: Tensor) -> Tensor:
+    """The first index at which the sum of the probabilities exceeds the number.
 
-    weights: [num_samples, num_weights]; the others: [num_samples, 1]. On a GPU the sums
+    logits: [num_samples, num_logits]; the others: [num_samples, 1]. On a GPU the sums
     are made in parallel, and each is rounded in its own way, so one may seem to grow at
-    a weight of 0: such a weight is never chosen.
+    a probability of 0: such an index is never chosen.
     """
-    sums = weights.cumsum(-1, dtype=torch.float64)
-    goal = numbers * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    is_found = (sums > goal) & (weights > 0)
-    index = is_found.byte().argmax(-1, keepdim=True)  # the first one
-    weight = weights.gather(1, index)
-    rest = (goal - sums.gather(1, index) + weight) / weight
-    return index, rest.clamp(0, 1 - RESOLUTION)
+    probs = logits.softmax(-1, dtype=torch.float64)
+    is_above = (probs.cumsum(-1) > numbers) & (probs > 0)
+    return is_above.byte().argmax(-1, keepdim=True)  # the first one
 
 
 def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
@@ -161,8 +145,8 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
     The result is a logit, so that tied tokens stay or go together.
     """
     values = logits.topk(min(most, logits.shape[1]), dim=-1).values  # sorted
-    in_top_k = torch.arange(values.shape[1], device=logits.device) < top_k
-    probs = (values / temperature).masked_fill(~in_top_k, -torch.inf).softmax(-1)
-    in_top_p = (probs.cumsum(-1) - probs < top_p) | (top_p >= 1)
-    is_kept = in_top_k & in_top_p & (probs >= min_p * probs[:, :1])
-    return values.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+    is_out = torch.arange(values.shape[1], device=logits.device) >= top_k
+    probs = (values / temperature.float()).masked_fill(is_out, -torch.inf).softmax(-1)
+    is_out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    is_out |= probs < min_p * probs[:, :1]
+    return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

@@ -2,7 +2,7 @@
 
 What a row draws depends on its logits, its seed and its position. So a batch is
 compared with its rows one by one, frequencies with the softmax in float64, and single
-numbers with the sum of the probabilities that they must exceed.
+numbers with the sums of the probabilities that they must exceed.
 """
 
 import itertools
@@ -15,7 +15,7 @@ import torch
 
 from helpers import chi_square, floats, new_group
 from nanopaged import SamplingParams
-from nanopaged.sampler import RESOLUTION, draw_tokens, find, sample
+from nanopaged.sampler import RESOLUTION, draw, draw_tokens, sample
 
 INF = math.inf
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
@@ -110,17 +110,23 @@ def test_the_draws_of_neighbours_are_independent():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1000])
-def test_a_number_draws_the_first_token_whose_sum_exceeds_it(vocab_size):
+def test_numbers_draw_the_first_group_and_token_whose_sums_exceed_them(vocab_size):
     logits = random_logits(1, vocab_size, scale=3)
-    numbers = torch.linspace(0, 1 - RESOLUTION, 1001, dtype=torch.float64)[:, None]
-    drawn = draw_tokens(logits.expand(1001, -1), torch.full((1001, 1), 0.8), numbers)
-    sums = (logits[0].double() / 0.8).softmax(-1).cumsum(-1)
-    for number, token in zip(numbers, drawn.tolist(), strict=True):
-        exact = int((sums > number).byte().argmax())
-        assert token == exact or (sums - number).abs().min() < 1e-6
+    numbers = torch.linspace(0, 1 - RESOLUTION, 53, dtype=torch.float64)
+    first, second = torch.cartesian_prod(numbers, numbers).split(1, 1)
+    drawn = draw_tokens(logits.expand(53**2, -1), torch.full((53**2, 1), 0.8), first,
+                        second)
+    groups = (logits[0].double() / 0.8).softmax(-1).split(128)
+    sums = torch.stack([group.sum() for group in groups]).cumsum(-1)
+    for one, two, token in zip(first, second, drawn.tolist(), strict=True):
+        group = int((sums > one).byte().argmax())
+        within = (groups[group] / groups[group].sum()).cumsum(-1)
+        exact = 128 * group + int((within > two).byte().argmax())
+        nearest = min((sums - one).abs().min(), (within - two).abs().min())
+        assert token == exact or nearest < 1e-6
 
 
-@pytest.mark.parametrize("distance", [1, 100, 150])  # in one group of 128, or not
+@pytest.mark.parametrize("distance", [1, 50, 150])  # in one group of 128, or not
 def test_very_unlikely_tokens_can_be_drawn(distance):
     """By about one number of 2**31: first, between two others, and last."""
     rarely = -30.5 * math.log(2)
@@ -129,8 +135,9 @@ def test_very_unlikely_tokens_can_be_drawn(distance):
         logits = torch.full((1, 400), -INF)
         logits[0, : len(row) * distance : distance] = torch.tensor(row)
         numbers = start + RESOLUTION * torch.arange(8).double()[:, None]
-        drawn = draw_tokens(logits.expand(8, -1), torch.ones(8, 1), numbers).tolist()
-        assert 1 <= drawn.count(row.index(rarely) * distance) <= 3
+        drawn = draw_tokens(logits.expand(8, -1), torch.ones(8, 1), numbers, numbers)
+        count = drawn.tolist().count(row.index(rarely) * distance)
+        assert 1 <= count <= 3
 
 
 # -- Tokens that cannot be -------------------------------------------------------------
@@ -153,11 +160,10 @@ def test_no_number_draws_an_excluded_token(noise, monkeypatch):
     for place in range(0, 1000, 37):
         logits = torch.full((4, 1000), -INF)
         logits[:, [place, (place * 7 + 200) % 1000]] = 0.0
-        drawn = draw_tokens(logits, torch.ones(4, 1), numbers)
+        drawn = draw_tokens(logits, torch.ones(4, 1), numbers, numbers)
         assert (logits.gather(1, drawn[:, None]) == 0).all()
     weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0]]).expand(4, -1)
-    index, rest = find(weights, numbers)
-    assert index.flatten().tolist() == [1, 1, 3, 3] and 0 <= min(rest) <= max(rest) < 1
+    assert draw(weights.log(), numbers).flatten().tolist() == [1, 1, 3, 3]
 
 
 def test_tied_tokens_stay_or_go_together():

@@ -140,7 +140,8 @@ class PretendedGpu(TorchFunctionMode):
         self.copies = self.copies_to_host = 0
         self.kernel_keys, self.compiled = {}, {}
         self.depth, self.recording = 0, None
-        self.peak = 100 << 30  # of an engine that came before, until it is reset
+        # What engines that came before have given back, and torch still holds.
+        self.held = 100 << 30
         self.operations = Operations(self)
 
     def __enter__(self):
@@ -221,8 +222,8 @@ class PretendedGpu(TorchFunctionMode):
             def __exit__(self, *_):
                 gpu.recording = None
 
-        def reset_peak(*_):
-            self.peak = 0
+        def give_back():
+            self.held = 1000  # what the first steps will take
 
         return {
             "is_available": lambda: True, "device_count": lambda: 1,
@@ -231,10 +232,8 @@ class PretendedGpu(TorchFunctionMode):
             "get_device_capability": lambda *_: self.capability,
             "get_device_properties": lambda *_: properties,
             "synchronize": lambda *_: self.wait("synchronize"),
-            "empty_cache": lambda: None, "reset_peak_memory_stats": reset_peak,
-            "memory_allocated": lambda *_: 0,
-            "max_memory_allocated": lambda *_: max(self.peak, 1000),
-            "mem_get_info": lambda *_: (self.free_bytes, self.free_bytes),
+            "empty_cache": give_back,
+            "mem_get_info": lambda *_: (self.free_bytes - self.held, self.free_bytes),
             "graph_pool_handle": lambda: None, "Stream": Stream, "Event": Event,
             "current_stream": lambda *_: Stream(), "CUDAGraph": CUDAGraph,
             "graph": Recording}

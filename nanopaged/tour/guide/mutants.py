@@ -157,11 +157,11 @@ MUTANTS = [
         "Draw an impossible token",
         Edit(
             "sampler.py",
-            "is_found = (sums > goal) & (weights > 0)",
-            "is_found = sums >= goal",
+            "is_above = (probs.cumsum(-1) > numbers) & (probs > 0)",
+            "is_above = probs.cumsum(-1) >= numbers",
         ),
         "tests/test_sampler.py::test_no_number_draws_an_excluded_token",
-        "If the random number is exactly 0, the first token of the vocabulary is "
+        "If the random number is exactly 0, the first token of a group is "
         "drawn, even with probability 0. It happens once in 2^32 tokens on average, "
         "and nobody will ever reproduce it.",
     ),

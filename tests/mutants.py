@@ -1,0 +1,121 @@
+"""A fixed list of small faults in the engine: does the suite notice them?
+
+    python tests/mutants.py list          # 150 faults, the same for the same engine
+    python tests/mutants.py run [N ..]    # break a copy of the project, and test it
+
+Run it by hand, as it takes hours. A fault is caught if a test fails, or does not end in
+time. The tests that know a file best come first, then all others. Triton's kernels run
+in the interpreter. What is not caught is printed again at the end: either it changes
+nothing that anybody could see, or a test is missing.
+"""
+
+import ast
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+COUNT, SEED, SECONDS = 150, 1, 900
+FIRST = {
+    "attention": "attention equivalence", "beam_search": "beams", "kernels": "attention",
+    "block_manager": "block_manager scheduler", "config": "errors requests",
+    "cpu_kernels": "attention", "detokenizer": "text", "llm": "requests interrupts",
+    "loader": "loader", "model": "equivalence", "model_runner": "equivalence gpu_path",
+    "outputs": "requests", "parallel": "ranks", "sampler": "sampler",
+    "scheduler": "scheduler sharing", "sequence": "requests scheduler beams"}
+SWAPPED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn,
+    ast.NotIn: ast.In, ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add,
+    ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
+    ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd}
+RENAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+def change(node):
+    """A changed copy of a node, as text; None if it has nothing to change."""
+    if isinstance(node, ast.Compare) and type(node.ops[0]) in SWAPPED:
+        operator = SWAPPED[type(node.ops[0])]()
+        node = ast.Compare(node.left, [operator, *node.ops[1:]], node.comparators)
+    elif isinstance(node, ast.BinOp) and type(node.op) in SWAPPED:
+        node = ast.BinOp(node.left, SWAPPED[type(node.op)](), node.right)
+    elif isinstance(node, ast.BoolOp):
+        node = ast.BoolOp(SWAPPED[type(node.op)](), node.values)
+    elif isinstance(node, ast.Name) and node.id in RENAMED:
+        node = ast.Name(RENAMED[node.id])
+    elif isinstance(node, ast.Constant) and type(node.value) is bool:
+        node = ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        node = ast.Constant(node.value + 1)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        node = node.operand
+    elif isinstance(node, (ast.Expr, ast.AugAssign)) and not isinstance(
+            getattr(node, "value", None), ast.Constant):
+        return "pass"
+    else:
+        return None
+    return f"({ast.unparse(node)})" if isinstance(node, ast.expr) else ast.unparse(node)
+
+
+def faults():
+    """COUNT of (file, line, old text, new text, whole new source), of all files alike."""
+    found = {}
+    for path in sorted((ROOT / "nanopaged").glob("*.py")):
+        source = path.read_text()
+        inner = [n for function in ast.walk(ast.parse(source))
+                 if isinstance(function, ast.FunctionDef)
+                 for statement in function.body for n in ast.walk(statement)]
+        changes = {}
+        for node in inner:
+            old, new = ast.get_source_segment(source, node), change(node)
+            if new and isinstance(old, str):
+                lines = source.splitlines(keepends=True)
+                start = len("".join(lines[: node.lineno - 1])) + node.col_offset
+                broken = source[:start] + new + source[start + len(old) :]
+                changes[start, new] = path.name, node.lineno, old, new, broken
+        if changes:
+            found[path.name] = random.Random(SEED).sample(
+                [changes[key] for key in sorted(changes)], len(changes))
+    share = {name: 1 + COUNT * len(some) // sum(map(len, found.values()))
+             for name, some in found.items()}
+    return [fault for name, some in found.items() for fault in some[: share[name]]][:COUNT]
+
+
+def is_caught(fault):
+    name, *_, broken = fault
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory, "project")
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results"))
+        (copy / "nanopaged" / name).write_text(broken)
+        first = [f"tests/test_{test}.py" for test in FIRST[name[:-3]].split()]
+        for tests in (first, ["tests"]):
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider",
+                       "-m", "not slow and not upstream", *tests]
+            try:
+                if subprocess.run(command, cwd=copy, capture_output=True, timeout=SECONDS,
+                                  env={**dict(__import__("os").environ),
+                                       "PYTHONPATH": str(copy)}).returncode:
+                    return True
+            except subprocess.TimeoutExpired:
+                return True
+    return False
+
+
+def main(command="list", *numbers):
+    chosen = list(enumerate(faults()))
+    left = []
+    for number, fault in chosen if not numbers else [chosen[int(n)] for n in numbers]:
+        name, line, old, new, _ = fault
+        label = f"{number:3} {name}:{line}: {old!r:.60} -> {new!r:.60}"
+        if command == "run" and not (caught := is_caught(fault)):
+            left.append(label)
+        print(label, "" if command == "list" else "caught" if caught else "NOT CAUGHT",
+              flush=True)
+    print(f"{len(left)} not caught", *left, sep="\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
