@@ -98,28 +98,25 @@ class TorchAttention:
         offsets = slots % self.block_size
         kv_cache[block_ids, :, :, offsets] = kv.unflatten(1, (2, -1))
 
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Tensor) -> None:
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
         moves: [num_moves, 2], blocks of the source and of the target.
         """
-        sources, targets = moves.unbind(1)
-        blocks = source[:, sources.to(source.device)]
-        target[:, targets.to(target.device)] = blocks.to(target.device)
+        target[:, moves[:, 1]] = source[:, moves[:, 0]].to(target.device)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
-        pairs = zip(metadata.counts.tolist(), metadata.ends.tolist(), strict=True)
-        last = 0
-        for seq, (count, num_keys) in enumerate(pairs):
-            first, last = last, last + count
-            if count >= self.min_queries:
-                table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
-                # [2, num_kv_heads, num_blocks, block_size, head_dim]
-                blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
-                # After the last key there are old values: a NaN there would spread.
-                k, v = blocks.flatten(2, 3)[:, :, :num_keys]
-                out[first:last] = self.attend_chunk(q[first:last], k, v)
+        lasts = np.cumsum(metadata.counts)
+        for seq in np.flatnonzero(metadata.counts >= self.min_queries):
+            num_keys = metadata.ends[seq]
+            table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
+            # [2, num_kv_heads, num_blocks, block_size, head_dim]
+            blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
+            # After the last key there are old values: a NaN there would spread.
+            k, v = blocks.flatten(2, 3)[:, :, :num_keys]
+            tokens = slice(lasts[seq] - metadata.counts[seq], lasts[seq])
+            out[tokens] = self.attend_chunk(q[tokens], k, v)
         return out.flatten(1)
 
     def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,7 +155,7 @@ class NumbaAttention(TorchAttention):
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
         seqs, tokens = metadata.plan
-        queries = q[tokens].float()
+        queries = q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
         results = torch.empty_like(queries)
         if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
@@ -178,13 +175,17 @@ class TritonAttention(TorchAttention):
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
+        from triton import next_power_of_2
+
         from nanopaged import kernels
 
         self.kernels = kernels
-        on_gpu = self.device.type == "cuda"
-        is_old = on_gpu and torch.cuda.get_device_capability() < (8, 0)
-        in_tests = os.environ.get("TRITON_INTERPRET") == "1"
-        check(not is_old and (on_gpu or in_tests), "attention_backend",
+        can_run = os.environ.get("TRITON_INTERPRET") == "1"  # as in tests
+        num_processors = 4
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
+        check(can_run, "attention_backend",
               "'torch', with dtype 'float16' or 'float32', without a GPU of compute "
               "capability 8.0 or newer", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
@@ -193,12 +194,10 @@ class TritonAttention(TorchAttention):
         self.keys = max(16, min(128, kernels.TILE_BYTES // row_bytes))
         # Rows of a tile: large ones are for chunks. They fill all of a multiprocessor's
         # registers, where three small ones run at the same time.
-        self.few_rows = next_power_of_2(max(16, self.group_size))
+        self.few_rows: int = next_power_of_2(max(16, self.group_size))
         self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
-        self.num_processors = 4
-        if on_gpu:
-            gpu = torch.cuda.get_device_properties(self.device)
-            self.num_processors = gpu.multi_processor_count
+        # How many programs of a KV head run at the same time, with small tiles.
+        self.num_places = -(-3 * num_processors // self.num_kv_heads)
 
     def pick_rows(self, counts: Ints) -> int:
         """Large tiles would be mostly empty where sequences have few queries."""
@@ -213,72 +212,64 @@ class TritonAttention(TorchAttention):
         as long as its longest sequence. No part has more than half of what a program
         would read if all read equally much.
 
-        Returns items of work, [num_items, 7]: where the block table begins; first
-        token, its position, number of queries; first key, end of the keys; number of
-        parts of the tile.
+        Returns items of work, [num_items, 6]: where the block table begins; first
+        token, its position, the position after the last one, which is how many keys
+        the tile has; first key of the part, end of its keys.
 
         An example: with 2 places per KV head and tiles that read 64 keys in a round,
         two decodes have 16 and 2 rounds to go, 18 in all, so a part has at most 5. The
         first has four parts:
 
-            [[0, 0, 999, 1,   0,  320, 4],
-             [0, 0, 999, 1, 320,  640, 4],
-             [0, 0, 999, 1, 640,  960, 4],
-             [0, 0, 999, 1, 960, 1000, 4],
-             [80, 1, 99, 1,   0,  100, 1]]
+            [[0, 0, 999, 1000,   0,  320],
+             [0, 0, 999, 1000, 320,  640],
+             [0, 0, 999, 1000, 640,  960],
+             [0, 0, 999, 1000, 960, 1000],
+             [80, 1, 99,  100,   0,  100]]
 
-        If all sequences decode, empty items follow, so that shapes depend on their
-        number alone, as graphs need it.
+        Empty items follow, so that shapes depend on the counts alone, as graphs need
+        it.
         """
-        rows = self.pick_rows(counts)
-        size = rows // self.group_size
-        programs = 3 if rows == self.few_rows else 1  # of a multiprocessor
-        num_places = -(-programs * self.num_processors // self.num_kv_heads)
-
+        size = self.pick_rows(counts) // self.group_size
         seqs, numbers = spread(-(-counts // size))
         first = numbers * size  # query of each tile
         tokens = (np.cumsum(counts) - counts)[seqs] + first
         positions = (ends - counts)[seqs] + first
-        queries = np.minimum(counts[seqs] - first, size)
-        tiles = np.stack((seqs * table_size, tokens, positions, queries), 1)
+        num_keys = np.minimum(positions + size, ends[seqs])
+        tiles = np.stack((seqs * table_size, tokens, positions, num_keys), 1)
         # Long ones first: one that starts last would keep all others waiting.
-        tiles = tiles[np.argsort(-positions, kind="stable")]
+        tiles = tiles[np.argsort(-num_keys, kind="stable")]
 
-        num_keys = tiles[:, 2] + tiles[:, 3]
+        num_keys = tiles[:, 3]
         rounds = -(-num_keys // self.keys)
-        part_keys = -(-rounds.sum() // (2 * num_places)) * self.keys
-        num_parts = -(-num_keys // part_keys)
-        tile, number = spread(num_parts)
+        part_keys = -(-rounds.sum() // (2 * self.num_places)) * self.keys
+        tile, number = spread(-(-num_keys // part_keys))
         first_keys = number * part_keys
         end_keys = np.minimum(first_keys + part_keys, num_keys[tile])
-        items = np.column_stack((tiles[tile], first_keys, end_keys, num_parts[tile]))
-        if len(tiles) == len(counts):
-            spare = len(tiles) + 2 * num_places - len(items)
-            items = np.pad(items, ((0, spare), (0, 0)))
+        items = np.zeros((len(tiles) + 2 * self.num_places, 6), np.int64)
+        items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         return [items]
 
     def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        num_rows = kv.shape[1]
         self.kernels.store[(len(kv),)](
-            kv, slots, kv_cache, kv.stride(0), num_rows, self.head_dim, self.block_size,
-            next_power_of_2(num_rows), self.dim)
+            kv, slots, kv_cache, kv.stride(0), kv[0].numel(), self.head_dim,
+            self.block_size)
 
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Tensor) -> None:
+    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         # All at once: within a pool nothing is copied from a block that is written, as
         # somebody still holds every block that is copied.
-        self.kernels.copy_blocks[len(moves), len(source)](
-            source, target, moves, source.shape[1], target.shape[1],
-            SIZE=source[0, 0].numel(), STEP=2048)
+        size, step = source[0, 0].numel(), 2048
+        self.kernels.copy_blocks[len(moves), len(source), -(-size // step)](
+            source, target, to_device(moves, self.device), source.shape[1],
+            target.shape[1], size, step)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         [items] = metadata.plan
         rows = self.pick_rows(metadata.counts)
-        out = q.new_empty(q.shape)
-        num_queries = rows // self.group_size
-        parts = torch.empty(len(items), num_queries, *q.shape[1:], device=q.device)
-        lse = torch.empty(len(items), self.num_kv_heads, rows, device=q.device)
-        sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         grid = len(items), self.num_kv_heads
+        out = q.new_empty(q.shape)
+        parts = torch.empty(*grid, rows, self.head_dim, device=q.device)
+        lse = torch.empty(*grid, rows, device=q.device)
+        sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
         self.kernels.paged_attention[grid](
             q, kv_cache, metadata.block_tables, items, out, parts, lse, self.scale,
@@ -311,11 +302,11 @@ class FlashAttention(TritonAttention):
         if metadata.counts.max() == 1:
             return super().attend(q, kv_cache, metadata)
         starts = [bounds.int() for bounds in metadata.plan]
-        longest = int(metadata.counts.max()), int(metadata.ends.max())
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
         out = self.flash(
-            q, k, v, *starts, *longest, softmax_scale=self.scale, causal=True,
+            q, k, v, *starts, int(metadata.counts.max()), int(metadata.ends.max()),
+            softmax_scale=self.scale, causal=True,
             block_table=metadata.block_tables.int())
         return torch.flatten(out, 1)
 
@@ -339,12 +330,7 @@ def make_backend(name: str, *shape: Any) -> TorchAttention:
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """To a GPU from pinned memory, or else the copy may wait for it."""
     tensor = torch.from_numpy(values)
-    if device.type != "cuda":
-        return tensor
-    # To a GPU from pinned memory, or else the copy may wait for it.
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def next_power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)

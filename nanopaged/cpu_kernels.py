@@ -29,29 +29,27 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
-def run_programs(first, last, q, kv_cache, block_tables, seqs, ends, scale, out):
-    """Run programs first to last - 1, a word of Triton's: each computes one KV head of
-    one decode, a sequence with one query.
+def run_programs(first, step, q, kv_cache, block_tables, seqs, ends, scale, out):
+    """Run every step-th program, a word of Triton's: each computes one KV head of one
+    decode, a sequence with one query.
 
-    q, out        [num_decodes, num_heads, head_dim], float32
+    q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
     seqs          [num_decodes]: the sequence of each
     ends          [num_seqs]: number of keys; nothing after them is read
     """
-    num_decodes, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    group_size = num_heads // num_kv_heads
-
+    num_decodes, num_kv_heads, group_size, head_dim = q.shape
+    block_size = kv_cache.shape[3]
     scores = np.empty(block_size, np.float32)
     highest = np.empty(group_size, np.float32)
     total = np.empty(group_size, np.float32)
     acc = np.empty((group_size, head_dim), np.float32)
 
-    # Head by head: the heads of a long sequence go to different threads.
-    for program in range(first, last):
-        kv_head = program // num_decodes
-        decode = program % num_decodes
+    # The heads of a long sequence go to different threads.
+    for program in range(first, num_decodes * num_kv_heads, step):
+        decode = program // num_kv_heads
+        kv_head = program % num_kv_heads
         block_table = block_tables[seqs[decode]]
         end = ends[seqs[decode]]
         highest[:] = -1e30  # not -inf: that minus itself is not a number
@@ -65,7 +63,7 @@ def run_programs(first, last, q, kv_cache, block_tables, seqs, ends, scale, out)
 
             # All heads of the group use the block while it is in the processor's cache.
             for g in range(group_size):
-                query = q[decode, kv_head * group_size + g]
+                query = q[decode, kv_head, g]
                 higher = highest[g]
                 for key in range(num_keys):
                     score = np.float32(0)
@@ -87,9 +85,7 @@ def run_programs(first, last, q, kv_cache, block_tables, seqs, ends, scale, out)
                     for dim in range(head_dim):
                         acc[g, dim] += prob * to_float32(v[key, dim])
 
-        for g in range(group_size):
-            for dim in range(head_dim):
-                out[decode, kv_head * group_size + g, dim] = acc[g, dim] / total[g]
+        out[decode, kv_head] = acc / total.reshape(-1, 1)
 
 
 @njit(inline="always")
@@ -100,24 +96,23 @@ def to_float32(number):
     return number
 
 
-def paged_attention(q, *arrays):
+def paged_attention(*arrays):
     """All decodes of a step. The arguments are those of `run_programs`.
 
     After an operation torch's threads do not sleep, they spin for some milliseconds.
     Threads of our own would have to fight them for the cores, so the kernel runs on the
-    very same threads: each takes the next few programs until none are left.
+    very same threads: each takes the next share of the programs until none are left.
     """
-    num_programs = len(q) * arrays[0].shape[2]
     num_threads = torch.get_num_threads()
-    size = 1 + num_programs // (4 * num_threads)
-    firsts = iter(range(0, num_programs, size))
+    num_shares = 2 * num_threads
+    firsts = iter(range(num_shares))
     errors = []
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def work(_):
         try:
             for first in firsts:
-                run_programs(first, min(first + size, num_programs), q, *arrays)
+                run_programs(first, num_shares, *arrays)
         except BaseException as error:  # Ctrl-C, too: C code would drop it
             errors.append(error)
 

@@ -25,24 +25,22 @@ LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruc
 
 
 @triton.jit(do_not_specialize=["slots"])
-def store(kv, slots, kv_cache, kv_stride, NUM_ROWS: constexpr, HEAD_DIM: constexpr,
-          BLOCK_SIZE: constexpr, ROWS: constexpr, DIM: constexpr):
+def store(kv, slots, kv_cache, kv_stride, SIZE: constexpr, HEAD_DIM: constexpr,
+          BLOCK_SIZE: constexpr):
     """Put a token's K and V into its slot: grid [num_tokens].
 
-    kv        [num_tokens, 2 * num_kv_heads, head_dim]; NUM_ROWS is this second size
+    kv        [num_tokens, 2 * num_kv_heads, head_dim]; SIZE is that of one token
     slots     [num_tokens]
     kv_cache  [num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
     token = tl.program_id(0).to(tl.int64)
-    row = tl.arange(0, ROWS)[:, None]  # K's heads, then V's, as in a block
-    dim = tl.arange(0, DIM)[None, :]
-    mask = (row < NUM_ROWS) & (dim < HEAD_DIM)
-    values = tl.load(kv + token * kv_stride + row * HEAD_DIM + dim, mask=mask)
+    at = tl.arange(0, triton.next_power_of_2(SIZE))  # K's heads, then V's
+    values = tl.load(kv + token * kv_stride + at, mask=at < SIZE)
 
     slot = tl.load(slots + token)  # 64 bits: 32 cannot count a pool's elements
-    first_row = slot // BLOCK_SIZE * NUM_ROWS * BLOCK_SIZE + slot % BLOCK_SIZE
-    at = (first_row + row * BLOCK_SIZE) * HEAD_DIM + dim
-    tl.store(kv_cache + at, values, mask=mask)
+    block = kv_cache + slot // BLOCK_SIZE * SIZE * BLOCK_SIZE
+    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # heads in the same order
+    tl.store(block + row * HEAD_DIM + at % HEAD_DIM, values, mask=at < SIZE)
 
 
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
@@ -50,7 +48,7 @@ def copy_blocks(source, target, moves, source_blocks, target_blocks,
                 SIZE: constexpr, STEP: constexpr):
     """Copy blocks of all layers, also from and to pinned memory of the CPU.
 
-    Grid: [num_moves, num_layers].
+    Grid: [num_moves, num_layers, pieces of a block], each piece having STEP elements.
 
     source, target  [num_layers, source_blocks or target_blocks, SIZE]
     moves           [num_moves, 2]: a block of the source and one of the target
@@ -59,10 +57,27 @@ def copy_blocks(source, target, moves, source_blocks, target_blocks,
     layer = tl.program_id(1).to(tl.int64)
     source += (layer * source_blocks + tl.load(move)) * SIZE
     target += (layer * target_blocks + tl.load(move + 1)) * SIZE
-    for first in range(0, SIZE, STEP):
-        at = first + tl.arange(0, STEP)
-        values = tl.load(source + at, mask=at < SIZE)
-        tl.store(target + at, values, mask=at < SIZE)
+    at = tl.program_id(2) * STEP + tl.arange(0, STEP)
+    tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
+
+
+@triton.jit
+def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
+               ROWS: constexpr, DIM: constexpr):
+    """Where this program's rows are in q or out, and which of their elements exist.
+
+    Rows are queries x the group's heads: K and V are read once for all of them.
+    """
+    token = tl.load(items + 1)
+    num_queries = tl.load(items + 3) - tl.load(items + 2)
+    row = tl.arange(0, ROWS)[:, None]
+    dim = tl.arange(0, DIM)[None, :]
+    query = row // GROUP
+    head = tl.program_id(1) * GROUP + row % GROUP
+    # 64 bits for the place of the tile, 32 for places in it: that saves registers.
+    at = query * stride + head * HEAD_DIM + dim
+    mask = (query < num_queries.to(tl.int32)) & (dim < HEAD_DIM)
+    return tensor + token * stride + at, mask
 
 
 @triton.jit(do_not_specialize=["block_tables", "items"])
@@ -77,34 +92,26 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
-    items         [num_items, 7]: see `TritonAttention.plan`
+    items         [num_items, 6]: see `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of whole tiles
-    parts         [num_items, ROWS // GROUP, num_heads, head_dim]: those of parts, in
-                  float32
+    parts         [num_items, num_kv_heads, ROWS, head_dim]: those of parts, in float32
     lse           [num_items, num_kv_heads, ROWS]: log2 of a part's sum
     """
     item = tl.program_id(0).to(tl.int64)
-    items += item * 7
     kv_head = tl.program_id(1)
-    num_queries = tl.load(items + 3).to(tl.int32)
-    if num_queries == 0:
-        return
-    block_table = block_tables + tl.load(items)
-    token = tl.load(items + 1)
+    items += item * 6
     position = tl.load(items + 2).to(tl.int32)
+    num_keys = tl.load(items + 3).to(tl.int32)
     first_key = tl.load(items + 4).to(tl.int32)
     end = tl.load(items + 5).to(tl.int32)
-    num_parts = tl.load(items + 6)
-
-    # Rows are queries x the group's heads: K and V are read once for all of them.
+    if end == 0:
+        return
+    block_table = block_tables + tl.load(items)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     query = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    mask = (query < num_queries)[:, None] & (dim < HEAD_DIM)[None, :]
-    # 64 bits for the place of the tile, 32 for places in it: that saves registers.
-    at = query[:, None] * q_stride + head[:, None] * HEAD_DIM + dim[None, :]
-    q_tile = tl.load(q + token * q_stride + at, mask=mask, other=0.0)  # [ROWS, DIM]
+    q_at, mask = place_tile(q, items, q_stride, GROUP, HEAD_DIM, ROWS, DIM)
+    q_tile = tl.load(q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
     # Positions of keys. They are unsigned, and BLOCK_SIZE is a power of two, so that
     # the division compiles to a shift.
@@ -112,7 +119,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     highest = tl.full([ROWS], -1e30, tl.float32)  # -inf minus itself is not a number
-    total = tl.zeros([ROWS], tl.float32)
+    total = tl.full([ROWS], 1e-30, tl.float32)  # a row that sees no key gets 0
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(first_key, end, KEYS):
         # Look up where each key is: this is what paging costs.
@@ -145,16 +152,16 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
         key += KEYS
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
-    total = tl.maximum(total, 1e-30)  # a row that saw no key gets 0, with weight 0
-    stride = NUM_KV_HEADS * GROUP * HEAD_DIM
-    at = query[:, None] * stride + head[:, None] * HEAD_DIM + dim[None, :]
-    if num_parts == 1:
-        tl.store(out + token * stride + at, acc / total[:, None], mask=mask)
+    result = acc / total[:, None]
+    if end - first_key == num_keys:
+        stride = NUM_KV_HEADS * GROUP * HEAD_DIM
+        out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)
+        tl.store(out_at, result, mask=mask)
     else:
-        part = parts + item * (ROWS // GROUP) * stride
-        tl.store(part + at, acc / total[:, None], mask=mask)
-        logs = lse + (item * NUM_KV_HEADS + kv_head) * ROWS
-        tl.store(logs + row, highest + tl.log2(total))
+        first_row = (item * NUM_KV_HEADS + kv_head) * ROWS
+        at = row[:, None] * HEAD_DIM + dim[None, :]
+        tl.store(parts + first_row * HEAD_DIM + at, result, mask=mask)
+        tl.store(lse + first_row + row, highest + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=["items"])
@@ -166,32 +173,26 @@ def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexp
     part merges all of them, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
-    items += first * 7
-    kv_head = tl.program_id(1)
-    token = tl.load(items + 1)
-    num_queries = tl.load(items + 3)
+    items += first * 6
+    num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    num_parts = tl.load(items + 6)
-    if (first_key > 0) | (num_parts < 2):
+    part_keys = tl.load(items + 5)  # if this part is the first
+    if (first_key > 0) | (part_keys == num_keys):
         return
 
-    row = tl.arange(0, ROWS)
-    dim = tl.arange(0, DIM)
-    query = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    mask = (query < num_queries)[:, None] & (dim < HEAD_DIM)[None, :]
     stride = NUM_KV_HEADS * GROUP * HEAD_DIM
-    at = query[:, None] * stride + head[:, None] * HEAD_DIM + dim[None, :]
-    highest = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
+    out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)
+    log_sum = tl.full([ROWS], -1e30, tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    for item in range(first, first + num_parts):
-        log = tl.load(lse + (item * NUM_KV_HEADS + kv_head) * ROWS + row)
-        higher = tl.maximum(highest, log)
-        shrink = tl.exp2(highest - higher)
-        weight = tl.exp2(log - higher)
-        part = tl.load(parts + item * (ROWS // GROUP) * stride + at, mask=mask)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + part * weight[:, None]
-        highest = higher
-    tl.store(out + token * stride + at, acc / total[:, None], mask=mask)
+    row = tl.arange(0, ROWS)
+    at = row[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
+    for item in range(first, first + tl.cdiv(num_keys, part_keys)):
+        first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
+        part = tl.load(parts + first_row * HEAD_DIM + at, mask=mask)
+        log = tl.load(lse + first_row + row)
+        higher = tl.maximum(log_sum, log)
+        both = higher + tl.log2(tl.exp2(log_sum - higher) + tl.exp2(log - higher))
+        acc *= tl.exp2(log_sum - both)[:, None]
+        acc += tl.exp2(log - both)[:, None] * part
+        log_sum = both
+    tl.store(out_at, acc, mask=mask)

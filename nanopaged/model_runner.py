@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Metadata, make_backend, place_tokens, spread, to_device
+from nanopaged.attention import Metadata, make_backend, place_tokens, spread
 from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
@@ -150,7 +150,7 @@ class ModelRunner:
         if moves:
             ids = np.array(moves).reshape(-1, 2)
             ids -= self.num_blocks * (ids >= self.num_blocks)
-            self.backend.copy_blocks(source, target, to_device(ids, self.device))
+            self.backend.copy_blocks(source, target, ids)
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:

@@ -135,7 +135,7 @@ def random_case(seed, name, longest):
     pytest.param("triton", range(8, 60), 150, marks=pytest.mark.slow)])
 def test_random_steps(name, seeds, longest):
     for seed in seeds:
-        random_case(seed, name, longest).check(name, num_processors=seed % 5 * 10 + 1)
+        random_case(seed, name, longest).check(name, num_places=seed % 5 * 10 + 1)
 
 
 @EACH
@@ -149,14 +149,14 @@ def test_chunks_and_decodes_mix_under_any_heads(name, heads):
 def test_dividing_the_keys_changes_nothing(name):
     """At most once a round of the kernel: one tile of queries has up to 57 parts."""
     for seqs in ([(900, 1), (3, 1), (0, 1)], [(300, 1), (0, 1)], [(90, 40), (3, 1)]):
-        Case(seqs, (2, 1, 32), 16).check(name, num_processors=400, keys=16)
+        Case(seqs, (2, 1, 32), 16).check(name, num_places=600, keys=16)
 
 
 @EACH
 def test_flat_and_steep_scores(name):
     for temper in (0.0, 30.0, 100.0):
         case = Case([(0, 1), (200, 1), (150, 20)], (3, 1, 64), 16, temper=temper)
-        case.check(name, num_processors=20)
+        case.check(name, num_places=60)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -166,7 +166,7 @@ def test_the_first_keys_may_score_lower_than_any_finite_number(name):
     case.q.fill_(1)
     case.dense[0][:70, 0] = -torch.inf
     case.write(case.cache, 0, 0, 140)
-    case.check(name, keys=16, num_processors=40)
+    case.check(name, keys=16, num_places=120)
 
 
 @EACH
@@ -226,7 +226,7 @@ def test_a_step_writes_its_slots_and_nothing_else(name):
 @pytest.mark.parametrize("moves", [[(0, 5), (3, 1), (0, 2)], [(4, 0)], []], ids=str)
 def test_blocks_are_copied_in_all_layers(name, moves):
     """Within a pool, and from one to another of another size: swapping."""
-    moved = torch.tensor(moves, dtype=torch.int64).reshape(-1, 2)
+    moved = np.array(moves, np.int64).reshape(-1, 2)
     for other in (None, torch.randn(7, 9, 2, 3, 4, 5)):
         source = torch.randn(7, 6, 2, 3, 4, 5)
         target = source if other is None else other
@@ -241,9 +241,9 @@ def test_blocks_are_copied_in_all_layers(name, moves):
 # -- The plan --------------------------------------------------------------------------
 
 
-def triton_plan(counts, ends, heads=(16, 8, 128), num_processors=132, table_size=2000):
+def triton_plan(counts, ends, heads=(16, 8, 128), num_places=50, table_size=2000):
     backend = make_backend("triton", heads, dtype=BF16)
-    backend.num_processors = num_processors
+    backend.num_places = num_places
     ends = np.array(ends)
     plan = backend.plan(np.array(counts), ends, table_size)
     return [array.tolist() for array in plan], backend
@@ -260,11 +260,11 @@ def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_
     [items], backend = triton_plan(
         counts, [max(pair) for pair in seqs], heads, places)
     tiles = {}
-    for i, (table, token, position, queries, first, end, parts) in enumerate(items):
-        if queries:
+    for i, (table, token, position, num_keys, first, end) in enumerate(items):
+        if queries := num_keys - position:
             assert queries * backend.group_size <= backend.pick_rows(np.array(counts))
             ranges = tiles.setdefault((token, queries, table, position), [])
-            ranges.append((i, first, end, parts))
+            ranges.append((i, first, end))
 
     expected, token = [], 0  # every query: token, place of its table, position
     for seq, (count, (_, end)) in enumerate(zip(counts, map(sorted, seqs),
@@ -276,10 +276,10 @@ def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_
                   for i in range(queries)) == expected
 
     for (_, queries, _, position), ranges in tiles.items():
-        numbers, firsts, ends, parts = map(list, zip(*ranges, strict=True))
+        numbers, firsts, ends = map(list, zip(*ranges, strict=True))
         assert numbers == [*range(numbers[0], numbers[0] + len(ranges))]
-        assert {*parts} == {len(ranges)}
         assert firsts == [0, *ends[:-1]] and ends[-1] == position + queries
+        assert len(ranges) == -(-ends[-1] // ends[0]), "as merge_parts counts them"
 
 
 @settings(deadline=None, max_examples=60)
@@ -297,20 +297,20 @@ def test_the_shape_of_a_plan_depends_on_the_number_of_decodes_alone(ends, heads)
 def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
     """Modelled: programs of one KV head run one after another in the free places."""
     [items], backend = triton_plan([1] * len(ends), ends)
-    keys = [end - first for *_, first, end, _ in items]
+    keys = [end - first for *_, first, end in items]
     mean = max(sum(ends) / (3 * 132 / 8), backend.keys)
     places = [0] * (3 * 132 // 8)
     for count in keys:
         places[places.index(min(places))] += count
     assert max(keys) <= 1.5 * mean
     assert max(places) <= max(1.5 * mean, mean + max(keys))
-    starts = [position for _, _, position, queries, *_ in items if queries]
+    starts = [position for _, _, position, num_keys, *_ in items if num_keys]
     assert starts == sorted(starts, reverse=True), "a long one that starts last"
 
 
 def test_the_plan_of_the_docstring():
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
-    backend.num_processors = 5  # times 3, over 8 heads: 2 places
+    backend.num_places = 2
     [items] = backend.plan(np.array([1, 1]), np.array([1000, 100]), 80)
     _, shown, _ = re.split(r"(\[\[.*\]\])", TritonAttention.plan.__doc__, flags=re.S)
     rows = ast.literal_eval(shown)
@@ -326,9 +326,9 @@ def test_threads_share_the_programs(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     calls, run_programs = [], cpu_kernels.run_programs
 
-    def run(first, last, *arrays):
-        calls.extend(range(first, last))
-        run_programs(first, last, *arrays)
+    def run(first, step, *arrays):
+        calls.extend(range(first, 4 * 2, step))
+        run_programs(first, step, *arrays)
 
     monkeypatch.setattr(cpu_kernels, "run_programs", run)
     Case([(90, 1), (17, 1), (0, 5), (300, 1), (0, 1)], (4, 2, 64), 16).check("numba")

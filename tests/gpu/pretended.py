@@ -166,7 +166,8 @@ class PretendedGpu(TorchFunctionMode):
     def functions(self):
         """Those of torch.cuda that the engine calls."""
         properties = SimpleNamespace(
-            multi_processor_count=1, name="a pretended GPU", total_memory=1 << 30)
+            multi_processor_count=1, major=self.capability[0], name="a pretended GPU",
+            total_memory=1 << 30)
         gpu = self
 
         class Event:
