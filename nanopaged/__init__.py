@@ -9,9 +9,7 @@ from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.llm import LLM
 from nanopaged.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 
-__all__ = [
-    "LLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EngineStats",
-    "Logprob", "RequestOutput", "SamplingParams",
-]
+__all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EngineStats",
+           "Logprob", "RequestOutput", "SamplingParams"]
 
 __version__ = "0.1.0"

@@ -28,7 +28,7 @@ its prompt:
     positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
-import os
+import sys
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -94,9 +94,8 @@ class TorchAttention:
 
     def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Put K and V into their slots."""
-        block_ids = slots // self.block_size
-        offsets = slots % self.block_size
-        kv_cache[block_ids, :, :, offsets] = kv.unflatten(1, (2, -1))
+        size = self.block_size
+        kv_cache[slots // size, :, :, slots % size] = kv.unflatten(1, (2, -1))
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
@@ -107,28 +106,22 @@ class TorchAttention:
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
-        lasts = np.cumsum(metadata.counts)
-        for seq in np.flatnonzero(metadata.counts >= self.min_queries):
-            num_keys = metadata.ends[seq]
+        counts, lasts = metadata.counts, np.cumsum(metadata.counts)
+        for seq in np.flatnonzero(counts >= self.min_queries):
+            num_keys = int(metadata.ends[seq])
             table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
             blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
             # After the last key there are old values: a NaN there would spread.
-            k, v = blocks.flatten(2, 3)[:, :, :num_keys]
-            tokens = slice(lasts[seq] - metadata.counts[seq], lasts[seq])
-            out[tokens] = self.attend_chunk(q[tokens], k, v)
+            k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]
+            # [1, num_heads, num_queries, head_dim]; the last query sees all keys
+            tokens = slice(lasts[seq] - counts[seq], lasts[seq])
+            mask = causal_lower_right(int(counts[seq]), num_keys)
+            attended = F.scaled_dot_product_attention(
+                q[None, tokens].transpose(1, 2), k, v, mask, scale=self.scale,
+                enable_gqa=True)
+            out[tokens] = attended[0].transpose(0, 1)
         return out.flatten(1)
-
-    def attend_chunk(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Queries at the end of a sequence, [num_queries, num_heads, head_dim]; k, v:
-        [num_kv_heads, num_keys, head_dim]
-        """
-        # [num_kv_heads, group_size, num_queries or num_keys, head_dim]; K is not copied
-        q = q.unflatten(1, (self.num_kv_heads, -1)).permute(1, 2, 0, 3)
-        k, v = [x.unsqueeze(1).expand(-1, self.group_size, -1, -1) for x in (k, v)]
-        mask = causal_lower_right(q.shape[2], k.shape[2])  # the last one sees all keys
-        result = F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)
-        return result.permute(2, 0, 1, 3).flatten(1, 2)
 
 
 class NumbaAttention(TorchAttention):
@@ -141,11 +134,12 @@ class NumbaAttention(TorchAttention):
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
-        from nanopaged.cpu_kernels import paged_attention
+        from nanopaged import cpu_kernels
 
-        self.paged_attention: Any = paged_attention
         fits = self.device.type == "cpu" and self.dtype != torch.float16
         check(fits, "attention_backend", "'torch' on a GPU, and for float16", "numba")
+        self.kernels: Any = cpu_kernels
+        self.kernels.keep_freed_memory()
 
     def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
         """The sequences that decode, and their tokens in the flat batch."""
@@ -159,7 +153,7 @@ class NumbaAttention(TorchAttention):
         results = torch.empty_like(queries)
         if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
-        self.paged_attention(
+        self.kernels.paged_attention(
             queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
             seqs.numpy(), metadata.ends, np.float32(self.scale), results.numpy())
         out[tokens] = results.flatten(1).to(q.dtype)
@@ -175,19 +169,18 @@ class TritonAttention(TorchAttention):
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
-        from triton import next_power_of_2
+        from triton import knobs, next_power_of_2
 
         from nanopaged import kernels
 
         self.kernels = kernels
-        can_run = os.environ.get("TRITON_INTERPRET") == "1"  # as in tests
+        can_run = knobs.runtime.interpret  # as in tests
         num_processors = 4
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend",
-              "'torch', with dtype 'float16' or 'float32', without a GPU of compute "
-              "capability 8.0 or newer", "triton")
+        check(can_run, "attention_backend", "'torch', and dtype not 'bfloat16', without a "
+              "GPU of compute capability 8.0 or newer", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         row_bytes = self.dim * self.dtype.itemsize
@@ -250,9 +243,8 @@ class TritonAttention(TorchAttention):
         return [items]
 
     def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        self.kernels.store[(len(kv),)](
-            kv, slots, kv_cache, kv.stride(0), kv[0].numel(), self.head_dim,
-            self.block_size)
+        self.kernels.store[(len(kv),)](kv, slots, kv_cache, kv.stride(0),
+                                       kv[0].numel(), self.head_dim, self.block_size)
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         # All at once: within a pool nothing is copied from a block that is written, as
@@ -304,26 +296,25 @@ class FlashAttention(TritonAttention):
         starts = [bounds.int() for bounds in metadata.plan]
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
-        out = self.flash(
-            q, k, v, *starts, int(metadata.counts.max()), int(metadata.ends.max()),
-            softmax_scale=self.scale, causal=True,
-            block_table=metadata.block_tables.int())
+        longest = int(metadata.counts.max()), int(metadata.ends.max())
+        out = self.flash(q, k, v, *starts, *longest, softmax_scale=self.scale,
+                         causal=True, block_table=metadata.block_tables.int())
         return torch.flatten(out, 1)
 
 
-BACKENDS: dict[str, type[TorchAttention]] = {
-    "torch": TorchAttention, "numba": NumbaAttention, "triton": TritonAttention,
-    "flash": FlashAttention}
+BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
+            "triton": TritonAttention, "flash": FlashAttention}
 
 
 def make_backend(name: str, *shape: Any) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
     *_, dtype, device = shape
     if name == "auto":
-        on_cpu = "torch" if dtype == torch.float16 else "numba"
+        has_numba = sys.platform == "linux" and dtype != torch.float16
+        on_cpu = "numba" if has_numba else "torch"
         name = "triton" if device.type == "cuda" else on_cpu
     try:
-        return BACKENDS[name](*shape)
+        return BACKENDS[name](*shape)  # type: ignore[no-any-return]
     except ImportError as error:
         raise ValueError("attention_backend must be 'torch', or one whose package is "
                          f"installed, got {name!r}: {error}") from error

@@ -148,8 +148,7 @@ class BlockManager:
         of them share moves once, and they go on sharing it. The new blocks are
         published when their group next runs.
         """
-        tables = chain.from_iterable(seq.block_table for seq in seqs)
-        held = dict.fromkeys(tables)
+        held = dict.fromkeys(chain.from_iterable(seq.block_table for seq in seqs))
         if len(held) > len(free_list):
             return []
         moved = {block_id: self._take(free_list) for block_id in held}
@@ -203,12 +202,10 @@ class BlockManager:
         block.content = self._content(seq, index, seq.block_table)
         block.hash = hash_content(block.content)
         # If there is a block of the same content, both get one name, and whatever
-        # follows the one is found after the other. The cache has the older one, unless
-        # that is free: it may be taken soon.
+        # follows the one is found after the other. The cache has the newer one.
         twin = self._find(block.content)
         block.name = next(self.names) if twin is None else self.blocks[twin].name
-        if twin is None or self.blocks[twin].ref_count == 0:
-            self.published[block.hash] = block_id
+        self.published[block.hash] = block_id
 
     def _content(self, seq: Sequence, index: int, table: Any) -> Content:
         """What logical block `index` holds; `table` has the blocks before it."""

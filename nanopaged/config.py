@@ -61,8 +61,8 @@ class SamplingParams(Checked):
 
     n: how many continuations; they share the K and V of the prompt.
     temperature: 0 always takes the most likely token.
-    top_p, top_k, min_p: sample among the most likely tokens only. `top_p=1`, `top_k=0`
-        and `min_p=0` keep all tokens.
+    top_p, top_k: sample among the most likely tokens only. `top_p=1` and `top_k=0` keep
+        all tokens.
     max_tokens: None means as many as the engine's `max_model_len` allows.
     min_tokens: before this many tokens, no EOS or stop token is sampled, and stop
         strings do not count.
@@ -80,7 +80,6 @@ class SamplingParams(Checked):
     temperature: float = within(0, 1e30, default=1.0)
     top_p: float = within(1e-6, 1, default=1.0)
     top_k: int = within(0, 2**31, default=0)
-    min_p: float = within(0, 1, default=0.0)
     max_tokens: int | None = within(1, inf, default=16)
     min_tokens: int = within(0, inf, default=0)
     stop: str | list[str] | None = None
@@ -106,15 +105,14 @@ class BeamSearchParams(Checked):
     """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
 
     Beams are ranked by their score, log-probability / length**length_penalty. The
-    search ends when `beam_width` beams are complete, and (unless `early_stopping` is
-    set) no running beam scores above the worst of them. A beam is complete after
-    `max_tokens`, or with an EOS token unless `ignore_eos` is set.
+    search ends when `beam_width` beams are complete, and no running beam scores above
+    the worst of them. A beam is complete after `max_tokens`, or with an EOS token
+    unless `ignore_eos` is set.
     """
 
     beam_width: int = within(1, inf)
     max_tokens: int = within(1, inf)
     length_penalty: float = within(-10, 10, default=1.0)
-    early_stopping: bool = False
     ignore_eos: bool = False
 
 

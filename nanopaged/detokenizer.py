@@ -10,7 +10,6 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-NUM_CONTEXT_TOKENS = 8  # of the prompt, so that the first word gets its leading space
 MOST_CONTEXT_TOKENS = 64  # if all of them have no text
 MOST_UNKNOWN_TOKENS = 16  # bytes that never become a character do not wait for ever
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
@@ -29,21 +28,20 @@ class Detokenizer:
     fourth byte the emoji is added, and the four tokens become the context.
     """
 
-    def __init__(self, tokenizer: Any, prompt_token_ids: list[int],
+    def __init__(self, tokenizer: Any, prompt_ids: list[int],
                  stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
+        self.known_end = last = len(prompt_ids)
         # Context that begins within a character would spoil what follows: take more.
-        last, size = len(prompt_token_ids), NUM_CONTEXT_TOKENS
-        while size < last and self._decode(
-                prompt_token_ids[-size:]).startswith(INCOMPLETE):
+        size = 8  # tokens, so that the first word gets its leading space
+        while size < last and self._decode(prompt_ids[-size:]).startswith(INCOMPLETE):
             size *= 2
         self.context_start = max(0, last - size)
         # A character that the prompt has begun is a part of the text.
-        ends = range(last, max(self.context_start, last - 4), -1)
-        whole = [end for end in ends if not self._decode(
-            prompt_token_ids[self.context_start : end]).endswith(INCOMPLETE)]
-        self.known_end = max(whole, default=last)
+        while self.known_end > last - 4 and self._decode(
+                prompt_ids[self.context_start : self.known_end]).endswith(INCOMPLETE):
+            self.known_end -= 1
         self.text = ""
         self.stopped_by: str | None = None
 

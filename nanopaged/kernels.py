@@ -143,8 +143,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
         probs = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
         total = total * shrink + tl.sum(probs, 1)
-        update = tl.dot(probs.to(v.dtype), v, input_precision="ieee")
-        acc = acc * shrink[:, None] + update
+        acc *= shrink[:, None]
+        acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
         highest = higher
 
         # Look ahead: if the addresses of K came from a load in the same round, that

@@ -15,7 +15,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -92,23 +92,20 @@ class LLM(AbstractContextManager["LLM"]):
         self.runs_ahead = self.runner.device.type == "cuda"
         self._start_books()
 
-    def _start_books(self) -> None:
-        """Begin with all blocks free, an empty prefix cache, and no requests."""
-        self._launched: deque[Any] = deque()  # steps whose tokens are not read yet
-        self.block_manager = BlockManager(
-            self.runner.num_blocks, self.config.block_size,
-            self.config.enable_prefix_caching, self.runner.num_swap_blocks)
-        self.scheduler: Scheduler = Scheduler(
-            self.config, self.block_manager, self.observers)
-
-    def _end_all_requests(self) -> None:
-        """Abort what waits and runs, whatever the books say, and start new ones."""
-        for group in self.scheduler.unfinished.values():
+    def _start_books(self, unfinished: Iterable[SequenceGroup] = ()) -> None:
+        """Begin with all blocks free and an empty prefix cache. What is unfinished is
+        aborted, whatever the old books say.
+        """
+        for group in unfinished:
             group.report()
             for seq in group.live:
                 seq.finish_reason = "abort"
             group.live = []
-        self._start_books()
+        self._launched: deque[Any] = deque()  # steps whose tokens are not read yet
+        self.block_manager = BlockManager(
+            self.runner.num_blocks, self.config.block_size,
+            self.config.enable_prefix_caching, self.runner.num_swap_blocks)
+        self.scheduler = Scheduler(self.config, self.block_manager, self.observers)
 
     def _serve(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox has something already; then report what is in it.
@@ -123,7 +120,7 @@ class LLM(AbstractContextManager["LLM"]):
             if is_closed or (self._in_step and self.ranks.size > 1):
                 raise RuntimeError("this engine has been shut down: make a new LLM")
             if self._in_step:
-                self._end_all_requests()
+                self._start_books(self.scheduler.unfinished.values())
             self._in_step = True
             self._read_inbox()
             # The step of another thread may have filled the outbox already.
@@ -181,18 +178,17 @@ class LLM(AbstractContextManager["LLM"]):
 
         `template_options` are those of the tokenizer's `apply_chat_template`.
         """
-        options = {"add_generation_prompt": True, "return_dict": False}
-        ids = self.get_tokenizer().apply_chat_template(
-            messages, **(options | template_options))
+        options = {"add_generation_prompt": True, "return_dict": False} | template_options
+        ids = self.get_tokenizer().apply_chat_template(messages, **options)
         return self.generate(ids, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Any, params: BeamSearchParams,
-                    use_tqdm: bool = False) -> list[RequestOutput]:
+    def beam_search(self, prompts: Any,
+                    params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first.
 
         `cumulative_logprob` is the plain sum, and `logprobs` has that of each token.
         """
-        return self.generate(prompts, params, use_tqdm)
+        return self.generate(prompts, params, use_tqdm=False)
 
     def _run(self, groups: list[SequenceGroup],
              final_only: bool = False) -> Generator[RequestOutput, None, None]:
@@ -228,8 +224,7 @@ class LLM(AbstractContextManager["LLM"]):
         It returns what the request has so far, with finish_reason "abort". Nothing
         happens to one that has finished.
         """
-        check(isinstance(request_id, str), "request_id", "a string", request_id,
-              TypeError)
+        check(isinstance(request_id, str), "request_id", "a str", request_id, TypeError)
         self._inbox.append(request_id)
 
     def has_unfinished_requests(self) -> bool:
@@ -266,15 +261,14 @@ class LLM(AbstractContextManager["LLM"]):
             # be among the best candidates of a beam. So each asks for more than
             # `beam_width`, as transformers does: enough must be left that go on.
             beam_params, width = params, params.beam_width
-            num_eos = len(self.eos_token_ids)
-            most = min(most, self.model_config.vocab_size - num_eos)
+            num_candidates = width * max(2, 1 + len(self.eos_token_ids))
             params = SamplingParams(
                 n=width, temperature=0, max_tokens=params.max_tokens,
-                ignore_eos=params.ignore_eos, logprobs=width * max(2, 1 + num_eos))
+                ignore_eos=params.ignore_eos, logprobs=num_candidates)
         check(isinstance(params, SamplingParams), "sampling_params",
               "SamplingParams or BeamSearchParams", params, TypeError)
         check(params.n <= most, "n (or beam_width)", f"at most {most}, because of "
-              "max_num_seqs, max_num_batched_tokens or the vocabulary", params.n)
+              "max_num_seqs or max_num_batched_tokens", params.n)
         if params.stop:
             self.get_tokenizer()
 
@@ -320,7 +314,9 @@ class LLM(AbstractContextManager["LLM"]):
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since its books began."""
-        return self.scheduler.measure()
+        manager = self.block_manager
+        return replace(self.scheduler.stats, blocks_cached=len(manager.published),
+                       blocks_used=manager.num_blocks - len(manager.free_blocks))
 
     def shutdown(self) -> None:
         """Give back the memory; what still runs ends, and nothing is served after that.
@@ -328,7 +324,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._check_not_in_step()
         with self._lock:
             self._in_step = True
-            self._end_all_requests()
+            self._start_books(self.scheduler.unfinished.values())
             self.runner.free()
             self._in_step = False
 

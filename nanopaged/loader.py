@@ -31,10 +31,10 @@ def load_config(name: str | Path) -> Any:
     In transformers 5, `rope_parameters` has all about positions.
     """
     config = transformers.AutoConfig.from_pretrained(name)
-    for field, value, known in (
-            ("model_type", config.model_type, FAMILIES),
-            ("hidden_act", config.hidden_act, ("silu",)),
-            ("rope_type", config.rope_parameters["rope_type"], ROPE_TYPES)):
+    rope_type = config.rope_parameters["rope_type"]
+    for field, value, known in (("model_type", config.model_type, FAMILIES),
+                                ("hidden_act", config.hidden_act, ("silu",)),
+                                ("rope_type", rope_type, ROPE_TYPES)):
         check(value in known, f"{field} in config.json", f"one of {known}", value)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -61,8 +61,8 @@ def load_generation_config(name: str | Path,
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
                if id in range(model_config.vocab_size)]
-    names = ("temperature", "top_p", "top_k", "min_p")
-    params = {name: fields[name] for name in names if name in fields}
+    names = fields.keys() & {"temperature", "top_p", "top_k"}
+    params = {name: fields[name] for name in names}
     return eos_ids, SamplingParams(
         max_tokens=fields.get("max_new_tokens") or 16, **params)
 

@@ -128,8 +128,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, has_bias, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = silu_mul(self.gate_up_proj(x))
-        return self.down_proj(x)  # type: ignore[no-any-return]
+        return self.down_proj(silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -162,7 +161,6 @@ class CausalLM(nn.Module):
         self.lm_head = Linear(size, lm_head=vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
-        self.requires_grad_(False)
 
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].

@@ -5,9 +5,7 @@ forward pass over one flat batch of tokens. From one step to the next it remembe
 contents of the pool, and the tokens that the last step sampled.
 """
 
-import ctypes
 import logging
-import sys
 from typing import Any
 
 import numpy as np
@@ -15,17 +13,12 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import Metadata, make_backend, place_tokens, spread
-from nanopaged.block_manager import Moves
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
 from nanopaged.sampler import SamplerOutput, sample
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
-
-# If num_blocks is not given. On a CPU, unused pages cost nothing.
-CPU_POOL_BYTES = 4 << 30
-GRAPH_BYTES = 256 << 20  # what graphs take besides the memory of a step
 
 logger = logging.getLogger("nanopaged")
 
@@ -43,10 +36,7 @@ class ModelRunner:
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.backend = make_backend(config.attention_backend, ranks.share,
                                     config.block_size, self.dtype, self.device)
-        if sys.platform == "linux":
-            keep_freed_memory()
         self.model: Any = load_model(config, self.backend, ranks)
-        logger.info("weights loaded: %s on %s", self.dtype, self.device)
 
         # Attention within a sliding window is full as long as that is not filled.
         longest = model_config.max_position_embeddings
@@ -68,7 +58,7 @@ class ModelRunner:
         self.num_blocks = self.num_swap_blocks = 0
         self._make_pools()
         self._warm_up()
-        logger.info("first steps run: %s", type(self.backend).__name__)
+        logger.info("first steps run: %s, %s", type(self.backend).__name__, self.dtype)
         self._size_pools()
         self._make_pools()
         if compiles and config.attention_backend != "torch":
@@ -145,7 +135,7 @@ class ModelRunner:
         token_ids = torch.where(token_ids < 0, pending, token_ids)
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
 
-    def _move_blocks(self, source: Tensor, target: Tensor, moves: Moves) -> None:
+    def _move_blocks(self, source: Tensor, target: Tensor, moves: list[Any]) -> None:
         """Copy blocks; those in CPU memory are numbered after the device's."""
         if moves:
             ids = np.array(moves).reshape(-1, 2)
@@ -212,12 +202,13 @@ class ModelRunner:
         can be used. Lowers max_model_len to what fits.
         """
         config = self.config
-        num_bytes: float = CPU_POOL_BYTES
+        num_bytes: float = 4 << 30  # on a CPU, where unused pages cost nothing
         if self.is_gpu:
             # torch keeps what a step took besides the weights, as the next step needs
             # it again. So that is not free any more.
             free, total = torch.cuda.mem_get_info(self.device)
-            num_bytes = free - GRAPH_BYTES - (1 - config.gpu_memory_utilization) * total
+            num_bytes = free - (1 - config.gpu_memory_utilization) * total
+            num_bytes -= 256 << 20  # what graphs take besides the memory of a step
         swap_bytes = config.swap_space * 2**30 * (config.preemption_mode == "swap")
         block_bytes = self.kv_caches.nbytes  # so far the pool has one block
         self.num_swap_blocks = min(int(swap_bytes / block_bytes), self.most_blocks)
@@ -236,17 +227,6 @@ class ModelRunner:
         self.graphs = {}
         self.model = None
         self.kv_caches = self.swap_space = self.last_tokens[:0]
-
-
-def keep_freed_memory() -> None:
-    """Let glibc's malloc keep what is freed: the next step needs it again.
-
-    By default large pieces go back to the system, and getting their pages again takes a
-    tenth of every step. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3) in
-    mallopt(3).
-    """
-    for parameter in (-1, -3):
-        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:

@@ -8,7 +8,6 @@ class Logprob(NamedTuple):
     """The log-probability of a token, before temperature and limits change it."""
 
     logprob: float
-    rank: int  # 1: the most likely token of the vocabulary
 
 
 # By token id: the sampled token's, then those of the most likely ones.
@@ -28,8 +27,8 @@ class CompletionOutput:
     """One continuation so far.
 
     `finish_reason` is None while the sequence runs, then "stop", "length" or "abort".
-    `stop_reason` is the stop string or the id among `stop_token_ids` that ended it. A
-    token that ended it is the last of `token_ids`, but not part of `text`.
+    `stop_reason` is the stop string that ended it. A token that ended it is the last of
+    `token_ids`, but not part of `text`.
     """
 
     index: int
@@ -38,7 +37,7 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[Logprobs] | None  # a dict for every token
     finish_reason: str | None
-    stop_reason: int | str | None = None
+    stop_reason: str | None = None
 
 
 @dataclass

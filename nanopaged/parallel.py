@@ -47,10 +47,9 @@ class Ranks:
         if self.size == 1:
             return
 
-        num_processes = int(os.environ.get("WORLD_SIZE", 1))
-        check(num_processes == self.size, "tensor_parallel_size",
-              f"the number of processes that torchrun started, {num_processes}",
-              self.size)
+        num_found = int(os.environ.get("WORLD_SIZE", 1))
+        check(num_found == self.size, "tensor_parallel_size", f"{num_found}, the number "
+              "of processes that torchrun started", self.size)
         backend = "gloo"
         if config.device != "cpu" and torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"  # messages go by the first
@@ -95,5 +94,4 @@ class Ranks:
             except RuntimeError:
                 os._exit(0)  # at once: NCCL would wait for the recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
-            parts = numbers.split(sizes.tolist())
-            run(Batch(*[part.tolist() for part in parts]))
+            run(Batch(*[part.tolist() for part in numbers.split(sizes.tolist())]))

@@ -64,7 +64,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         # [num_samples, 1] each, in a single copy
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
         temperature, first, second, *limits = table.split(1, dim=1)
-        if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
+        if any(p.top_k or p.top_p < 1 for p in params):
             most = max(p.top_k or logits.shape[1] for p in params)
             lowest = lowest_kept(logits, most, temperature, *limits)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
@@ -83,20 +83,19 @@ def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
     logits: [vocab_size]
     """
     logprobs = logits.float().log_softmax(-1)
-    own = Logprob(float(logprobs[token]), 1 + int((logprobs > logprobs[token]).sum()))
-    values, ids = logprobs.topk(min(count, len(logprobs)))
-    likely = [Logprob(value, 1 + i) for i, value in enumerate(values.tolist())]
-    return {token: own} | dict(zip(ids.tolist(), likely, strict=True))
+    likely = logprobs.topk(min(count, len(logprobs))).indices
+    tokens = [token, *likely.tolist()]
+    return dict(zip(tokens, map(Logprob, logprobs[tokens].tolist()), strict=True))
 
 
 def draw_params(seq: Sequence) -> list[float]:
-    """Temperature, two random numbers, top-k, top-p and min-p."""
+    """Temperature, two random numbers, top-k and top-p."""
     params = seq.group.params
     # The position is that of the new token, one step ahead of the host.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
     return [params.temperature, first * RESOLUTION, second * RESOLUTION,
-            params.top_k or 2**31, params.top_p, params.min_p]
+            params.top_k or 2**31, params.top_p]
 
 
 @fused
@@ -130,17 +129,15 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
 
 
 def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
-                top_p: Tensor, min_p: Tensor) -> Tensor:
+                top_p: Tensor) -> Tensor:
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
-    logits: [num_samples, vocab_size]; temperature, top_k, top_p, min_p: [num_samples,
-    1]; `most` is the largest top_k, known to the host. Three limits, one by one:
+    logits: [num_samples, vocab_size]; temperature, top_k, top_p: [num_samples, 1];
+    `most` is the largest top_k, known to the host. Two limits, one by one:
 
         top_k   the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and with the one that brings
                 the sum of their probabilities to top_p
-        min_p   of these those stay that have at least min_p times the highest
-                probability
 
     The result is a logit, so that tied tokens stay or go together.
     """
@@ -148,5 +145,4 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
     is_out = torch.arange(values.shape[1], device=logits.device) >= top_k
     probs = (values / temperature.float()).masked_fill(is_out, -torch.inf).softmax(-1)
     is_out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
-    is_out |= probs < min_p * probs[:, :1]
     return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

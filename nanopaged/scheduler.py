@@ -18,7 +18,7 @@ import time
 from array import array
 from collections import ChainMap, OrderedDict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanopaged.beam_search import advance_beams
@@ -292,10 +292,3 @@ class Scheduler:
         """End all sequences of a group that have not finished."""
         for seq in list(group.live):
             self.finish(seq, reason)
-
-    def measure(self) -> EngineStats:
-        """The statistics so far, with what the pool holds now."""
-        manager = self.block_manager
-        return replace(
-            self.stats, blocks_used=manager.num_blocks - len(manager.free_blocks),
-            blocks_cached=len(manager.published))

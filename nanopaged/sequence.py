@@ -24,7 +24,6 @@ The words of the engine:
 
 from __future__ import annotations
 
-import math
 import time
 from array import array
 from copy import copy
@@ -88,13 +87,6 @@ class Sequence:
         # Nothing follows the last token that max_len allows: nobody needs its K and V.
         return min(num_tokens, group.max_len - 1)
 
-    @property
-    def score(self) -> float:
-        """What beams are compared by: log-probability, normalised by the length."""
-        length = len(self.token_ids) - self.group.num_prompt_tokens
-        penalty = self.group.beam_params.length_penalty
-        return self.cumulative_logprob / math.pow(length, penalty)
-
     def append(self, token: int, logprobs: Logprobs | None) -> None:
         """Add a sampled token; `logprobs` has its log-probability and those of others.
         """
@@ -129,17 +121,12 @@ class Sequence:
         """What the caller gets to see of it so far."""
         is_final = self.finish_reason is not None
         text = self.detokenize(is_final).visible(is_final)
-        params = self.group.params
-        has_logprobs = params.logprobs is not None
-        stop_reason: int | str | None = self.detokenizer.stopped_by
-        if self.ended_by_token and self.token_ids[-1] in (params.stop_token_ids or []):
-            stop_reason = stop_reason or self.token_ids[-1]
+        has_logprobs = self.group.params.logprobs is not None
         return CompletionOutput(
-            index=index, text=text,
-            token_ids=self.token_ids[self.group.num_prompt_tokens :],
+            index, text, self.token_ids[self.group.num_prompt_tokens :],
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
             logprobs=list(self.logprobs) if has_logprobs else None,
-            finish_reason=self.finish_reason, stop_reason=stop_reason)
+            finish_reason=self.finish_reason, stop_reason=self.detokenizer.stopped_by)
 
 
 class SequenceGroup:
@@ -198,10 +185,9 @@ class SequenceGroup:
     def output(self) -> RequestOutput:
         outputs = [seq.output(index) for index, seq in enumerate(self.sequences)]
         return RequestOutput(
-            request_id=self.request_id, prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids, outputs=outputs,
-            finished=not self.live, num_cached_tokens=self.num_cached_tokens,
-            metrics=self.metrics)
+            request_id=self.request_id, prompt=self.prompt, outputs=outputs,
+            prompt_token_ids=self.prompt_token_ids, finished=not self.live,
+            num_cached_tokens=self.num_cached_tokens, metrics=self.metrics)
 
 
 Outbox = dict[str, SequenceGroup]  # by request id, in order of change
