@@ -179,8 +179,8 @@ class TritonAttention(TorchAttention):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend", "'torch', and dtype not 'bfloat16', without a "
-              "GPU of compute capability 8.0 or newer", "triton")
+        check(can_run, "attention_backend", "'torch', and dtype not bfloat16, without "
+              "a GPU of compute capability 8.0 or more", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         row_bytes = self.dim * self.dtype.itemsize

@@ -173,12 +173,12 @@ class LLM(AbstractContextManager["LLM"]):
         return self._run(self._make_groups(prompts, sampling_params))
 
     def chat(self, messages: list[Any], sampling_params: Any = None,
-             use_tqdm: bool = True, **template_options: Any) -> list[RequestOutput]:
+             use_tqdm: bool = True, **options: Any) -> list[RequestOutput]:
         """Answer a conversation: a list of {"role": .., "content": ..}. Or several.
 
-        `template_options` are those of the tokenizer's `apply_chat_template`.
+        `options` are those of the tokenizer's `apply_chat_template`.
         """
-        options = {"add_generation_prompt": True, "return_dict": False} | template_options
+        options = {"add_generation_prompt": True, "return_dict": False} | options
         ids = self.get_tokenizer().apply_chat_template(messages, **options)
         return self.generate(ids, sampling_params, use_tqdm)
 

@@ -48,8 +48,8 @@ class Ranks:
             return
 
         num_found = int(os.environ.get("WORLD_SIZE", 1))
-        check(num_found == self.size, "tensor_parallel_size", f"{num_found}, the number "
-              "of processes that torchrun started", self.size)
+        check(num_found == self.size, "tensor_parallel_size", f"{num_found}, the "
+              "number of processes that torchrun started", self.size)
         backend = "gloo"
         if config.device != "cpu" and torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"  # messages go by the first
