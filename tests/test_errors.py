@@ -34,11 +34,11 @@ VALUE_ERRORS = {
     "start(max_model_len=1)": "max_model_len must be at least 2, got 1",
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be one of ['auto', 'float32', 'float16', 'bfloa",
-    "start(attention_backend='triton')": "attention_backend must be 'torch', with dtyp",
+    "start(attention_backend='triton')": "attention_backend must be 'torch', and dtype",
     "start(preemption_mode='drop')": "must be one of ['recompute', 'swap'], got 'drop'",
     "start(device='cuda')": "device must be 'cpu', as torch sees no GPU, got 'cuda'",
     "start(tensor_parallel_size=3)": "must be a divisor of num_attention_heads=4, got ",
-    "start(tensor_parallel_size=2)": "processes that torchrun started, 1, got 2",
+    "start(tensor_parallel_size=2)": "must be 1, the number of processes that torchrun",
     "ask([])": "number of prompt tokens must be at least 1, and below max_model_len=96",
     "ask([7] * 96)": "and below max_model_len=96, got 96",
     "ask([5, -1])": "token ids must be from 0 to 159, got [-1]",
@@ -46,7 +46,7 @@ VALUE_ERRORS = {
     "ask('text')": "model must be one with a tokenizer, which text needs, and token id",
     "ask([5], greedy(stop='a'))": "model must be one with a tokenizer, which text need",
     "ask([5], greedy(n=9))": "n (or beam_width) must be at most 8, because of max_num_",
-    "ask([5], BeamSearchParams(9, 4))": "because of max_num_seqs, max_num_batched_toke",
+    "ask([5], BeamSearchParams(9, 4))": "at most 8, because of max_num_seqs or max_num_b",
     "ask([5], greedy(90, n=8))": "num_blocks must be at least 184 for this request (ra",
     "llm.generate([[5], [6]], [greedy()])": "sampling_params must be one for all promp",
     "llm.stream([[5], [160]])": "token ids must be from 0 to 159, got [160]",
@@ -70,7 +70,7 @@ TYPE_ERRORS = {
     "ask({'prompt': [5], 'cache_salt': 5})": "cache_salt must be str | None, got 5",
     "ask([5], {'n': 2})": "sampling_params must be SamplingParams or BeamSearchParams,",
     "llm.generate([[5], None])": "must be a string or a list of token ids, got None",
-    "llm.abort_request(7)": "request_id must be a string, got 7",
+    "llm.abort_request(7)": "request_id must be a str, got 7",
 }
 CASES = [(call, kind, message) for kind, table in (
     (ValueError, VALUE_ERRORS), (TypeError, TYPE_ERRORS))

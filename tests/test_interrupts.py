@@ -349,7 +349,7 @@ def test_aborting_all_that_wait_takes_time_in_proportion(llama):
 
 
 @pytest.mark.parametrize("victim", [
-    greedy(9), greedy(9, n=2, temperature=0.7, top_p=0.9, min_p=0.1, logprobs=3),
+    greedy(9), greedy(9, n=2, temperature=0.7, top_p=0.9, logprobs=3),
     greedy(9, min_tokens=5, stop_token_ids=list(range(160)), logprobs=160),
     BeamSearchParams(3, 9)], ids=["greedy", "sampled", "all stop", "beams"])
 @pytest.mark.parametrize("bad", [*map(float, ["nan", "inf", "-inf"])])

@@ -148,8 +148,8 @@ def test_a_directory_without_a_tokenizer_serves_token_ids(llama, engine):
 @pytest.mark.parametrize(("fields", "eos_ids", "params"), [
     (None, [3], {}), ({}, [3], {}), ({"eos_token_id": 9}, [9], {}),
     ({"eos_token_id": [4, 5, 160, 6]}, [4, 5, 6], {}),  # there is no token 160
-    ({"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}, [3],
-     {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "min_p": 0.1}),
+    ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, [3],
+     {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
     ({"max_new_tokens": 99, "repetition_penalty": 1.1}, [3], {"max_tokens": 99})],
     ids=str)
 def test_the_generation_config_names_eos_tokens_and_defaults(

@@ -144,9 +144,8 @@ def test_torchrun_must_start_as_many_processes_as_there_are_ranks(
     if world_size:
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
     message = message_of(partial(LLM, llama, tensor_parallel_size=2, **OPTIONS))
-    assert message == (
-        "tensor_parallel_size must be the number of processes that torchrun started, "
-        f"{world_size or 1}, got 2")
+    assert message == (f"tensor_parallel_size must be {world_size or 1}, the number of "
+                       "processes that torchrun started, got 2")
 
 
 @pytest.mark.parametrize(("size", "field", "value"), [
