@@ -32,16 +32,16 @@ class Detokenizer:
                  stops: Sequence[str] = ()) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
-        self.known_end = last = len(prompt_ids)
+        last = len(prompt_ids)
         # Context that begins within a character would spoil what follows: take more.
         size = 8  # tokens, so that the first word gets its leading space
         while size < last and self._decode(prompt_ids[-size:]).startswith(INCOMPLETE):
             size *= 2
         self.context_start = max(0, last - size)
         # A character that the prompt has begun is a part of the text.
-        while self.known_end > last - 4 and self._decode(
-                prompt_ids[self.context_start : self.known_end]).endswith(INCOMPLETE):
-            self.known_end -= 1
+        whole = [end for end in range(max(0, last - 3), last + 1) if not self._decode(
+            prompt_ids[self.context_start : end]).endswith(INCOMPLETE)]
+        self.known_end = max(whole, default=last)
         self.text = ""
         self.stopped_by: str | None = None
 
