@@ -16,8 +16,8 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_seqs, max_blocks]: physical block of a logical block; entries
-                   after the last one are stale, but valid block ids
+    block_tables   [num_seqs, max_blocks]: physical block of a logical block; after the
+                   last one comes the block that is for padding
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
@@ -53,7 +53,7 @@ class Metadata:
     block_tables: Tensor  # [num_seqs, max_blocks]
     counts: Ints  # [num_seqs]: how many tokens of each sequence are computed
     ends: Ints  # [num_seqs]: how many keys it has then
-    plan: list[Tensor]  # what the backend's own `plan` has made of the last two
+    plan: list[Tensor]  # what the backend's own `plan` has made of counts and ends
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
@@ -203,15 +203,15 @@ class TritonAttention(TorchAttention):
         A tile is some neighbouring queries of one sequence, which are computed
         together. The keys of a long tile are divided into parts: else a step would take
         as long as its longest sequence. No part has more than half of what a program
-        would read if all read equally much.
+        would read if all read equally much, in whole rounds.
 
         Returns items of work, [num_items, 6]: where the block table begins; first
         token, its position, the position after the last one, which is how many keys
         the tile has; first key of the part, end of its keys.
 
-        An example: with 2 places per KV head and tiles that read 64 keys in a round,
-        two decodes have 16 and 2 rounds to go, 18 in all, so a part has at most 5. The
-        first has four parts:
+        An example: if 2 programs per KV head run at the same time, and read 64 keys in
+        a round, two decodes have 16 and 2 rounds to go, 18 in all. So a part has at
+        most 5, and the first decode has four parts (table_size is 80):
 
             [[0, 0, 999, 1000,   0,  320],
              [0, 0, 999, 1000, 320,  640],

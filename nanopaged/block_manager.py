@@ -1,10 +1,10 @@
 """Physical blocks: who holds them, which are free, and what the free ones still hold.
 
 A block belongs to every sequence that holds a reference to it. With a reference count
-of 0 it is free *and still cached*: it waits in the free list until it is taken for
-other tokens. Blocks that nobody can find again are taken first, then the least recently
-used. The manager deals in block ids and token ids and never sees a tensor. Nobody else
-changes a reference count or a block table.
+of 0 it is free *and still cached*, if it was full: it waits in the free list until it
+is taken for other tokens. Blocks that are not in the prefix cache are taken first, then
+the least recently used. The manager deals in block ids and token ids and never sees a
+tensor. Nobody else changes a reference count or a block table.
 
 The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
@@ -79,10 +79,10 @@ class BlockManager:
     # -- A sequence comes, grows and goes ----------------------------------------------
 
     def begin(self, seq: Sequence, block_ids: Iterable[int], num_tokens: int) -> None:
-        """Let `seq` hold blocks in which its first `num_tokens` have K and V, in place
-        of those that it held.
+        """Let `seq` hold blocks in which its first `num_tokens` have K and V, and drop
+        those that it held before.
 
-        The last of these goes first, so that a prefix outlives what follows it.
+        The last of the old ones goes first, so that a prefix outlives what follows it.
         """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
@@ -93,7 +93,7 @@ class BlockManager:
                 on_device = block_id < self.num_blocks
                 free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
-                # A block that nobody can find again is the first to be taken.
+                # A block that is not in the prefix cache is the first to be taken.
                 free_list.move_to_end(block_id, last=self.is_cached(block_id))
         seq.block_table = array("q", block_ids)
         seq.num_computed_tokens = num_tokens
@@ -144,8 +144,8 @@ class BlockManager:
     def swap(self, seqs: list[Sequence], free_list: FreeList) -> Moves:
         """Move the blocks of these sequences to the pool that has this free list.
 
-        Returns no moves, and changes nothing, if it has too few. A block that several
-        of them share moves once, and they go on sharing it. The new blocks are
+        Returns no moves, and changes nothing, if that pool has too few. A block that
+        several of them share moves once, and they go on sharing it. The new blocks are
         published when their group next runs.
         """
         held = dict.fromkeys(chain.from_iterable(seq.block_table for seq in seqs))

@@ -35,7 +35,7 @@ def fits(value: object, annotation: Any) -> bool:
 
 
 def within(low: float, high: float, default: Any = MISSING) -> Any:
-    """A field for a number from `low` to `high`."""
+    """A field for a number from `low` to `high`, or None if its type allows that."""
     return field(default=default, metadata={"low": low, "high": high})
 
 
@@ -124,12 +124,13 @@ class EngineConfig(Checked):
     dtype: "auto" is the checkpoint's, as far as the processor has instructions for it.
     device: "auto" is "cuda" if there is a GPU.
     block_size: tokens in a block.
-    num_blocks: None means as many as fit into `gpu_memory_utilization` of the GPU, or
-        into 4 GiB on a CPU.
-    max_model_len: the longest sequence, prompt included.
+    num_blocks: None means as many as can be used, and fit into
+        `gpu_memory_utilization` of the GPU, or into 4 GiB on a CPU.
+    max_model_len: the longest sequence, prompt included. None means as long as the
+        model allows. It is lowered to what the pool holds.
     max_num_seqs, max_num_batched_tokens: the most sequences and tokens in a step.
     gpu_memory_utilization: the part of the GPU's memory that the engine may take.
-    swap_space: GiB of CPU memory for swapped blocks.
+    swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests share the blocks of equal beginnings.
     preemption_mode: what happens to K and V when the pool is full: "recompute" or
         "swap".
@@ -139,7 +140,7 @@ class EngineConfig(Checked):
     tensor_parallel_size: the number of ranks, processes that torchrun starts. Each has
         a GPU of its own where there are any.
     load_format: "dummy" gives random weights to a model that has only a config.json.
-    seed: where the seeds of requests without one come from.
+    seed: where the seeds of requests without one come from, and dummy weights.
     """
 
     model: str | Path | None = None

@@ -6,7 +6,7 @@
 A query q_i attends to the blocks of its sequence, one after the other: K_j and V_j are
 the keys and values of block j. This is equation 4 of the paper:
 
-    A_ij = exp(q_i K_j / sqrt(d)) / sum over blocks t of exp(q_i K_t / sqrt(d))
+    A_ij = exp(q_i^T K_j / sqrt(d)) / sum over blocks t of exp(q_i^T K_t / sqrt(d))
     o_i  = sum over blocks j of A_ij V_j
 
 where the sum over a block is also one over its keys. The denominator is known only
@@ -30,8 +30,8 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 @njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
 def run_programs(first, step, q, kv_cache, block_tables, seqs, ends, scale, out):
-    """Run every step-th program, a word of Triton's: each computes one KV head of one
-    decode, a sequence with one query.
+    """Run every step-th program. That is a word of Triton's: here, a program computes
+    one KV head of one decode, a sequence with one query.
 
     q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]

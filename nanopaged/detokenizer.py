@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-MOST_CONTEXT_TOKENS = 64  # if all of them have no text
+MOST_CONTEXT_TOKENS = 64  # that have no text
 MOST_UNKNOWN_TOKENS = 16  # bytes that never become a character do not wait for ever
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
 
@@ -38,7 +38,7 @@ class Detokenizer:
         while size < last and self._decode(prompt_ids[-size:]).startswith(INCOMPLETE):
             size *= 2
         self.context_start = max(0, last - size)
-        # A character that the prompt has begun is a part of the text.
+        # A character that the prompt has begun (by 1 to 3 bytes) is a part of the text.
         whole = [end for end in range(max(0, last - 3), last + 1) if not self._decode(
             prompt_ids[self.context_start : end]).endswith(INCOMPLETE)]
         self.known_end = max(whole, default=last)
@@ -58,12 +58,12 @@ class Detokenizer:
         num_old = len(self.text)
         first, last = self.known_end + 1, len(token_ids)
         if INCOMPLETE not in self._decode(token_ids[self.context_start :]):
-            first = last  # token by token the text would be the same
+            first = last  # nothing is broken: all at once, the text is the same
         for end in range(first, last + 1):
             known = self._decode(token_ids[self.context_start : self.known_end])
             new = self._decode(token_ids[self.context_start : end])[len(known) :]
             is_late = end - self.known_end >= MOST_UNKNOWN_TOKENS
-            if not new:  # special tokens have no text; they are context, not for ever
+            if not new:  # special tokens have no text, and become context
                 self.context_start = max(self.context_start, end - MOST_CONTEXT_TOKENS)
                 self.known_end = end
             # The end may be within a character.

@@ -66,7 +66,8 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
                ROWS: constexpr, DIM: constexpr):
     """Where this program's rows are in q or out, and which of their elements exist.
 
-    Rows are queries x the group's heads: K and V are read once for all of them.
+    A row is a query of one head of the group, query * GROUP + head: K and V are read
+    once for all of them.
     """
     token = tl.load(items + 1)
     num_queries = tl.load(items + 3) - tl.load(items + 2)
@@ -119,7 +120,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     highest = tl.full([ROWS], -1e30, tl.float32)  # -inf minus itself is not a number
-    total = tl.full([ROWS], 1e-30, tl.float32)  # a row that sees no key gets 0
+    total = tl.full([ROWS], 1e-30, tl.float32)  # a row that sees no key weighs nothing
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(first_key, end, KEYS):
         # Look up where each key is: this is what paging costs.
@@ -176,7 +177,7 @@ def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexp
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # if this part is the first
+    part_keys = tl.load(items + 5)  # of the first part, which only it goes on with
     if (first_key > 0) | (part_keys == num_keys):
         return
 

@@ -1,13 +1,13 @@
 """The engine's front: prompts in, text out. Start reading here, at `LLM._step`.
 
 That method is the whole engine. The rest of this file turns prompts into requests and
-requests into outputs, and every other file explains one line of it. The words are
+requests into outputs, and most other files explain one line of it. The words are
 explained at the top of `sequence.py`.
 
 The books of the engine are the queues, the block tables and the prefix cache. Only a
-step touches them, one thread at a time. Everybody else leaves requests, and wishes to
-end them, in an inbox, which the next step empties. What has changed is put into an
-outbox, and each client has its own.
+step touches them, one thread at a time. Everybody else puts new requests, and the ids
+of those to be aborted, into an inbox, which the next step empties. What has changed is
+put into an outbox, and each client has its own.
 """
 
 import itertools
@@ -47,8 +47,9 @@ class LLM(AbstractContextManager["LLM"]):
     def _step(self) -> None:
         """The whole engine: who runs, one forward pass, what came out of it.
 
-        The scheduler tells all `observers` when it begins, has scheduled, has the
-        tokens ("executed"), and has updated the books, and shows them the batch.
+        The scheduler calls all `observers` with the name of the phase and the batch:
+        "begin" (without a batch), "scheduled", "executed" (the tokens are read) and
+        "updated" (the books are).
         """
         batch = self.scheduler.schedule()
         sampled = self.runner.execute(batch)
@@ -112,7 +113,8 @@ class LLM(AbstractContextManager["LLM"]):
 
         If an error or Ctrl-C interrupts this, nobody knows whether the books are right.
         So the next call finds `_in_step` set, ends all requests, and starts new books.
-        With several ranks, each of which may be anywhere in the step, that cannot be.
+        With several ranks, each of which may be anywhere in the step, that is not
+        possible, and the engine is closed.
         """
         self._check_not_in_step()
         with self._lock:
@@ -159,8 +161,8 @@ class LLM(AbstractContextManager["LLM"]):
         """
         groups = self._make_groups(prompts, sampling_params)
         with closing(self._run(groups, final_only=True)) as outputs:
-            # Python drops a Ctrl-C that strikes in a finalizer, and a bar has one. So a
-            # bar is made only if it is shown.
+            # Python drops a Ctrl-C that strikes in a finalizer, and a bar has one. So
+            # none is made that nobody sees.
             bar = tqdm(outputs, total=len(groups)) if use_tqdm else outputs
             return sorted(bar, key=lambda output: int(output.request_id))
 
@@ -168,7 +170,8 @@ class LLM(AbstractContextManager["LLM"]):
                sampling_params: Any = None) -> Iterator[RequestOutput]:
         """Like `generate`, but yields the output so far of each request as it grows.
 
-        Closing the iterator aborts what has not finished.
+        The requests are queued by the first `next`. Closing the iterator aborts what
+        has not finished.
         """
         return self._run(self._make_groups(prompts, sampling_params))
 
@@ -197,7 +200,7 @@ class LLM(AbstractContextManager["LLM"]):
         outbox: Outbox = {}
         try:
             self._submit(groups, outbox)
-            # In this order, as another thread reports an end before there is one.
+            # In this order: another thread first reports a group, then ends it.
             while any(group.live for group in groups) or outbox:
                 yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
@@ -257,9 +260,9 @@ class LLM(AbstractContextManager["LLM"]):
         most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
         beam_params = None
         if isinstance(params, BeamSearchParams):
-            # A group of `beam_width` sequences that report candidates. EOS tokens may
-            # be among the best candidates of a beam. So each asks for more than
-            # `beam_width`, as transformers does: enough must be left that go on.
+            # A group of `beam_width` sequences that report candidates. All EOS tokens
+            # may be among the best candidates of a beam, and enough must be left that
+            # go on. So each asks for more than `beam_width`, as transformers does.
             beam_params, width = params, params.beam_width
             num_candidates = width * max(2, 1 + len(self.eos_token_ids))
             params = SamplingParams(

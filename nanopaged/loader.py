@@ -1,6 +1,7 @@
 """From a directory or a hub id to config, tokenizer and weights, by transformers.
 
-Every tensor of a checkpoint is accounted for: none is missing, and none is left over.
+Every tensor of a checkpoint is accounted for: none is missing, and none is left over
+but the head of a model whose head is tied.
 """
 
 from contextlib import suppress
@@ -124,8 +125,8 @@ def load_checkpoint(model: CausalLM, name: str | Path, ranks: Ranks) -> None:
 def copy_part(file: Path, name: str, target: Tensor, ranks: Ranks) -> None:
     """Copy a rank's part of a tensor: an equal part of each dimension that is divided.
 
-    The file is mapped into memory, so no more is read than is copied. It is opened
-    anew, or else all that was read of it would stay in memory.
+    The file is mapped into memory, so no more is read than is copied. It is opened anew
+    for each tensor, or else all that was read of it would stay in memory.
     """
     with safe_open(file, "pt") as tensors:
         tensor = tensors.get_tensor(name)

@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 from nanopaged.parallel import Ranks
 
 # Between the matrix products every operation is a launch, and a pass over memory. So on
-# GPUs, such functions are compiled into one kernel each. Weights are arguments, so that
-# all layers share one.
+# GPUs, such functions are compiled into as few kernels as possible. Weights are
+# arguments, so that all layers share them.
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
@@ -165,9 +165,9 @@ class CausalLM(nn.Module):
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
-        kv_caches: the caches of all layers, stacked. What goes on from layer to layer
-        is x + residual: the kernel that normalises the sum makes it, too. Attention and
-        MLP compute this rank's part of their results, and the parts are added up.
+        kv_caches: the caches of all layers, stacked. The state between two layers is
+        x + residual, which is added up only in the kernel that normalises it. Attention
+        and MLP compute this rank's part of their results, and the parts are added up.
         """
         x: Tensor = self.model.embed_tokens(token_ids)
         residual = torch.zeros_like(x)

@@ -45,15 +45,16 @@ class ModelRunner:
         check(self.max_model_len <= longest, "max_model_len",
               f"at most {longest} for this model", self.max_model_len)
 
-        # Where the numbers of a step go, see `_prepare`: fewer than 32 for each token,
-        # and the block tables; and the tokens that the last step sampled.
+        # Where the numbers of a step go, see `_prepare`: about ten for each token, room
+        # for the backend's plan, and the block tables. And the tokens that the last
+        # step sampled.
         max_num_seqs, most = config.max_num_seqs, config.max_num_batched_tokens
         self.most_blocks = max_num_seqs * -(-self.max_model_len // config.block_size)
         num_inputs = 32 * (most + max_num_seqs) + (1 << 16) + self.most_blocks
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(max_num_seqs)
 
-        # The first steps only have padding, so one block is enough for them.
+        # The first steps only have padding, so the block for padding is enough.
         self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
         self.num_blocks = self.num_swap_blocks = 0
         self._make_pools()
@@ -103,10 +104,10 @@ class ModelRunner:
     def _prepare(self, batch: Batch, padding: int) -> tuple[Tensor, Metadata, Tensor]:
         """Token ids, metadata, and the last indices of entries that sample.
 
-        Padding are sequences of one token. Their K and V go to a block that nobody else
-        has, the pool's last one. All numbers travel in one copy, as each copy takes its
-        time, whatever its size. A graph finds them where they were when it was
-        recorded.
+        Padding consists of sequences of one token. Their K and V go to a block that
+        nobody else has, the pool's last one. All numbers travel in one copy, as each
+        copy takes its time, whatever its size. A graph finds them where they were when
+        it was recorded.
         """
         ends = np.array(batch.ends + [1] * padding)
         counts = np.array(batch.counts + [1] * padding)
@@ -153,7 +154,7 @@ class ModelRunner:
         most = self.config.max_num_seqs
         sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
         # A pool and a stream of its own: cuBLAS keeps a workspace for each stream, and
-        # it goes when any graph that was recorded on that stream does.
+        # frees it with any graph that was recorded there, another engine's as well.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):
@@ -223,7 +224,7 @@ class ModelRunner:
     def free(self) -> None:
         """Give back the memory, even if somebody still holds the engine."""
         for graph, _ in self.graphs.values():
-            graph.reset()  # the end of NCCL's group would wait for any that is left
+            graph.reset()  # at its end NCCL would wait for any graph that is left
         self.graphs = {}
         self.model = None
         self.kv_caches = self.swap_space = self.last_tokens[:0]

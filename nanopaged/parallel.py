@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 script.py    # LLM(.., tensor_parallel_size=2)
 
 Every process runs the same script, as far as its `LLM`. There rank 0 goes on, and the
-others serve it until it ends. Rank 0 schedules. Every step it sends the others one
+others serve it until it ends. Rank 0 schedules. Every step it sends the others a
 message of plain numbers. Block ids mean the same everywhere, so all ranks run the same
 model, each with its share, and add up their partial results (Megatron-LM, Shoeybi et
 al. 2019). The tokens are those of rank 0. If a rank fails, torchrun ends the others.
@@ -92,6 +92,6 @@ class Ranks:
             try:
                 self.broadcast(sizes)
             except RuntimeError:
-                os._exit(0)  # at once: NCCL would wait for the recorded graphs
+                os._exit(0)  # at once: at its end NCCL would wait for recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
             run(Batch(*[part.tolist() for part in numbers.split(sizes.tolist())]))

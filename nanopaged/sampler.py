@@ -1,10 +1,11 @@
 """From logits to tokens: greedy or drawn, with seeds, and with log-probabilities.
 
-A sampled token depends on the logits, the seed of its request and its position, and on
-nothing else in the batch. Two random numbers decide, the first on a group of tokens,
-the second on a token in it. Each takes the first one at which the cumulative
-probability exceeds it (inverse-transform sampling). A row of logits that has NaN gives
-some token, and changes no other row's.
+A sampled token depends on its logits, its request's parameters and seed, which of the
+request's sequences it belongs to, and its position, and on nothing else in the batch.
+Two random numbers decide, the first on a part of the vocabulary, the second on a token
+in it. Each takes the first one at which the cumulative probability exceeds it
+(inverse-transform sampling). A row of logits that has NaN gives some token, and changes
+no other row's.
 """
 
 import numpy as np
@@ -19,9 +20,10 @@ from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
-SUMMED = 128  # probabilities that are summed up before any is looked at
-# A random number is a multiple of this, and below 1. Groups that are less likely, and
-# tokens within their group, may never be drawn. Sums in float64 are more exact.
+SUMMED = 128  # tokens in a part of the vocabulary
+# Random numbers are multiples of this, and below 1. Parts that are less likely, and
+# tokens within their part, may never be drawn. Sums in float64 are more exact, so the
+# whole sum exceeds every random number.
 RESOLUTION = 2.0**-32
 
 
@@ -91,7 +93,8 @@ def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
 def draw_params(seq: Sequence) -> list[float]:
     """Temperature, two random numbers, top-k and top-p."""
     params = seq.group.params
-    # The position is that of the new token, one step ahead of the host.
+    # All tokens before the new one are computed: this is its position, which the host
+    # knows even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
     return [params.temperature, first * RESOLUTION, second * RESOLUTION,
@@ -103,17 +106,17 @@ def draw_tokens(logits: Tensor, temperature: Tensor, first: Tensor,
                 second: Tensor) -> Tensor:
     """Draw a token for each row, by its numbers in [0, 1): [num_samples].
 
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First a group of
-    128 tokens is drawn, by the sums of their probabilities, then a token within it. So
-    the logits are read once.
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First a part of 128
+    tokens is drawn, by the sum of their probabilities, then a token within it. So all
+    logits are read once.
     """
     padding = -logits.shape[1] % SUMMED
-    groups = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
-    groups = groups.unflatten(1, (-1, SUMMED))  # [num_samples, num_groups, SUMMED]
-    group = draw(groups.logsumexp(-1), first)
-    logits = groups.gather(1, group[..., None].expand(-1, -1, SUMMED)).squeeze(1)
+    parts = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
+    parts = parts.unflatten(1, (-1, SUMMED))  # [num_samples, num_parts, SUMMED]
+    part = draw(parts.logsumexp(-1), first)
+    logits = parts.gather(1, part[..., None].expand(-1, -1, SUMMED)).squeeze(1)
     token = draw(logits, second)
-    return (group * SUMMED + token).squeeze(1)
+    return (part * SUMMED + token).squeeze(1)
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:

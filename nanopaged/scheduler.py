@@ -48,14 +48,15 @@ class Batch:
     token_ids are [-1, -2, -3], for samples 0, 1 and 2 of the step before.
     """
 
-    # Of all entries, one after another: tokens, and the blocks of tokens 0 to the end.
+    # Of all entries, one after another: the tokens to compute, how many these are, where
+    # they end, and the blocks of all tokens from 0 to that end.
     token_ids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     block_ids: Any = field(default_factory=lambda: array("q"))
     samples: list[int] = field(default_factory=list)
-    # Blocks are moved in this order before the model runs: a swap in may take a block
-    # that a swap out leaves, and what is copied may have just been swapped in.
+    # Blocks are moved in this order before the model runs: a copy may go to a block
+    # that a swap out has left, and may be made of one that has just been swapped in.
     swaps_out: Moves = field(default_factory=list)
     swaps_in: Moves = field(default_factory=list)
     copies: Moves = field(default_factory=list)
@@ -121,8 +122,8 @@ class Scheduler:
         manager = self.block_manager
         seqs = group.next_sequences
         if len(seqs) == 1:
-            # The usual case, kept short. The only live sequence of a group shares full
-            # blocks at most, and never writes to those, so it needs no copy.
+            # The usual case, kept short. A sequence alone, or a leader before the fork,
+            # shares full blocks at most. It never writes to those: no copy is needed.
             num_slots = len(seqs[0].block_table) * manager.block_size
             if seqs[0].compute_end <= num_slots:
                 return True
@@ -135,9 +136,9 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns what is left.
 
-        If it is too small for all, those at the end wait. Of a beam search, whose beams
-        are compared, the first ones then keep their candidates until the last has its
-        own.
+        If it is too small for all, the last ones wait for the next step. Beams must be
+        compared with each other: the first ones keep their candidates until the last
+        has its own.
         """
         for seq in group.next_sequences:
             count = min(seq.compute_end - seq.num_computed_tokens, budget)
@@ -151,8 +152,9 @@ class Scheduler:
 
         When the leader has computed the prompt, the others go on from there. They share
         all its blocks, the partly filled last one included, and each samples from the
-        same logits. In the next step all of them write into that last block: in the
-        order of `live` they take a copy, until the last is the only holder.
+        same logits. In the next step all of them write where that last block is: in the
+        order of `live` each takes a copy of it, but for the last, which is by then its
+        only holder.
         """
         group = seq.group
         manager = self.block_manager

@@ -5,14 +5,16 @@ The words of the engine:
     token        an id of the vocabulary; a sequence has the prompt's, then its own
     sequence     one continuation of a prompt
     group        the sequences of one request; admitted, preempted, swapped as a whole
-    leader       the first live sequence of a group: it computes the prompt for all
+    leader       the first live sequence of a group: until they fork, it computes the
+                 prompt for all
     block        room for the K and V of block_size tokens. A sequence counts its
                  logical blocks from 0; a physical block is a place in the pool
     block table  the physical block of each logical block of a sequence
     slot         a token's place in the pool: physical block * block_size + offset
-    computed     said of a token whose K and V are in the cache, or will be there when
-                 the scheduled step has run
-    pending      said of a token that a scheduled step samples, until the host reads it
+    computed     a token is computed when its K and V are in the cache, or will be there
+                 when the scheduled step has run
+    pending      a token is pending from when the step that samples it is scheduled
+                 until the host has read it
     publish      to enter a full block into the prefix cache, so that others can find it
     fork         to let one more sequence share the blocks that another one has filled
     swap         to move blocks between the device's pool and the CPU's
@@ -37,7 +39,7 @@ from nanopaged.outputs import CompletionOutput, Logprobs, RequestMetrics, Reques
 class Sequence:
     """One continuation of a prompt.
 
-    The files that follow tell the story of two requests, with block_size=4. Request A
+    The files that follow tell the story of two requests, A and B, with block_size=4. A
     has a prompt of 6 tokens. After the step that computed it and sampled the first
     token t0, its sequence has
 
@@ -68,20 +70,22 @@ class Sequence:
 
     @property
     def compute_end(self) -> int:
-        """Tokens before this position must be computed: then the next one is sampled,
-        or the group forks.
+        """The tokens before this position must be computed next: before the fork, the
+        prompt, which all sequences of the group share; after it, all that there are,
+        pending ones too. Then the next token is sampled.
 
         A decode of request A goes like this:
 
                      token_ids  computed  pending  compute_end
             before           7         6        0            7
-            schedule         7         7        1            8  t0 gets a slot
-            forward                                             its K and V are stored
+            schedule         7         7        1            8  t0 gets a slot; t1 is
+                                                                pending
+            forward                                             t0's K, V are stored
             sample                                              the device knows t1
             update           8         7        0            8  t1 is appended
         """
         group = self.group
-        num_tokens = group.num_prompt_tokens  # what all sequences of the group share
+        num_tokens = group.num_prompt_tokens
         if group.forked:
             num_tokens = len(self.token_ids) + self.num_pending_tokens
         # Nothing follows the last token that max_len allows: nobody needs its K and V.
@@ -140,8 +144,9 @@ class SequenceGroup:
     def __init__(self, prompt: str | None, prompt_token_ids: list[int],
                  params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
                  tokenizer: Any, beam_params: BeamSearchParams | None = None) -> None:
-        # The id, a seed and the outbox are given on submission. The outbox is where the
-        # group is put when it has changed, until its client has seen that.
+        # The id and the outbox are given on submission, and a seed if there is none.
+        # The outbox is where the group is put when it has changed, until its client has
+        # seen that.
         self.request_id = ""
         self.seed = params.seed or 0
         self.outbox: Outbox = {}
@@ -170,7 +175,7 @@ class SequenceGroup:
     def next_sequences(self) -> list[Sequence]:
         """The sequences whose tokens are computed next: before the fork, the leader.
 
-        None while beams have pending tokens: the next beams are not known yet.
+        None of them, while beams have pending tokens: the next beams are not known yet.
         """
         if self.beam_params and any(seq.num_pending_tokens for seq in self.live):
             return []
