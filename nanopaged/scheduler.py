@@ -48,8 +48,8 @@ class Batch:
     token_ids are [-1, -2, -3], for samples 0, 1 and 2 of the step before.
     """
 
-    # Of all entries, one after another: the tokens to compute, how many these are, where
-    # they end, and the blocks of all tokens from 0 to that end.
+    # Of all entries, one after another: the tokens to compute, how many these are,
+    # where they end, and the blocks of all tokens from 0 to that end.
     token_ids: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
