@@ -258,20 +258,20 @@ class LLM(AbstractContextManager["LLM"]):
         """A request that can be served; ValueError or TypeError if it never can."""
         params = self.default_params if params is None else params
         most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
-        beam_params = None
-        if isinstance(params, BeamSearchParams):
+        beam_params = params if isinstance(params, BeamSearchParams) else None
+        if beam_params:
             # A group of `beam_width` sequences that report candidates. All EOS tokens
             # may be among the best candidates of a beam, and enough must be left that
             # go on. So each asks for more than `beam_width`, as transformers does.
-            beam_params, width = params, params.beam_width
-            num_candidates = width * max(2, 1 + len(self.eos_token_ids))
+            width, num_eos = beam_params.beam_width, len(self.eos_token_ids)
+            most = min(most, self.model_config.vocab_size - num_eos)
             params = SamplingParams(
                 n=width, temperature=0, max_tokens=params.max_tokens,
-                ignore_eos=params.ignore_eos, logprobs=num_candidates)
+                ignore_eos=params.ignore_eos, logprobs=width * max(2, 1 + num_eos))
         check(isinstance(params, SamplingParams), "sampling_params",
               "SamplingParams or BeamSearchParams", params, TypeError)
         check(params.n <= most, "n (or beam_width)", f"at most {most}, because of "
-              "max_num_seqs or max_num_batched_tokens", params.n)
+              "max_num_seqs, max_num_batched_tokens or the vocabulary", params.n)
         if params.stop:
             self.get_tokenizer()
 

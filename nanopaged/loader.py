@@ -45,7 +45,7 @@ def load_config(name: str | Path) -> Any:
 def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer; None for a directory without one."""
     path = Path(name)
-    if path.is_dir() and not list(path.glob("tokenizer*")):
+    if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
         return None
     # With clean-up, the text of a token would depend on what follows it.
     return transformers.AutoTokenizer.from_pretrained(

@@ -211,7 +211,7 @@ class Scheduler:
         else:
             manager.begin(leader, prefix, len(prefix) * manager.block_size)
             self.stats.prefix_hit_tokens += leader.num_computed_tokens
-            if not group.metrics.first_token_time:
+            if group.num_cached_tokens < 0:
                 group.num_cached_tokens = leader.num_computed_tokens
         self.running[group.request_id] = self.waiting[group.request_id]
         del self.waiting[group.request_id]

@@ -159,8 +159,8 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # Prompt tokens found in the prefix cache when it started.
-        self.num_cached_tokens = 0
+        # Prompt tokens found in the prefix cache when it started; -1: it has not yet.
+        self.num_cached_tokens = -1
         self.metrics = RequestMetrics(arrival_time=time.perf_counter())
 
         self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
@@ -192,7 +192,7 @@ class SequenceGroup:
         return RequestOutput(
             request_id=self.request_id, prompt=self.prompt, outputs=outputs,
             prompt_token_ids=self.prompt_token_ids, finished=not self.live,
-            num_cached_tokens=self.num_cached_tokens, metrics=self.metrics)
+            num_cached_tokens=max(0, self.num_cached_tokens), metrics=self.metrics)
 
 
 Outbox = dict[str, SequenceGroup]  # by request id, in order of change

@@ -249,6 +249,15 @@ def test_a_search_that_can_never_run_is_refused(beam_model, engine):
     assert not llm.has_unfinished_requests() and llm.stats().steps == 0
 
 
+def test_a_search_is_at_most_as_wide_as_the_vocabulary_without_eos(llama, engine):
+    llm = engine(llama, num_blocks=1000, max_num_seqs=256, max_num_batched_tokens=256)
+    most = llm.model_config.vocab_size - len(llm.eos_token_ids)
+    assert f"at most {most}" in message_of(
+        lambda: llm.beam_search([5, 6], BeamSearchParams(most + 1, 2)))
+    (output,) = llm.beam_search([5, 6], BeamSearchParams(most, 2))
+    assert len(set(map(str, all_tokens_of(output)))) == most
+
+
 def test_beams_come_in_the_order_of_prompts_with_text(text_model, engine, tokenizer):
     llm = engine(text_model, num_blocks=100)
     prompts = ["the block", "of", "the block table"]

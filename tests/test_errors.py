@@ -46,7 +46,7 @@ VALUE_ERRORS = {
     "ask('text')": "model must be one with a tokenizer, which text needs, and token id",
     "ask([5], greedy(stop='a'))": "model must be one with a tokenizer, which text need",
     "ask([5], greedy(n=9))": "n (or beam_width) must be at most 8, because of max_num_",
-    "ask([5], BeamSearchParams(9, 4))": "at most 8, because of max_num_seqs or max_num",
+    "ask([5], BeamSearchParams(9, 4))": "at most 8, because of max_num_seqs, max_num_",
     "ask([5], greedy(90, n=8))": "num_blocks must be at least 184 for this request (ra",
     "llm.generate([[5], [6]], [greedy()])": "sampling_params must be one for all promp",
     "llm.stream([[5], [160]])": "token ids must be from 0 to 159, got [160]",
