@@ -25,6 +25,7 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.sequence import SequenceGroup
 
 ROOT = Path(nanopaged.__file__).parent.parent
+SOLUTIONS = Path(__file__).parent / "solutions"
 CPU = {"dtype": "float32", "device": "cpu"}
 HALF = "\ufffd"  # what a decoder puts in place of an incomplete character
 
@@ -249,6 +250,14 @@ def chi_square(counts, probs, total=None):
     possible = expected > 0
     assert not counts[~possible].any(), "an impossible outcome"
     return ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()
+
+
+def apply_patch(name, folder):
+    """Apply a patch of solutions/ to a copy of the package in this folder."""
+    result = subprocess.run(
+        ["patch", "-p1", "--batch", "--no-backup-if-mismatch",
+         "-i", SOLUTIONS / f"{name}.patch"], cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout
 
 
 def run_python(*arguments, cwd=ROOT, timeout=600, **env):

@@ -10,20 +10,17 @@ import io
 import json
 import runpy
 import shutil
-import subprocess
 import tokenize
 from difflib import SequenceMatcher
-from pathlib import Path
 
 import pytest
 
-from helpers import ROOT, run_python
+from helpers import ROOT, SOLUTIONS, apply_patch, run_python
 
-SOLUTIONS = Path(__file__).parent / "solutions"
 # How many lines of code each may add, and in how many files.
 SIZES = {
-    "priorities": (15, 3), "speculation": (60, 7), "int8_kv": (40, 4),
-    "sliding_window": (50, 7)}
+    "priorities": (15, 3), "speculation": (45, 7), "int8_kv": (35, 4),
+    "sliding_window": (45, 7)}
 
 
 @pytest.fixture
@@ -33,11 +30,7 @@ def extended(tmp_path):
     def make(name):
         ignored = shutil.ignore_patterns("tour")
         shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=ignored)
-        patch = SOLUTIONS / f"{name}.patch"
-        result = subprocess.run(
-            ["patch", "-p1", "--batch", "--no-backup-if-mismatch", "-i", patch],
-            cwd=tmp_path, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout
+        apply_patch(name, tmp_path)
         return tmp_path
 
     return make

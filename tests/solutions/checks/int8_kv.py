@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanopaged import LLM, SamplingParams, model_runner
+from nanopaged import LLM, SamplingParams
 from nanopaged.attention import Metadata, place_tokens
 
 CONFIG = {
@@ -36,7 +36,7 @@ def engine(folder=None, **options):
     llm = LLM(folder, **defaults | options)
     if folder:
         for weight in llm.runner.model.parameters():
-            weight.mul_(8 if weight.ndim > 1 else 1)
+            weight.data.mul_(8 if weight.ndim > 1 else 1)
     return llm
 
 
@@ -96,10 +96,10 @@ def check_error(backend_name):
 
 
 def count_blocks(**options):
-    """How many blocks a pool of 4 MiB has."""
-    model_runner.CPU_POOL_BYTES = 4 << 20
-    with engine(num_blocks=None, **options) as llm:
-        assert llm.runner.kv_caches.nbytes <= 1.05 * (4 << 20)
+    """How many blocks of 1024 tokens the engine takes for 4 GiB."""
+    with engine(num_blocks=None, block_size=1024, max_num_seqs=1 << 14,
+                **options) as llm:
+        assert llm.runner.kv_caches.nbytes <= 1.01 * (4 << 30)
         return llm.runner.num_blocks
 
 

@@ -25,7 +25,7 @@ def engine(folder, **options):
                 "attention_backend": "torch", "load_format": "dummy"}
     llm = LLM(folder, **defaults | options)
     for weight in llm.runner.model.parameters():
-        weight.mul_(10 if weight.ndim > 1 else 1)
+        weight.data.mul_(10 if weight.ndim > 1 else 1)
     return llm
 
 

@@ -27,7 +27,7 @@ def engine(folder, **options):
                 "max_model_len": 48}
     llm = LLM(folder, **defaults | options)
     for weight in llm.runner.model.parameters():
-        weight.mul_(8 if weight.ndim > 1 else 1)
+        weight.data.mul_(8 if weight.ndim > 1 else 1)
     return llm
 
 
