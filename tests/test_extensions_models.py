@@ -22,7 +22,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.
 @pytest.fixture
 def check(tmp_path):
     """`check(patch, name, ..)`: apply a patch of solutions/ to a copy of the package,
-    and run checks/name.py with it. Returns the change in code lines.
+    and run checks/name.py with it.
     """
 
     def run(patch, name, *arguments, python=()):

@@ -50,7 +50,7 @@ KINDS = {
         "manager.swap(group.live, manager.free_blocks)", "4.5 (Swapping)"),
     "chunk": Kind(
         "chunk of a prompt", "scheduler:Scheduler._schedule_group",
-        "count = min(wanted, budget)", CHUNKS, is_minor=True),
+        "count = min(", CHUNKS, is_minor=True),
     "compute": Kind(
         "forward pass", "llm:LLM._step", "self.runner.execute(batch)", "4.3",
         is_minor=True),

@@ -46,6 +46,7 @@ CHAPTERS = [
     Chapter("full", "What if the pool is full?", 6),
     Chapter("ranks", "Several GPUs?", 4),
     Chapter("build", "Break it, then build it", 2),
+    Chapter("extend", "Build on it"),
     Chapter("glossary", "Glossary"),
 ]
 

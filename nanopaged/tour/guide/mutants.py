@@ -84,7 +84,7 @@ MUTANTS = [
             "return table[index - 1] if index else salt, token_ids",
         ),
         "tests/test_block_manager.py::"
-        "test_twins_have_one_name_and_the_older_is_found_unless_it_is_free",
+        "test_twins_have_one_name_and_the_newer_is_found",
         "A number is used again, for other tokens. What came after the old ones is "
         "then found after the new ones, with keys and values that do not fit. And of "
         "two blocks with equal content, what follows the one is not found after the "
@@ -124,29 +124,30 @@ MUTANTS = [
             "self.waiting.move_to_end(group.request_id, last=False)",
             "self.waiting.move_to_end(group.request_id)",
         ),
-        "tests/test_scheduler.py::"
-        "test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first",
+        "tests/test_scheduler.py::test_groups_are_preempted_until_the_oldest_has_room_"
+        "and_one_may_preempt_itself",
         "Whoever came later overtakes. When the preempted request comes in again it "
         "is the youngest, so it is the next one to lose its work.",
     ),
     Mutant(
-        "Let a part of a group run",
+        "Do not wait for the last beam",
         Edit(
             "scheduler.py",
-            "counts = [count - 1 for count in counts]",
-            "counts = list(counts)",
+            "if seq is group.live[-1] and advance_beams(",
+            "if seq is group.live[0] and advance_beams(",
         ),
         "tests/test_scheduler.py::"
-        "test_the_sequences_of_a_group_sample_together_or_not_at_all",
-        "If the budget ends in the middle of a group, its first sequences sample and "
-        "the others do not. A beam search then compares beams of different lengths.",
+        "test_if_the_budget_is_too_small_for_a_group_its_last_sequences_wait",
+        "When the first beam has its candidates, the others have none yet. So all new "
+        "beams go on from the first. Nothing crashes, and there are as many answers "
+        "as before, but they are not the best ones.",
     ),
     Mutant(
         "Look into the future",
         Edit(
             "attention.py",
-            "F.scaled_dot_product_attention(q, k, v, mask, scale=self.scale)",
-            "F.scaled_dot_product_attention(q, k, v, scale=self.scale)",
+            "q[None, tokens].transpose(1, 2), k, v, mask, scale=self.scale,",
+            "q[None, tokens].transpose(1, 2), k, v, scale=self.scale,",
         ),
         "tests/test_attention.py::test_random_steps",
         "A token of a prompt also attends to those after it, as far as its chunk goes. "
