@@ -191,18 +191,6 @@ def test_what_is_wrong_with_a_sequence_stays_with_it(name, bad):
         assert torch.equal(out[1:], expected[1:])
 
 
-@EACH
-def test_neighbours_change_nothing(name):
-    out = Case(MIXED).check(name).split([new for _, new in MIXED])
-    for row, seq in enumerate(MIXED):
-        together, alone = Case(MIXED), Case([seq])
-        first = sum(new for _, new in MIXED[:row])
-        alone.q = together.q[first : first + seq[1]]
-        alone.dense = [together.dense[row]]
-        alone.write(alone.cache, 0, 0, seq[0])
-        torch.testing.assert_close(alone.check(name), out[row], rtol=0, atol=2e-6)
-
-
 # -- What writes to the cache ----------------------------------------------------------
 
 

@@ -137,27 +137,23 @@ LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0,
               original_max_position_embeddings=32)
 
 
-@pytest.mark.parametrize(("family", "fields", "config", "weights"), [
-    ("qwen3", {"tie_word_embeddings": True}, None,  # and an lm_head.weight all the same
-     lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})),
-    ("llama", {"rope_parameters": LLAMA3}, as_transformers_4, None),
+@pytest.mark.parametrize(("family", "fields", "config"), [
+    ("llama", {"rope_parameters": LLAMA3}, as_transformers_4),
     # The first Llamas state neither KV heads nor head_dim nor biases nor tying.
     ("llama", {"num_key_value_heads": 4}, drop(
         "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias",
-        "tie_word_embeddings", "rope_parameters", "rope_theta"), None),
-    ("llama", {"rope_parameters": rope("linear")}, None, None),
+        "tie_word_embeddings", "rope_parameters", "rope_theta")),
+    ("llama", {"rope_parameters": rope("linear")}, None),
     ("llama", {"rope_parameters": rope(
-        "yarn", original_max_position_embeddings=32)}, None, None),
-    ("llama", {"rope_theta": 37.0}, None, None),
-    ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, None, None),
-], ids=["tied-with-head", "transformers-4", "first-llama", "linear", "yarn", "theta",
-        "window-off"])
+        "yarn", original_max_position_embeddings=32)}, None),
+    ("llama", {"rope_theta": 37.0}, None),
+    ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, None),
+], ids=["transformers-4", "first-llama", "linear", "yarn", "theta", "window-off"])
 def test_a_config_means_what_it_means_to_transformers(
-    family, fields, config, weights, make_model, edit_model, engine, reference,
-    draw_prompts
+    family, fields, config, make_model, edit_model, engine, reference, draw_prompts
 ):
     path = make_model(family, seed=8, **fields)
-    edited = edit_model(path, config, weights)
+    edited = edit_model(path, config)
     try:
         llm = engine(edited)
     except ValueError as error:  # a kind of scaling that is refused by its name
@@ -179,22 +175,6 @@ def test_a_sliding_window_limits_the_length(family, make_model, engine, referenc
     llm = engine(path, max_model_len=None)
     expected = reference.generate(path, [5, 6, 7], 13)
     assert complete(llm, [5, 6, 7], greedy(None)).token_ids == expected
-
-
-def test_eos_ids_come_from_the_config_where_there_is_no_generation_config(
-    llama, edit_model, engine, reference, draw_prompts
-):
-    (prompt,) = draw_prompts(llama, [6], 16)
-    eos = [reference.generate(llama, prompt, 16)[5], 2]
-    copy = edit_model(llama, lambda fields: fields.update(eos_token_id=eos))
-    (copy / "generation_config.json").unlink()
-    output = complete(engine(copy), prompt, SamplingParams(temperature=0))
-    assert output.token_ids == reference.generate(llama, prompt, 16, eos)
-    assert output.finish_reason == "stop"
-    (copy / "generation_config.json").write_text('{"eos_token_id": null}')
-    copy = edit_model(copy, lambda fields: fields.update(eos_token_id=None))
-    output = complete(engine(copy), prompt, SamplingParams(temperature=0))
-    assert (len(output.token_ids), output.finish_reason) == (16, "length")
 
 
 def test_the_bundled_model_speaks_english_and_ends_where_its_text_ends(

@@ -68,18 +68,16 @@ def draw_params(rng):
         max_tokens=rng.randint(4, 20), ignore_eos=rng.random() < 0.5)
 
 
-def random_steps(llm, num_steps, seed=0):
-    """Requests come, some are aborted; yields what each step returns."""
-    rng, ids = random.Random(seed), []
-    for step in range(num_steps):
+def take_random_steps(llm, num_steps):
+    """Requests come, and some are aborted."""
+    rng, ids = random.Random(0), []
+    for _ in range(num_steps):
         if rng.random() < 0.3 or not llm.has_unfinished_requests():
             prompt = [rng.randrange(160) for _ in range(rng.randint(1, 20))]
             ids.append(llm.add_request(prompt, draw_params(rng)))
         if rng.random() < 0.02:
             llm.abort_request(rng.choice(ids))
-        yield [(o.request_id, [(c.token_ids, c.finish_reason) for c in o.outputs])
-               for o in llm.step()]
-        assert step < num_steps
+        llm.step()
     while llm.has_unfinished_requests():
         llm.step()
 
@@ -123,20 +121,9 @@ def test_an_engine_on_a_gpu_serves_what_it_serves_on_a_cpu(tiny, engine, options
             assert counters(llm)[f"preemptions_{mode}"] > 0
         has_graphs = not {"enforce_eager", "attention_backend"} & {*options}
         assert (replayed > 5) == has_graphs
+        if "enforce_eager" in options:
+            assert not gpu.graphs and not gpu.compiled
         assert llm.stats().steps > replayed
-
-
-def test_recorded_graphs_change_no_token(tiny, engine):
-    """Their inputs keep their places while sequences come, grow, share and end."""
-    steps = {}
-    for enforce_eager in (False, True):
-        with PretendedGpu() as gpu:
-            llm = engine(tiny, device="cuda", enforce_eager=enforce_eager, **OPTIONS)
-            steps[enforce_eager] = list(random_steps(llm, 15))
-            if not enforce_eager:
-                assert gpu.launches.count("graph") > 4
-    for graphs, eager in zip(steps[False], steps[True], strict=True):
-        assert graphs == eager
 
 
 @pytest.mark.parametrize("most", [1, 3, 15, 17, 33])
@@ -183,13 +170,6 @@ def test_an_old_gpu_is_told_what_to_use(tiny, engine):
             assert "\n" not in message
         llm = engine(tiny, device="cuda", attention_backend="torch", **OPTIONS)
         assert serve(llm, requests(count=2))
-
-
-def test_eager_means_that_nothing_is_compiled(tiny, engine, gpu):
-    llm = engine(tiny, device="cuda", enforce_eager=True, **OPTIONS)
-    serve(llm, requests(count=2))
-    assert not gpu.graphs
-    assert not gpu.compiled, f"{sorted({name for name, _ in gpu.compiled})} compiled"
 
 
 def test_the_start_says_what_it_does(tiny, engine, quick_gpu, caplog):
@@ -251,8 +231,7 @@ def test_serving_compiles_nothing_that_the_start_has_not(
         at_start, num_at_start = {*gpu.kernel_keys}, len(gpu.compiled)
         assert {name for name, _ in gpu.compiled} == {
             "add_norm", "silu_mul", "norm_rotate", "draw_tokens"}
-        for _ in random_steps(llm, num_steps):
-            pass
+        take_random_steps(llm, num_steps)
     assert counters(llm)["preemptions_recompute"] > 0
     new = {*gpu.kernel_keys} - at_start
     assert not new, f"Triton compiles {sorted(new)[0]} while the engine serves"

@@ -365,16 +365,3 @@ def test_bad_logits_of_one_request_change_no_other(
             [work[0][0], *work[0]], [victim] + [greedy(COUNT)] * 4, use_tqdm=False)
         assert first.finished and first_tokens_of(others) == work[1]
         assert is_sound(llm, work)
-
-
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_what_lies_behind_the_end_of_a_sequence_is_never_read(
-        backend, mode, llama, work):
-    options = {"attention_backend": backend, "preemption_mode": mode, "num_blocks": 20}
-    with LLM(llama, **SMALL | options) as llm:
-        llm.runner.kv_caches.fill_(float("nan"))
-        llm.runner.swap_space.fill_(float("nan"))
-        assert generate(llm, work[0], greedy(COUNT, n=3)) == [[t] * 3 for t in work[1]]
-        assert getattr(llm.stats(), f"preemptions_{mode}") > 0
-        assert is_sound(llm, work)

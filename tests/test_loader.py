@@ -46,12 +46,18 @@ def test_log_probabilities_are_those_of_transformers(
     path = edit_model(path, weights=edit) if edit else path
     num_files = len(list(path.glob("*.safetensors")))
     assert (num_files > 5) == ("max_shard_size" in fields)
-    completion = complete(engine(path), PROMPT, greedy(4, logprobs=160))
+    llm = engine(path)
+    completion = complete(llm, PROMPT, greedy(4, logprobs=160))
     ids = PROMPT + completion.token_ids
     expected = reference.logits(path, ids).log_softmax(-1)[len(PROMPT) - 1 : -1]
-    found = [[entry[token] for token in range(160)]
-             for entry in map(floats, completion.logprobs)]
-    assert (torch.tensor(found) - expected).abs().max() < 1e-4
+    found = torch.tensor([[entry[token] for token in range(160)]
+                          for entry in map(floats, completion.logprobs)])
+    assert (found - expected).abs().max() < 1e-4
+    total = found.gather(1, torch.tensor(completion.token_ids)[:, None]).sum().item()
+    assert completion.cumulative_logprob == pytest.approx(total)
+    silent = complete(llm, PROMPT, greedy(4))
+    assert silent.token_ids == completion.token_ids
+    assert silent.logprobs is silent.cumulative_logprob is None
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -136,15 +142,6 @@ def test_random_weights_depend_on_the_seed_alone(llama, tmp_path):
         assert abs(weight.mean() - mean) < 0.01 and 0.014 < weight.std() < 0.026
 
 
-def test_a_directory_without_a_tokenizer_serves_token_ids(llama, engine):
-    llm = engine(llama)
-    completion = complete(llm, PROMPT, greedy(6))
-    assert len(completion.token_ids) == 6 and completion.text == ""
-    for call in (llm.get_tokenizer, lambda: llm.add_request("text"),
-                 lambda: llm.add_request(PROMPT, SamplingParams(stop="x"))):
-        assert "one with a tokenizer" in message_of(call)
-
-
 @pytest.mark.parametrize(("fields", "eos_ids", "params"), [
     (None, [3], {}), ({}, [3], {}), ({"eos_token_id": 9}, [9], {}),
     ({"eos_token_id": [4, 5, 160, 6]}, [4, 5, 6], {}),  # there is no token 160
@@ -160,3 +157,6 @@ def test_the_generation_config_names_eos_tokens_and_defaults(
         (path / "generation_config.json").write_text(json.dumps(fields))
     found = load_generation_config(path, load_config(path))
     assert found == (eos_ids, SamplingParams(**params))
+    if eos_ids == [3]:  # as in config.json
+        path = edit_model(path, lambda config: config.update(eos_token_id=None))
+        assert load_generation_config(path, load_config(path))[0] == []

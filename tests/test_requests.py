@@ -46,38 +46,19 @@ def test_each_step_reports_one_more_token_of_each_request(llm, work):
     prompts, expected = work
     requests, seen, joining = [], defaultdict(list), iter(prompts)
     while len(seen) < 6 or llm.has_unfinished_requests():
-        requests += add_all(llm, list(itertools.islice(joining, 1)), greedy())
+        new = list(itertools.islice(joining, 1))
+        requests += add_all(llm, new, greedy(logprobs=0))
         for output in llm.step():
             seen[output.request_id].append(output)
     for request, prompt, tokens in zip(requests, prompts, expected, strict=True):
         outputs = seen[request]
         assert first_tokens_of(outputs) == [tokens[: i + 1] for i in range(COUNT)]
         assert [o.finished for o in outputs] == [False] * (COUNT - 1) + [True]
+        assert [len(o.outputs[0].logprobs) for o in outputs] == [*range(1, COUNT + 1)]
         assert outputs[-1].outputs[0].finish_reason == "length"
         assert {(o.prompt, *o.prompt_token_ids) for o in outputs} == {(None, *prompt)}
+        assert {o.outputs[0].text for o in outputs} == {""}, "there is no tokenizer"
     assert llm.step() == []
-
-
-def test_outputs_come_in_the_order_of_the_prompts(engine, llama, work):
-    """Although short ones finish first, and there is room for three at a time."""
-    llm = engine(llama, max_num_seqs=3, max_num_batched_tokens=16)
-    params = [greedy(count) for count in (9, 1, 24, 3, 17, 2)]
-    assert generate(llm, work[0], params) == [
-        [tokens[: p.max_tokens]] for p, tokens in zip(params, work[1], strict=True)]
-
-
-def test_a_stream_reports_as_tokens_come_and_what_it_reported_stays(llm, work):
-    """Without a tokenizer, tokens have no text."""
-    prompts, expected = work
-    stream = llm.stream(prompts[:2], greedy(logprobs=0))
-    outputs = [next(stream)]
-    assert llm.stats().steps <= 2
-    outputs += stream
-    for prompt, tokens in zip(prompts[:2], expected, strict=False):
-        own = [o for o in outputs if o.prompt_token_ids == prompt]
-        assert first_tokens_of(own) == [tokens[: i + 1] for i in range(COUNT)]
-        assert [len(o.outputs[0].logprobs) for o in own] == list(range(1, COUNT + 1))
-        assert {o.outputs[0].text for o in own} == {""}
 
 
 def test_streams_take_turns_and_leave_the_outputs_of_others_to_them(llm, work):
@@ -226,46 +207,6 @@ def test_requests_without_params_take_the_models_own(llama, work, edit_model, en
 
 
 # -- What else is reported -------------------------------------------------------------
-
-
-@pytest.mark.parametrize("params", [
-    {}, {"temperature": 1.8, "top_k": 50, "seed": 4}, {"min_tokens": COUNT}], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 5, 1000])
-def test_logprobs_are_those_of_the_raw_logits(
-        params, count, llama, work, engine, reference):
-    llm, prompt = engine(llama, max_num_seqs=4, max_num_batched_tokens=4), work[0][1]
-    answer = complete(llm, prompt, greedy(**{"logprobs": count} | params))
-    tokens, total = answer.token_ids, 0
-    logits = reference.logits(llama, prompt + tokens)[len(prompt) - 1 : -1]
-    assert len(answer.logprobs) == len(tokens) == COUNT
-    for token, given, row in zip(
-            tokens, answer.logprobs, logits.log_softmax(-1), strict=True):
-        ranked = row.sort(descending=True).indices.tolist()
-        assert next(iter(given)) == token and set(given) == {token, *ranked[:count]}
-        for other, (logprob,) in given.items():
-            assert logprob == pytest.approx(row[other].item(), abs=1e-3)
-        total += given[token].logprob
-    assert answer.cumulative_logprob == pytest.approx(total, abs=1e-4)
-    silent = complete(llm, prompt, greedy(**params))
-    assert silent.logprobs is silent.cumulative_logprob is None
-    assert silent.token_ids == tokens
-
-
-@pytest.mark.parametrize(("shared", "length", "cached"), [
-    (24, 31, 24), (23, 31, 20), (25, 31, 24), (3, 31, 0), (24, 25, 24),
-    (24, 24, 20)])  # at least one token is computed, so one block
-def test_a_prompt_reuses_the_full_blocks_that_it_shares(
-        shared, length, cached, llama, reference, draw_prompts, engine):
-    (first,) = draw_prompts(llama, [31], 8, seed=13)
-    second = [*first[:shared], *[(token + 1) % 160 for token in first[shared:length]]]
-    for caching, salt in ((True, None), (False, None), (True, "another")):
-        llm = engine(llama, enable_prefix_caching=caching)
-        prompt = {"prompt_token_ids": second, "cache_salt": salt}
-        outputs = [llm.generate(p, greedy(8), False)[0] for p in (first, prompt)]
-        expected = cached if caching and salt is None else 0
-        assert [output.num_cached_tokens for output in outputs] == [0, expected]
-        assert llm.stats().prefix_hit_tokens == expected
-        assert tokens_of(outputs[1]) == reference.generate(llama, second, 8)
 
 
 def test_stats_count_and_metrics_time_what_happened(llm, work):

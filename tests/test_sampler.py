@@ -190,24 +190,6 @@ def test_a_row_without_probabilities_gets_a_token_and_touches_no_other(broken, w
         assert output.logprobs.get(row) == right.logprobs.get(row)
 
 
-@pytest.mark.parametrize("temperature", [0, 1.0])
-def test_no_stop_token_comes_before_min_tokens(temperature):
-    params = [SamplingParams(temperature=temperature, min_tokens=n) for n in (4, 0)]
-    logits = torch.tensor([[0.0, 60.0, 40.0, 20.0]]).expand(2, -1)
-    for position in range(3, 12):  # the first new token is at 3, after a prompt of 3
-        seqs = [sequence(p, 1, position, stop={1, 2}) for p in params]
-        assert sample(logits, seqs).read() == [3 if position < 3 + 4 else 1, 1]
-
-
-def test_a_request_may_stop_at_every_token_and_have_min_tokens():
-    """Then there is nothing to choose from: it gets a valid token, others their own."""
-    params = SamplingParams(min_tokens=9, logprobs=1)
-    seqs = [sequence(params, 1, stop=range(300)), sequence(SamplingParams(), 2)]
-    logits = random_logits(2, 300)
-    first, *others = sample(logits, seqs).read()
-    assert 0 <= first < 300 and others == sample(logits[1:], seqs[1:]).read()
-
-
 # -- The most likely token -------------------------------------------------------------
 
 
@@ -269,14 +251,6 @@ def test_a_row_draws_the_same_in_any_batch_and_within_its_limits(levels):
             if seq.group.params.temperature > 1e-5:
                 allowed = expected_probs(allowed, seq.group.params).sign()
             assert allowed[token] == allowed.max()
-
-
-def test_one_row_with_a_limit_is_limited_among_others_without():
-    logits = random_logits(300, 300)
-    for limits in ({"top_k": 1}, {"top_p": 1e-6}):
-        params = [SamplingParams(), SamplingParams(**limits), SamplingParams()] * 100
-        tokens = sample(logits, [sequence(p, 9) for p in params]).read()
-        assert tokens[1::3] == logits.argmax(-1).tolist()[1::3]
 
 
 # -- Log-probabilities -----------------------------------------------------------------

@@ -216,13 +216,6 @@ def test_first_come_first_served_within_the_budget():
     world.finish()
 
 
-def test_a_small_request_does_not_overtake_a_large_one():
-    world = World(8)
-    first, big, small = world.add(prompt(12)), world.add(prompt(24, 1)), world.add([9])
-    assert [list(world.step()) for _ in range(5)] == [[first]] * 4 + [[big, small]]
-    world.finish()
-
-
 @pytest.mark.parametrize("beams", [None, BeamSearchParams(3, 7)])
 def test_if_the_budget_is_too_small_for_a_group_its_last_sequences_wait(beams):
     world = World(30, budget=4, seats=5)

@@ -14,15 +14,7 @@ from dataclasses import replace
 import pytest
 
 import nanopaged
-from helpers import (
-    CPU,
-    all_tokens_of,
-    check_invariants,
-    drain,
-    floats,
-    is_swapped,
-    swap_space,
-)
+from helpers import CPU, check_invariants, floats, is_swapped, swap_space
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 
 LONGEST = 40  # tokens of prompt and answer
@@ -271,61 +263,3 @@ def test_the_script_of_a_failure_repeats_it(text_model, alone):
     names = {}
     exec(str(stress.script), names)
     assert names["llm"].stats() == stress.llm.stats()
-
-
-# -- Groups, exactly -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("length", "copied"), [(6, 2), (8, 0), (2, 2)])
-def test_a_group_computes_its_prompt_once_and_copies_where_it_writes(
-    length, copied, llama, engine
-):
-    llm = engine(llama)
-    batches = []
-    llm.observers.append(
-        lambda phase, batch: phase == "scheduled" and batches.append(batch))
-    prompt, params = list(range(20, 20 + length)), SamplingParams(
-        n=3, max_tokens=4, seed=7, ignore_eos=True)
-    llm.add_request(prompt, params)
-    llm.step()
-    assert llm.stats().blocks_used == -(-length // 4)
-    llm.step()
-    full = length // 4
-    assert llm.stats().blocks_used == full + 3 * (-(-(length + 1) // 4) - full)
-    ((_, output),) = drain(llm).items()
-    assert [batch.counts for batch in batches] == [[length], *[[1] * 3] * 3]
-    assert [len(batch.copies) for batch in batches] == [0, copied, 0, 0]
-    both = [replace(params, n=1), params]
-    alone, beside = llm.generate([prompt, prompt], both, use_tqdm=False)
-    assert all_tokens_of(output) == all_tokens_of(beside)
-    assert all_tokens_of(output)[:1] == all_tokens_of(alone)
-    assert len(set(map(str, all_tokens_of(output)))) == 3
-
-
-def test_groups_that_are_swapped_keep_sharing_and_move_once_each_way(llama, engine):
-    prompts = [[name] * 9 for name in range(3)]
-    params = SamplingParams(n=3, max_tokens=12, seed=1, ignore_eos=True, logprobs=1)
-    expected = engine(llama).generate(prompts, params, use_tqdm=False)
-    llm = engine(llama, num_blocks=24, preemption_mode="swap",
-                 swap_space=swap_space(llama, 24, 4))
-    moves = []
-    llm.observers.append(lambda phase, batch: phase == "scheduled" and moves.append(
-        (batch.swaps_out, batch.swaps_in)))
-    ids = [llm.add_request(prompt, params) for prompt in prompts]
-    while not any(map(is_swapped, llm.scheduler.waiting.values())):
-        llm.step()
-    swapped = list(filter(is_swapped, llm.scheduler.waiting.values()))
-    tables = [list(seq.block_table) for group in swapped for seq in group.live]
-    held = {block for table in tables for block in table}
-    assert len(held) < sum(map(len, tables)), "they share no block"
-    assert {target for _, target in moves[-1][0]} == held
-    assert len(moves[-1][0]) == len(held), "a shared block was moved more than once"
-    last = llm.add_request([1], params)
-    llm.abort_request(last)
-    outputs = drain(llm)
-    assert sum(len(out) - len(back) for out, back in moves) == 0
-    for request_id, whole in zip(ids, expected, strict=True):
-        assert all_tokens_of(outputs[request_id]) == all_tokens_of(whole)
-        for one, other in zip(outputs[request_id].outputs, whole.outputs, strict=True):
-            assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob)
-    assert [c.finish_reason for c in outputs[last].outputs] == ["abort"] * 3

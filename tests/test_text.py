@@ -174,11 +174,10 @@ def script(tokenizer):
 
 
 @pytest.mark.parametrize(("stop", "text"), [
-    ("n", "hé€u 😀"), ("€u 😀n", "hé"), ("hé€u", ""), ("é", "h"), ("😀", "hé€u "),
-    (".h", "hé€u 😀nдblo"), (["nд", "€"], "hé"), (["zzz", "u 😀"], "hé€"),
+    ("€u 😀n", "hé"), ("hé€u", ""), (".h", "hé€u 😀nдblo"), (["nд", "€"], "hé"),
     (["u 😀nдX", "nд"], "hé€u 😀"),  # begins earlier, but never ends
-    (["é€u", "€u"], "h"), (["€u", "é€u"], "h"),  # both end at once
-    (["o.", "oX"], "hé€u 😀nдbl"), ("X", None)], ids=str)
+    (["€u", "é€u"], "h"),  # both end at once
+    ("X", None)], ids=str)
 def test_a_stop_string_ends_a_sequence_and_is_not_its_text(
         stop, text, script, tokenizer, make_scripted_model, engine):
     """Nor is any part of it streamed. The prompt does not count."""
