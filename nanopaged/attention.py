@@ -106,7 +106,7 @@ class TorchAttention:
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
-        counts, lasts = metadata.counts, np.cumsum(metadata.counts)
+        counts = metadata.counts
         for seq in np.flatnonzero(counts >= self.min_queries):
             num_keys = int(metadata.ends[seq])
             table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
@@ -115,7 +115,7 @@ class TorchAttention:
             # After the last key there are old values: a NaN there would spread.
             k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]
             # [1, num_heads, num_queries, head_dim]; the last query sees all keys
-            tokens = slice(lasts[seq] - counts[seq], lasts[seq])
+            tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
             mask = causal_lower_right(int(counts[seq]), num_keys)
             attended = F.scaled_dot_product_attention(
                 q[None, tokens].transpose(1, 2), k, v, mask, scale=self.scale,

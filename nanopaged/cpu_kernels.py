@@ -26,6 +26,7 @@ from numba import njit
 # Sums may be reordered, or else they could not use vector instructions. The flags that
 # assume there is no NaN and no infinity are left out.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+PROCESS = ctypes.CDLL(None)  # the functions of all its libraries
 
 
 @njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
@@ -104,18 +105,19 @@ def keep_freed_memory():
     mallopt(3).
     """
     for parameter in (-1, -3):
-        ctypes.CDLL(None).mallopt(parameter, 1 << 30)
+        PROCESS.mallopt(parameter, 1 << 30)
 
 
-def paged_attention(*arrays):
+def paged_attention(q, kv_cache, block_tables, seqs, ends, scale, out):
     """All decodes of a step. The arguments are those of `run_programs`.
 
     After an operation torch's threads do not sleep, they spin for some milliseconds.
     Threads of our own would have to fight them for the cores, so the kernel runs on the
     very same threads: each takes the next share of the programs until none are left.
+    A call takes its time, too, so a share has some thousand keys at least.
     """
-    num_threads = torch.get_num_threads()
-    num_shares = 2 * num_threads
+    arrays = q, kv_cache, block_tables, seqs, ends, scale, out
+    num_shares = min(4 * torch.get_num_threads(), 1 + q.shape[1] * ends.sum() // 4096)
     firsts = iter(range(num_shares))
     errors = []
 
@@ -128,6 +130,6 @@ def paged_attention(*arrays):
             errors.append(error)
 
     # What a compiler makes of "#pragma omp parallel", from torch's own library.
-    ctypes.CDLL(None).GOMP_parallel(work, None, num_threads, 0)
+    PROCESS.GOMP_parallel(work, None, 0, 0)  # 0: with all of torch's threads
     if errors:
         raise errors[0]

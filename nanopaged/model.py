@@ -93,13 +93,12 @@ class Attention(nn.Module):
         self.backend = backend
         self.eps = config.rms_norm_eps
         num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        head_dim = config.head_dim
+        size, head_dim = config.hidden_size, config.head_dim
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         has_bias = getattr(config, "attention_bias", False)
-        self.qkv_proj = Linear(
-            config.hidden_size, has_bias or config.model_type == "qwen2",
-            q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
-        self.o_proj = Linear(q_size, has_bias, o_proj=config.hidden_size)
+        self.qkv_proj = Linear(size, has_bias or config.model_type == "qwen2",
+                               q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
+        self.o_proj = Linear(q_size, has_bias, o_proj=size)
         self.norm_weights: list[Tensor] = []
         if config.model_type == "qwen3":
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from helpers import all_tokens_of, drain, floats, greedy, swap_space
+from helpers import all_tokens_of, drain, floats, greedy, message_of, swap_space
 from nanopaged import BeamSearchParams
 
 NEW_TOKENS = 14
