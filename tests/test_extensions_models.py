@@ -8,13 +8,11 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from helpers import ROOT
+from helpers import ROOT, SOLUTIONS, apply_patch
 
-SOLUTIONS = Path(__file__).parent / "solutions"
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node", "2"]
 
@@ -29,9 +27,7 @@ def check(tmp_path):
         skip = shutil.ignore_patterns("tour")
         shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=skip)
         if patch:
-            file = SOLUTIONS / f"{patch}.patch"
-            subprocess.run(["git", "apply", file], cwd=tmp_path, check=True,
-                           env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)})
+            apply_patch(patch, tmp_path)
         script = SOLUTIONS / "checks" / f"{name}.py"
         result = subprocess.run(
             [sys.executable, *python, script, *arguments], cwd=tmp_path, text=True,
