@@ -153,8 +153,9 @@ class NumbaAttention(TorchAttention):
         results = torch.empty_like(queries)
         if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
+        num_keys = self.num_kv_heads * metadata.ends.sum()
         self.kernels.paged_attention(
-            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
             seqs.numpy(), metadata.ends, np.float32(self.scale), results.numpy())
         out[tokens] = results.flatten(1).to(q.dtype)
         return out

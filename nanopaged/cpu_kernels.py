@@ -108,16 +108,16 @@ def keep_freed_memory():
         PROCESS.mallopt(parameter, 1 << 30)
 
 
-def paged_attention(q, kv_cache, block_tables, seqs, ends, scale, out):
-    """All decodes of a step. The arguments are those of `run_programs`.
+def paged_attention(num_keys, *arrays):
+    """All decodes of a step, which read about `num_keys` keys. The other arguments are
+    those of `run_programs`.
 
     After an operation torch's threads do not sleep, they spin for some milliseconds.
     Threads of our own would have to fight them for the cores, so the kernel runs on the
     very same threads: each takes the next share of the programs until none are left.
     A call takes its time, too, so a share has some thousand keys at least.
     """
-    arrays = q, kv_cache, block_tables, seqs, ends, scale, out
-    num_shares = min(4 * torch.get_num_threads(), 1 + q.shape[1] * ends.sum() // 4096)
+    num_shares = min(4 * torch.get_num_threads(), 1 + num_keys // 4096)
     firsts = iter(range(num_shares))
     errors = []
 
