@@ -238,6 +238,6 @@ class BlockManager:
 
 
 def hash_content(content: Content) -> int:
+    # Names are data, not seeds: with those, XXH3 maps like small numbers to one hash.
     before, token_ids = content
-    return xxhash.xxh3_64_intdigest(
-        array("q", token_ids).tobytes(), seed=hash(before) % 2**64)
+    return xxhash.xxh3_64_intdigest(array("q", [hash(before), *token_ids]).tobytes())
