@@ -240,4 +240,5 @@ class BlockManager:
 def hash_content(content: Content) -> int:
     # Names are data, not seeds: with those, XXH3 maps like small numbers to one hash.
     before, token_ids = content
-    return xxhash.xxh3_64_intdigest(array("q", [hash(before), *token_ids]).tobytes())
+    numbers = array("q", [hash(before), *token_ids])
+    return xxhash.xxh3_64_intdigest(numbers.tobytes())
