@@ -10,6 +10,7 @@ Shapes, here and everywhere:
     num_tokens     tokens of the flat batch, one sequence after the other. (A recorded
                    graph is padded with sequences of one token, which have a block of
                    their own.)
+    num_seqs       entries of the batch: here, each is called a sequence
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     kv             [num_tokens, 2 * num_kv_heads, head_dim]: heads of K, then those of V
@@ -57,11 +58,12 @@ class Metadata:
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Number some things of several owners: [2, 3] -> owners [0, 0, 1, 1, 1], and
-    numbers [0, 1, 0, 1, 2].
+    """Number the things of several owners, each from 0: counts [2, 3] -> owners
+    [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
     """
     owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - (np.cumsum(counts) - counts)[owners]
+    starts = np.cumsum(counts) - counts
+    return owners, np.arange(len(owners)) - starts[owners]
 
 
 def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
@@ -112,7 +114,8 @@ class TorchAttention:
             table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
             blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
-            # After the last key there are old values: a NaN there would spread.
+            # [1, num_kv_heads, num_keys, head_dim] each. After the last key there are
+            # old values: a NaN there would spread.
             k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]
             # [1, num_heads, num_queries, head_dim]; the last query sees all keys
             tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
@@ -137,7 +140,7 @@ class NumbaAttention(TorchAttention):
         from nanopaged import cpu_kernels
 
         fits = self.device.type == "cpu" and self.dtype != torch.float16
-        check(fits, "attention_backend", "'torch' on a GPU, and for float16", "numba")
+        check(fits, "attention_backend", "'auto' for this device and dtype", "numba")
         self.kernels: Any = cpu_kernels
         self.kernels.keep_freed_memory()
 
@@ -153,7 +156,7 @@ class NumbaAttention(TorchAttention):
         results = torch.empty_like(queries)
         if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
-        num_keys = self.num_kv_heads * metadata.ends.sum()
+        num_keys = self.num_kv_heads * metadata.ends[seqs].sum()
         self.kernels.paged_attention(
             num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
             seqs.numpy(), metadata.ends, np.float32(self.scale), results.numpy())
@@ -180,8 +183,8 @@ class TritonAttention(TorchAttention):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend", "'torch', and dtype not bfloat16, without "
-              "a GPU of compute capability 8.0 or more", "triton")
+        check(can_run, "attention_backend", "'torch' (on an older GPU with "
+              "dtype='float16') below compute capability 8.0", "triton")
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         row_bytes = self.dim * self.dtype.itemsize
@@ -190,7 +193,7 @@ class TritonAttention(TorchAttention):
         # registers, where three small ones run at the same time.
         self.few_rows: int = next_power_of_2(max(16, self.group_size))
         self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
-        # How many programs of a KV head run at the same time, with small tiles.
+        # How many programs of a KV head run at the same time if tiles are small.
         self.num_places = -(-3 * num_processors // self.num_kv_heads)
 
     def pick_rows(self, counts: Ints) -> int:
@@ -203,22 +206,25 @@ class TritonAttention(TorchAttention):
 
         A tile is some neighbouring queries of one sequence, which are computed
         together. The keys of a long tile are divided into parts: else a step would take
-        as long as its longest sequence. No part has more than half of what a program
-        would read if all read equally much, in whole rounds.
+        as long as its longest sequence. A part has at most half of what each program
+        would read if all read equally much, rounded up to whole rounds of the kernel's
+        loop, of `self.keys` keys each.
 
-        Returns items of work, [num_items, 6]: where the block table begins; first
-        token, its position, the position after the last one, which is how many keys
-        the tile has; first key of the part, end of its keys.
+        Returns items of work, [num_items, 6], with these columns: where the block table
+        begins among all tables, one after another; the tile's first token, the position
+        of that, and the position after the last one, which is how many keys the tile
+        has; the first key of the part, and the end of its keys.
 
         An example: if 2 programs per KV head run at the same time, and read 64 keys in
-        a round, two decodes have 16 and 2 rounds to go, 18 in all. So a part has at
-        most 5, and the first decode has four parts (table_size is 80):
+        a round, two decodes have 16 and 2 rounds to go, 18 in all, or 9 for each
+        program. So a part has at most 5, and the first decode has four parts
+        (block_size is 16, so table_size is 63):
 
             [[0, 0, 999, 1000,   0,  320],
              [0, 0, 999, 1000, 320,  640],
              [0, 0, 999, 1000, 640,  960],
              [0, 0, 999, 1000, 960, 1000],
-             [80, 1, 99,  100,   0,  100]]
+             [63, 1, 99,  100,   0,  100]]
 
         Empty items follow, so that shapes depend on the counts alone, as graphs need
         it.
@@ -275,8 +281,9 @@ class TritonAttention(TorchAttention):
 class FlashAttention(TritonAttention):
     """Computes steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn.
 
-    It reads the pool in place, too, if block_size is a multiple of 256, and the dtype
-    has 16 bits. Steps of decodes alone, which CUDA graphs record, are left to Triton.
+    It reads the pool in place, too. It needs a block_size that is a multiple of 256,
+    and a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are left
+    to Triton.
     """
 
     def __init__(self, *shape: Any) -> None:
@@ -311,8 +318,8 @@ def make_backend(name: str, *shape: Any) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
     *_, dtype, device = shape
     if name == "auto":
-        has_numba = sys.platform == "linux" and dtype != torch.float16
-        on_cpu = "numba" if has_numba else "torch"
+        can_use_numba = sys.platform == "linux" and dtype != torch.float16
+        on_cpu = "numba" if can_use_numba else "torch"
         name = "triton" if device.type == "cuda" else on_cpu
     try:
         return BACKENDS[name](*shape)  # type: ignore[no-any-return]
@@ -322,7 +329,7 @@ def make_backend(name: str, *shape: Any) -> TorchAttention:
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """To a GPU from pinned memory, or else the copy may wait for it."""
+    """To a GPU from pinned memory: from other memory, the host waits for the copy."""
     tensor = torch.from_numpy(values)
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)

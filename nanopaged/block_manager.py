@@ -1,10 +1,10 @@
 """Physical blocks: who holds them, which are free, and what the free ones still hold.
 
 A block belongs to every sequence that holds a reference to it. With a reference count
-of 0 it is free *and still cached*, if it was full: it waits in the free list until it
-is taken for other tokens. Blocks that are not in the prefix cache are taken first, then
-the least recently used. The manager deals in block ids and token ids and never sees a
-tensor. Nobody else changes a reference count or a block table.
+of 0 it is free *and still cached*, if it was published: it waits in the free list until
+it is taken for other tokens. Blocks that are not in the prefix cache are taken first,
+then the least recently used. The manager deals in block ids and token ids and never
+sees a tensor. Nobody else changes a reference count or a block table.
 
 The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
@@ -44,7 +44,8 @@ class Block:
     A block is found by the hash of its content. The hash covers the block's own tokens
     and the *name* of the block before it. A name is not the block's id: ids are used
     again, for other tokens. A name is never given twice to different contents. It
-    stands for all tokens from the start of the sequence to the end of the block.
+    stands for all tokens from the start of the sequence to the end of the block, as the
+    block's K and V depend on all of them.
     """
 
     ref_count: int = 0
@@ -78,11 +79,12 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def begin(self, seq: Sequence, block_ids: Iterable[int], num_tokens: int) -> None:
-        """Let `seq` hold blocks in which its first `num_tokens` have K and V, and drop
-        those that it held before.
+    def hold(self, seq: Sequence, block_ids: Iterable[int], num_tokens: int) -> None:
+        """Let `seq` hold these blocks, in which its first `num_tokens` have K and V,
+        and drop those that it held before.
 
-        The last of the old ones goes first, so that a prefix outlives what follows it.
+        Of the old ones the last is put into the free list first, and so taken first: a
+        prefix outlives what follows it.
         """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
@@ -100,19 +102,19 @@ class BlockManager:
 
     def free(self, seq: Sequence) -> None:
         """Drop all blocks of `seq`; nothing of it counts as computed any more."""
-        self.begin(seq, [], 0)
+        self.hold(seq, [], 0)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not."""
         num_tokens = parent.num_computed_tokens
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
-        self.begin(child, shared, num_tokens)
+        self.hold(child, shared, num_tokens)
 
     def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
         """How many free blocks `grow` takes for these sequences of a group.
 
-        Each needs blocks of its own from where it writes next. If several hold one
-        there, all but the last of them take a copy.
+        Each needs blocks of its own from where it writes next. A block that they hold
+        there already serves the last of its holders; the others take copies of it.
         """
         num_needed = 0
         held: set[int] = set()
@@ -142,7 +144,7 @@ class BlockManager:
         return copies
 
     def swap(self, seqs: list[Sequence], free_list: FreeList) -> Moves:
-        """Move the blocks of these sequences to the pool that has this free list.
+        """Move the blocks of these sequences to the pool whose free list this is.
 
         Returns no moves, and changes nothing, if that pool has too few. A block that
         several of them share moves once, and they go on sharing it. The new blocks are
@@ -154,7 +156,7 @@ class BlockManager:
         moved = {block_id: self._take(free_list) for block_id in held}
         for seq in seqs:
             table = [moved[block_id] for block_id in seq.block_table]
-            self.begin(seq, table, seq.num_computed_tokens)
+            self.hold(seq, table, seq.num_computed_tokens)
         for block_id in moved.values():
             self.blocks[block_id].ref_count -= 1  # the reference that `_take` gave
         return list(moved.items())
@@ -238,7 +240,8 @@ class BlockManager:
 
 
 def hash_content(content: Content) -> int:
-    # Names are data, not seeds: with those, XXH3 maps like small numbers to one hash.
+    # The name is hashed as data. As XXH3's seed it would not do: then short inputs of
+    # small numbers, with different seeds, often have the same hash.
     before, token_ids = content
     numbers = array("q", [hash(before), *token_ids])
     return xxhash.xxh3_64_intdigest(numbers.tobytes())

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 def check(is_right: bool, name: str, expected: object, value: object,
           error: type[Exception] = ValueError) -> None:
-    """Every error about what the caller passed is raised here, in the same words."""
+    """Every error about a value that the caller passed is raised here, in one form."""
     if not is_right:
         raise error(f"{name} must be {expected}, got {value!r:.200}")
 
@@ -40,7 +40,7 @@ def within(low: float, high: float, default: Any = MISSING) -> Any:
 
 
 class Checked:
-    """A dataclass that checks its fields when it is made."""
+    """Base of the dataclasses that check their fields when they are made."""
 
     def __post_init__(self) -> None:
         annotations = get_type_hints(type(self))
@@ -69,7 +69,7 @@ class SamplingParams(Checked):
     stop: one string or several. They end a sequence and are not part of its text.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
     ignore_eos: go on after an EOS token.
-    seed: makes the result repeatable, whatever else is served. None: the engine draws
+    seed: makes the draws repeatable, whatever else is served. None: the engine draws
         one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
         every position; the sampled one's comes too.
@@ -128,8 +128,10 @@ class EngineConfig(Checked):
         `gpu_memory_utilization` of the GPU, or into 4 GiB on a CPU.
     max_model_len: the longest sequence, prompt included. None means as long as the
         model allows. It is lowered to what the pool holds.
-    max_num_seqs, max_num_batched_tokens: the most sequences and tokens in a step.
-    gpu_memory_utilization: the part of the GPU's memory that the engine may take.
+    max_num_seqs, max_num_batched_tokens: the most sequences that run at the same time,
+        and the most tokens that a step computes.
+    gpu_memory_utilization: the part of the GPU's memory that may be in use, by other
+        processes, too.
     swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests share the blocks of equal beginnings.
     preemption_mode: what happens to K and V when the pool is full: "recompute" or

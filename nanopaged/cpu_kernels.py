@@ -30,9 +30,9 @@ PROCESS = ctypes.CDLL(None)  # the functions of all its libraries
 
 
 @njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
-def run_programs(first, step, q, kv_cache, block_tables, seqs, ends, scale, out):
-    """Run every step-th program. That is a word of Triton's: here, a program computes
-    one KV head of one decode, a sequence with one query.
+def run_programs(first, stride, q, kv_cache, block_tables, seqs, ends, scale, out):
+    """Run the programs first, first + stride, first + 2 * stride, .. A program, as
+    Triton calls it, here computes one KV head of one decode (a sequence of one query).
 
     q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
@@ -48,7 +48,7 @@ def run_programs(first, step, q, kv_cache, block_tables, seqs, ends, scale, out)
     acc = np.empty((group_size, head_dim), np.float32)
 
     # The heads of a long sequence go to different threads.
-    for program in range(first, num_decodes * num_kv_heads, step):
+    for program in range(first, num_decodes * num_kv_heads, stride):
         decode = program // num_kv_heads
         kv_head = program % num_kv_heads
         block_table = block_tables[seqs[decode]]
@@ -115,9 +115,9 @@ def paged_attention(num_keys, *arrays):
     After an operation torch's threads do not sleep, they spin for some milliseconds.
     Threads of our own would have to fight them for the cores, so the kernel runs on the
     very same threads: each takes the next share of the programs until none are left.
-    A call takes its time, too, so a share has some thousand keys at least.
+    A call takes its time, too, so a few keys are one share.
     """
-    num_shares = min(4 * torch.get_num_threads(), 1 + num_keys // 4096)
+    num_shares = torch.get_num_threads() * min(4, num_keys // 2048) or 1
     firsts = iter(range(num_shares))
     errors = []
 
@@ -130,6 +130,6 @@ def paged_attention(num_keys, *arrays):
             errors.append(error)
 
     # What a compiler makes of "#pragma omp parallel", from torch's own library.
-    PROCESS.GOMP_parallel(work, None, 0, 0)  # 0: with all of torch's threads
+    PROCESS.GOMP_parallel(work, None, 0, 0)  # the first 0: all of torch's threads
     if errors:
         raise errors[0]

@@ -7,10 +7,9 @@ text-generation-inference.
 """
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
-MOST_CONTEXT_TOKENS = 64  # that have no text
+MOST_CONTEXT_TOKENS = 64  # it only gets so large by tokens that have no text
 MOST_UNKNOWN_TOKENS = 16  # bytes that never become a character do not wait for ever
 INCOMPLETE = "\ufffd"  # what a decoder puts for bytes that are not a whole character
 
@@ -28,8 +27,7 @@ class Detokenizer:
     fourth byte the emoji is added, and the four tokens become the context.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: list[int],
-                 stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str]) -> None:
         self.tokenizer = tokenizer
         self.stops = stops
         last = len(prompt_ids)
@@ -45,8 +43,7 @@ class Detokenizer:
         self.text = ""
         self.stopped_by: str | None = None
 
-    def update(self, token_ids: list[int], final: bool = False,
-               may_stop: bool = True) -> None:
+    def update(self, token_ids: list[int], final: bool, may_stop: bool) -> None:
         """Decode what is new in `token_ids` (prompt included), and look for stop
         strings, unless they do not count yet.
 
@@ -80,11 +77,11 @@ class Detokenizer:
                 at, self.stopped_by = min(hits)
                 self.text = self.text[:at]
 
-    def visible(self, final: bool = False) -> str:
-        """The text; before the end without the characters that may turn out to begin a
-        stop string.
+    def visible(self, final: bool) -> str:
+        """The text; before the end without as many characters as may turn out to begin
+        a stop string.
         """
-        if final or self.stopped_by is not None:
+        if final:
             return self.text
         num_held_back = max(map(len, self.stops), default=1) - 1
         return self.text[: max(0, len(self.text) - num_held_back)]

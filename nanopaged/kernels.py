@@ -177,9 +177,9 @@ def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexp
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # of the first part, which only it goes on with
+    part_keys = tl.load(items + 5)  # where a part ends: the length of a first one
     if (first_key > 0) | (part_keys == num_keys):
-        return
+        return  # it is not the first, or there are no others
 
     stride = NUM_KV_HEADS * GROUP * HEAD_DIM
     out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)

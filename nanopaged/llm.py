@@ -7,11 +7,11 @@ explained at the top of `sequence.py`.
 The books of the engine are the queues, the block tables and the prefix cache. Only a
 step touches them, one thread at a time. Everybody else puts new requests, and the ids
 of those to be aborted, into an inbox, which the next step empties. What has changed is
-put into an outbox, and each client has its own.
+put into an outbox. Each call of `generate` or `stream` has its own, and all requests
+made by `add_request` share one.
 """
 
 import itertools
-import random
 import threading
 import weakref
 from collections import deque
@@ -48,8 +48,8 @@ class LLM(AbstractContextManager["LLM"]):
         """The whole engine: who runs, one forward pass, what came out of it.
 
         The scheduler calls all `observers` with the name of the phase and the batch:
-        "begin" (without a batch), "scheduled", "executed" (the tokens are read) and
-        "updated" (the books are).
+        "begin" (without a batch), "scheduled", "executed" (the tokens are known) and
+        "updated" (they are in the books).
         """
         batch = self.scheduler.schedule()
         sampled = self.runner.execute(batch)
@@ -83,10 +83,9 @@ class LLM(AbstractContextManager["LLM"]):
             self.ranks.serve(self.runner.run)  # until rank 0 ends; does not return
 
         self._ids = itertools.count()
-        self._random = random.Random(config.seed)
         # Requests, and the ids of those that are to be aborted.
         self._inbox: deque[SequenceGroup | str] = deque()
-        self._outbox: Outbox = {}  # of those that `add_request` made
+        self._outbox: Outbox = {}  # for requests made by `add_request`
         self._lock: Any = threading.RLock()
         self._in_step = False  # it stays True if an error or Ctrl-C ended the step
         self.observers: list[Observer] = []
@@ -112,15 +111,15 @@ class LLM(AbstractContextManager["LLM"]):
         """Step, unless the outbox has something already; then report what is in it.
 
         If an error or Ctrl-C interrupts this, nobody knows whether the books are right.
-        So the next call finds `_in_step` set, ends all requests, and starts new books.
-        With several ranks, each of which may be anywhere in the step, that is not
-        possible, and the engine is closed.
+        So the next call finds `_in_step` set, aborts all requests that wait or run,
+        whoever made them, and starts new books. With several ranks, each of which may
+        be anywhere in the step, that is not possible: then every later call fails.
         """
         self._check_not_in_step()
         with self._lock:
             is_closed = self.runner.model is None
             if is_closed or (self._in_step and self.ranks.size > 1):
-                raise RuntimeError("this engine has been shut down: make a new LLM")
+                raise RuntimeError("this engine is shut down: start a new one")
             if self._in_step:
                 self._start_books(self.scheduler.unfinished.values())
             self._in_step = True
@@ -136,16 +135,16 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _check_not_in_step(self) -> None:
         if self._lock._is_owned():
-            raise RuntimeError("a step cannot wait for itself: call this after it")
+            raise RuntimeError("a step is running: an observer cannot call this")
 
     def _read_inbox(self) -> None:
         while self._inbox:
-            wish = self._inbox[0]  # it stays there until this is done
-            if isinstance(wish, SequenceGroup):
-                if wish.live:
-                    self.scheduler.waiting[wish.request_id] = wish
-            elif wish in self.scheduler.unfinished:
-                self.scheduler.abort(self.scheduler.unfinished[wish])
+            item = self._inbox[0]  # it stays there until this is done
+            if isinstance(item, SequenceGroup):
+                if item.live:
+                    self.scheduler.waiting[item.request_id] = item
+            elif item in self.scheduler.unfinished:
+                self.scheduler.abort(self.scheduler.unfinished[item])
             self._inbox.popleft()
 
     # -- Prompts in, text out ----------------------------------------------------------
@@ -161,8 +160,8 @@ class LLM(AbstractContextManager["LLM"]):
         """
         groups = self._make_groups(prompts, sampling_params)
         with closing(self._run(groups, final_only=True)) as outputs:
-            # Python drops a Ctrl-C that strikes in a finalizer, and a bar has one. So
-            # none is made that nobody sees.
+            # A bar has a finalizer, and Python drops a Ctrl-C that strikes in one. So
+            # there is no bar, not even a hidden one, unless it is asked for.
             bar = tqdm(outputs, total=len(groups)) if use_tqdm else outputs
             return sorted(bar, key=lambda output: int(output.request_id))
 
@@ -200,7 +199,7 @@ class LLM(AbstractContextManager["LLM"]):
         outbox: Outbox = {}
         try:
             self._submit(groups, outbox)
-            # In this order: another thread first reports a group, then ends it.
+            # Look at `live` first: another thread reports a group before it ends it.
             while any(group.live for group in groups) or outbox:
                 yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
@@ -215,17 +214,19 @@ class LLM(AbstractContextManager["LLM"]):
         return group.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the outputs so far of all requests that changed.
+        """Run a step, unless there is something to report already; returns the outputs
+        so far of all requests that changed.
 
-        These are requests made by `add_request`; `generate` and `stream` report theirs.
+        These are requests made by `add_request`; `generate` and `stream` report their
+        own.
         """
         return self._serve(self._outbox)
 
     def abort_request(self, request_id: str) -> None:
         """Let the next step end a request, and free its blocks.
 
-        It returns what the request has so far, with finish_reason "abort". Nothing
-        happens to one that has finished.
+        The request's last output is what it has so far, with finish_reason "abort".
+        Nothing happens to one that has finished.
         """
         check(isinstance(request_id, str), "request_id", "a str", request_id, TypeError)
         self._inbox.append(request_id)
@@ -243,7 +244,7 @@ class LLM(AbstractContextManager["LLM"]):
             group.request_id = str(next(self._ids))
             group.outbox = outbox
             if group.params.seed is None:
-                group.seed = self._random.getrandbits(63)
+                group.seed = f"{self.config.seed} {group.request_id}"
         self._inbox.extend(groups)
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
@@ -257,21 +258,20 @@ class LLM(AbstractContextManager["LLM"]):
     def _make_group(self, prompt: Any, params: Any) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can."""
         params = self.default_params if params is None else params
-        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        max_n = self.config.max_num_seqs
         beam_params = params if isinstance(params, BeamSearchParams) else None
         if beam_params:
-            # A group of `beam_width` sequences that report candidates. All EOS tokens
-            # may be among the best candidates of a beam, and enough must be left that
-            # go on. So each asks for more than `beam_width`, as transformers does.
+            # A group of `beam_width` sequences that report candidates: so many that
+            # `beam_width` are left that go on, even if all EOS tokens are among them.
             width, num_eos = beam_params.beam_width, len(self.eos_token_ids)
-            most = min(most, self.model_config.vocab_size - num_eos)
+            max_n = min(max_n, self.model_config.vocab_size - num_eos)
             params = SamplingParams(
                 n=width, temperature=0, max_tokens=params.max_tokens,
-                ignore_eos=params.ignore_eos, logprobs=width * max(2, 1 + num_eos))
+                ignore_eos=params.ignore_eos, logprobs=width + num_eos)
         check(isinstance(params, SamplingParams), "sampling_params",
               "SamplingParams or BeamSearchParams", params, TypeError)
-        check(params.n <= most, "n (or beam_width)", f"at most {most}, because of "
-              "max_num_seqs, max_num_batched_tokens or the vocabulary", params.n)
+        check(params.n <= max_n, "n (or beam_width)", f"at most {max_n}, because of "
+              "max_num_seqs or the vocabulary", params.n)
         if params.stop:
             self.get_tokenizer()
 
@@ -291,9 +291,9 @@ class LLM(AbstractContextManager["LLM"]):
                               self.tokenizer, beam_params)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
-        most = self.block_manager.most_blocks(len(ids), [group.max_len] * params.n)
-        check(most <= self.runner.num_blocks, "num_blocks", f"at least {most} for this "
-              "request (raise it, or lower max_tokens, n or beam_width)",
+        needed = self.block_manager.most_blocks(len(ids), [group.max_len] * params.n)
+        check(needed <= self.runner.num_blocks, "num_blocks", f"at least {needed} for "
+              "this request (raise it, or lower max_tokens, n or beam_width)",
               self.runner.num_blocks)
         return group
 
@@ -322,14 +322,10 @@ class LLM(AbstractContextManager["LLM"]):
                        blocks_used=manager.num_blocks - len(manager.free_blocks))
 
     def shutdown(self) -> None:
-        """Give back the memory; what still runs ends, and nothing is served after that.
-        """
+        """Give back this process's memory. Nothing is served after that."""
         self._check_not_in_step()
         with self._lock:
-            self._in_step = True
-            self._start_books(self.scheduler.unfinished.values())
             self.runner.free()
-            self._in_step = False
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()

@@ -1,4 +1,4 @@
-"""From a directory or a hub id to config, tokenizer and weights, by transformers.
+"""From a directory or a hub id to config, tokenizer (by transformers) and weights.
 
 Every tensor of a checkpoint is accounted for: none is missing, and none is left over
 but the head of a model whose head is tied.
@@ -29,13 +29,14 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 def load_config(name: str | Path) -> Any:
     """transformers' config, if the decoder can compute what it says.
 
-    In transformers 5, `rope_parameters` has all about positions.
+    In transformers 5, `rope_parameters` has everything about positions.
     """
     config = transformers.AutoConfig.from_pretrained(name)
-    rope_type = config.rope_parameters["rope_type"]
-    for field, value, known in (("model_type", config.model_type, FAMILIES),
-                                ("hidden_act", config.hidden_act, ("silu",)),
-                                ("rope_type", rope_type, ROPE_TYPES)):
+    facts = config.to_dict()
+    facts |= facts.get("rope_parameters", {})
+    for field, known in (("model_type", FAMILIES), ("hidden_act", ("silu",)),
+                         ("rope_type", ROPE_TYPES)):
+        value = facts.get(field)
         check(value in known, f"{field} in config.json", f"one of {known}", value)
     if getattr(config, "head_dim", None) is None:
         config.head_dim = config.hidden_size // config.num_attention_heads
@@ -76,7 +77,7 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> CausalLM:
     benchmarks: normal with std 0.02, around one for norms.
     """
     with backend.device, local_torch_dtype(backend.dtype):
-        model = CausalLM(ranks.share, backend, ranks)
+        model = CausalLM(ranks.share, backend, ranks).requires_grad_(False)
     if config.load_format == "dummy":
         generator = torch.Generator(backend.device).manual_seed(config.seed)
         for name, parameter in model.named_parameters():

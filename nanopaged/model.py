@@ -15,8 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 from nanopaged.parallel import Ranks
 
 # Between the matrix products every operation is a launch, and a pass over memory. So on
-# GPUs, such functions are compiled into as few kernels as possible. Weights are
-# arguments, so that all layers share them.
+# GPUs, functions marked by this are compiled into as few kernels as possible. Weights
+# are arguments, so that all layers share them.
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 

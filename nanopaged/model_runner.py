@@ -45,16 +45,16 @@ class ModelRunner:
         check(self.max_model_len <= longest, "max_model_len",
               f"at most {longest} for this model", self.max_model_len)
 
-        # Where the numbers of a step go, see `_prepare`: about ten for each token, room
-        # for the backend's plan, and the block tables. And the tokens that the last
-        # step sampled.
-        max_num_seqs, most = config.max_num_seqs, config.max_num_batched_tokens
+        # Where the numbers of a step go, see `_prepare`: at most ten for each token,
+        # the block tables, and room to spare. And the tokens that the last step
+        # sampled.
+        max_num_seqs, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
         self.most_blocks = max_num_seqs * -(-self.max_model_len // config.block_size)
-        num_inputs = 32 * (most + max_num_seqs) + (1 << 16) + self.most_blocks
+        num_inputs = 10 * (most_tokens + max_num_seqs) + self.most_blocks + (1 << 16)
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(max_num_seqs)
 
-        # The first steps only have padding, so the block for padding is enough.
+        # The first steps are all padding, so a pool with the block for padding will do.
         self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
         self.num_blocks = self.num_swap_blocks = 0
         self._make_pools()
@@ -112,14 +112,15 @@ class ModelRunner:
         ends = np.array(batch.ends + [1] * padding)
         counts = np.array(batch.counts + [1] * padding)
         num_blocks = -(-np.array(batch.ends, np.int64) // self.config.block_size)
-        tables = np.full((len(ends), num_blocks.max(initial=1)), self.num_blocks)
+        table_size = num_blocks.max(initial=1)
+        tables = np.full((len(ends), table_size), self.num_blocks)
         tables[spread(num_blocks)] = batch.block_ids
-        # With longer sequences tables get wider: what comes before them stays in place.
+        # Tables get wider as sequences grow, so no input of a graph comes after them.
         arrays = [np.array(batch.token_ids + [0] * padding),
                   *place_tokens(tables, counts, ends, self.config.block_size),
-                  *self.backend.plan(counts, ends, tables.shape[1]), tables,
+                  *self.backend.plan(counts, ends, table_size), tables,
                   (np.cumsum(counts) - 1)[batch.samples]]
-        flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]))
+        flat = torch.from_numpy(np.concatenate(arrays, axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)
         parts: Any = torch.split(sent, [array.size for array in arrays])
@@ -129,8 +130,8 @@ class ModelRunner:
         return token_ids, metadata, last_indices
 
     def _forward(self, token_ids: Tensor, metadata: Metadata) -> Tensor:
-        """The last hidden states of all tokens. A pending one, -1 - i, is what the step
-        before has sampled as number i.
+        """The last hidden states of all tokens. A token id of -1 - i is pending: the
+        step before has sampled it as number i.
         """
         pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
         token_ids = torch.where(token_ids < 0, pending, token_ids)
@@ -151,8 +152,8 @@ class ModelRunner:
         inputs into the same places. The head is not recorded: logits for every batch
         size would take more memory than all the rest.
         """
-        most = self.config.max_num_seqs
-        sizes = {min(size, most) for size in (1, 2, 4, 8, *range(16, most + 16, 16))}
+        largest = self.config.max_num_seqs
+        sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # A pool and a stream of its own: cuBLAS keeps a workspace for each stream, and
         # frees it with any graph that was recorded there, another engine's as well.
         memory_pool = torch.cuda.graph_pool_handle()
@@ -223,10 +224,10 @@ class ModelRunner:
 
     def free(self) -> None:
         """Give back the memory, even if somebody still holds the engine."""
+        self.model = None
         for graph, _ in self.graphs.values():
             graph.reset()  # at its end NCCL would wait for any graph that is left
         self.graphs = {}
-        self.model = None
         self.kv_caches = self.swap_space = self.last_tokens[:0]
 
 

@@ -4,9 +4,10 @@
 
 Every process runs the same script, as far as its `LLM`. There rank 0 goes on, and the
 others serve it until it ends. Rank 0 schedules. Every step it sends the others a
-message of plain numbers. Block ids mean the same everywhere, so all ranks run the same
-model, each with its share, and add up their partial results (Megatron-LM, Shoeybi et
-al. 2019). The tokens are those of rank 0. If a rank fails, torchrun ends the others.
+message of plain numbers; block ids mean the same everywhere. All ranks run the same
+layers, each with its share of the weights, and add up their partial results
+(Megatron-LM, Shoeybi et al. 2019). The tokens are those of rank 0. If a rank fails,
+torchrun ends the others.
 """
 
 import os
@@ -48,8 +49,8 @@ class Ranks:
             return
 
         num_found = int(os.environ.get("WORLD_SIZE", 1))
-        check(num_found == self.size, "tensor_parallel_size", f"{num_found}, the "
-              "number of processes that torchrun started", self.size)
+        check(num_found == self.size, "tensor_parallel_size", f"{num_found}, as many "
+              "processes as there are (torchrun starts several)", self.size)
         backend = "gloo"
         if config.device != "cpu" and torch.cuda.is_available():
             backend = "cpu:gloo,cuda:nccl"  # messages go by the first
@@ -57,7 +58,7 @@ class Ranks:
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
         # An engine may idle for long, and no timeout is needed to notice that a rank
-        # has died: torchrun does.
+        # has died: torchrun notices that.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
 
@@ -80,10 +81,9 @@ class Ranks:
         the batch has, then all of them.
         """
         if self.size > 1:
-            numbers = [np.array(getattr(batch, name), np.int64).ravel()
-                       for name in FIELDS]
-            self.broadcast(torch.tensor([len(field) for field in numbers]))
-            self.broadcast(torch.from_numpy(np.concatenate(numbers)))
+            numbers = [np.array(getattr(batch, name), np.int64) for name in FIELDS]
+            self.broadcast(torch.tensor([field.size for field in numbers]))
+            self.broadcast(torch.from_numpy(np.concatenate(numbers, axis=None)))
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends until its process ends. Then end this one, too."""

@@ -3,7 +3,7 @@
 A sampled token depends on its logits, its request's parameters and seed, which of the
 request's sequences it belongs to, and its position, and on nothing else in the batch.
 Two random numbers decide, the first on a part of the vocabulary, the second on a token
-in it. Each takes the first one at which the cumulative probability exceeds it
+in it: each picks the first one at which the cumulative probability exceeds the number
 (inverse-transform sampling). A row of logits that has NaN gives some token, and changes
 no other row's.
 """
@@ -20,10 +20,10 @@ from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
-SUMMED = 128  # tokens in a part of the vocabulary
-# Random numbers are multiples of this, and below 1. Parts that are less likely, and
-# tokens within their part, may never be drawn. Sums in float64 are more exact, so the
-# whole sum exceeds every random number.
+PART_SIZE = 128  # tokens in a part of the vocabulary
+# Random numbers are multiples of this, and below 1. A part, or a token within its part,
+# that is less likely than this may never be drawn. Sums in float64 are more exact, so
+# the whole sum exceeds every random number.
 RESOLUTION = 2.0**-32
 
 
@@ -67,8 +67,8 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
         temperature, first, second, *limits = table.split(1, dim=1)
         if any(p.top_k or p.top_p < 1 for p in params):
-            most = max(p.top_k or logits.shape[1] for p in params)
-            lowest = lowest_kept(logits, most, temperature, *limits)
+            max_top_k = max(p.top_k or logits.shape[1] for p in params)
+            lowest = lowest_kept(logits, max_top_k, temperature, *limits)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
         drawn = draw_tokens(logits, temperature.float(), first, second)
         # What is drawn at temperature 0 means nothing, and is not taken.
@@ -108,15 +108,15 @@ def draw_tokens(logits: Tensor, temperature: Tensor, first: Tensor,
 
     logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First a part of 128
     tokens is drawn, by the sum of their probabilities, then a token within it. So all
-    logits are read once.
+    logits are read once, and no cumulative sum is longer than a row has parts.
     """
-    padding = -logits.shape[1] % SUMMED
+    padding = -logits.shape[1] % PART_SIZE
     parts = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
-    parts = parts.unflatten(1, (-1, SUMMED))  # [num_samples, num_parts, SUMMED]
+    parts = parts.unflatten(1, (-1, PART_SIZE))  # [num_samples, num_parts, PART_SIZE]
     part = draw(parts.logsumexp(-1), first)
-    logits = parts.gather(1, part[..., None].expand(-1, -1, SUMMED)).squeeze(1)
+    logits = parts.gather(1, part[..., None].expand(-1, -1, PART_SIZE)).squeeze(1)
     token = draw(logits, second)
-    return (part * SUMMED + token).squeeze(1)
+    return (part * PART_SIZE + token).squeeze(1)
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:
@@ -131,12 +131,12 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
     return is_above.byte().argmax(-1, keepdim=True)  # the first one
 
 
-def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
+def lowest_kept(logits: Tensor, max_top_k: int, temperature: Tensor, top_k: Tensor,
                 top_p: Tensor) -> Tensor:
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
     logits: [num_samples, vocab_size]; temperature, top_k, top_p: [num_samples, 1];
-    `most` is the largest top_k, known to the host. Two limits, one by one:
+    max_top_k: the largest top_k, which the host knows. Two limits, one by one:
 
         top_k   the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and with the one that brings
@@ -144,7 +144,7 @@ def lowest_kept(logits: Tensor, most: int, temperature: Tensor, top_k: Tensor,
 
     The result is a logit, so that tied tokens stay or go together.
     """
-    values = logits.topk(min(most, logits.shape[1]), dim=-1).values  # sorted
+    values = logits.topk(min(max_top_k, logits.shape[1]), dim=-1).values  # sorted
     is_out = torch.arange(values.shape[1], device=logits.device) >= top_k
     probs = (values / temperature.float()).masked_fill(is_out, -torch.inf).softmax(-1)
     is_out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)

@@ -122,8 +122,8 @@ class Scheduler:
         manager = self.block_manager
         seqs = group.next_sequences
         if len(seqs) == 1:
-            # The usual case, kept short. A sequence alone, or a leader before the fork,
-            # shares full blocks at most. It never writes to those: no copy is needed.
+            # The usual case, decided fast. A sequence alone, or a leader before the
+            # fork, shares only full blocks, and never writes to those: no copies.
             num_slots = len(seqs[0].block_table) * manager.block_size
             if seqs[0].compute_end <= num_slots:
                 return True
@@ -136,9 +136,9 @@ class Scheduler:
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns what is left.
 
-        If it is too small for all, the last ones wait for the next step. Beams must be
-        compared with each other: the first ones keep their candidates until the last
-        has its own.
+        If it is too small for all, the last ones wait until some is left for them.
+        Beams must be compared with each other: the first ones keep their candidates
+        until the last has its own.
         """
         for seq in group.next_sequences:
             count = min(seq.compute_end - seq.num_computed_tokens, budget)
@@ -152,17 +152,17 @@ class Scheduler:
 
         When the leader has computed the prompt, the others go on from there. They share
         all its blocks, the partly filled last one included, and each samples from the
-        same logits. In the next step all of them write where that last block is: in the
-        order of `live` each takes a copy of it, but for the last, which is by then its
-        only holder.
+        same logits. In the next step all of them write into that last block, unless it
+        is full: in the order of `live` each takes a copy of it, but for the last, which
+        is by then its only holder.
         """
         group = seq.group
         manager = self.block_manager
         first = seq.num_computed_tokens
         end = first + count
         manager.advance(seq, count)
-        # A pending token is not in token_ids yet. If this entry computes it, the slice
-        # is empty, and it is the only one. (Only a group that was preempted computes
+        # A pending token is not in token_ids yet. An entry that computes one computes
+        # nothing else, so the slice is empty. (Only a group that was preempted computes
         # several of its own tokens at once, and by then none of them is pending.)
         batch.token_ids += seq.token_ids[first:end] or [-1 - seq.sample_index]
         batch.counts.append(count)
@@ -188,17 +188,17 @@ class Scheduler:
     def _admit(self, group: SequenceGroup, batch: Batch) -> bool:
         """Let a waiting group run, if there are blocks for all its sequences.
 
-        One rule for all, whether they are new, swapped out or to be recomputed: the
-        most blocks that they can need now must be free, except for those of a cached
-        prefix that somebody holds. While others run, a hundredth of the pool stays
-        free, too (the watermark): without it, the newcomer would be preempted as soon
-        as a running group needs a block.
+        One rule for all, whether they are new, swapped out or to be recomputed: as many
+        blocks must be free as its sequences can need at their present lengths, but for
+        those of a cached prefix that somebody holds. While others run, a hundredth of
+        the pool stays free, too (the watermark): without it, the newcomer would be
+        preempted as soon as a running group needs a block.
         """
         manager = self.block_manager
         leader = group.live[0]
         is_swapped = bool(leader.block_table)  # no other waiting group has blocks
         prefix = [] if is_swapped else manager.match_prefix(leader)
-        lengths = [len(seq.token_ids) + seq.num_pending_tokens for seq in group.live]
+        lengths = [len(seq.token_ids) for seq in group.live]
         num_needed = manager.most_blocks(group.num_prompt_tokens, lengths)
         num_needed -= sum(manager.blocks[id].ref_count > 0 for id in prefix)
         if self.running:
@@ -209,19 +209,20 @@ class Scheduler:
         if is_swapped:
             batch.swaps_in += manager.swap(group.live, manager.free_blocks)
         else:
-            manager.begin(leader, prefix, len(prefix) * manager.block_size)
+            manager.hold(leader, prefix, len(prefix) * manager.block_size)
             self.stats.prefix_hit_tokens += leader.num_computed_tokens
             if group.num_cached_tokens < 0:
                 group.num_cached_tokens = leader.num_computed_tokens
         self.running[group.request_id] = self.waiting[group.request_id]
         del self.waiting[group.request_id]
-        return self._make_room(group, batch)
+        return self._make_room(group, batch)  # True: enough blocks are free
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Send a group back to the head of the queue. It keeps its tokens.
 
-        If its blocks are not to be swapped, or the CPU's pool has no room, they are
-        freed. The leader computes the prompt again, and then they fork again.
+        If the CPU's pool has no room for its blocks (if nothing is to be swapped, it
+        has none at all), they are freed. Then the leader computes the prompt again, and
+        they fork again.
         """
         self.waiting[group.request_id] = group
         self.waiting.move_to_end(group.request_id, last=False)
@@ -261,9 +262,9 @@ class Scheduler:
                 seq.candidates = sampled.logprobs[i]
                 # After the last beam all have their candidates, and the search goes on.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
-                    # Drop the beams that still run. The answer is the complete ones.
-                    self.abort(group, "length")
+                    # The complete ones are the answer. Drop the beams that still run.
                     group.sequences = group.complete_beams
+                    self.abort(group, "length")
             else:
                 seq.append(token, sampled.logprobs.get(i))
                 self._finish_if_complete(seq)
@@ -274,8 +275,8 @@ class Scheduler:
         at_max_len = len(seq.token_ids) >= seq.group.max_len
         is_stop = seq.ended_by_token
         if seq.group.params.stop:
-            text = seq.detokenize(final=is_stop or at_max_len)
-            is_stop |= text.stopped_by is not None
+            detokenizer = seq.detokenize(final=is_stop or at_max_len)
+            is_stop |= detokenizer.stopped_by is not None
         if is_stop or at_max_len:
             self.finish(seq, "stop" if is_stop else "length")
 

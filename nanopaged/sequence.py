@@ -111,8 +111,7 @@ class Sequence:
     @property
     def ended_by_token(self) -> bool:
         """Whether the last token is EOS or a stop token of the request."""
-        is_sampled = len(self.token_ids) > self.group.num_prompt_tokens
-        return is_sampled and self.token_ids[-1] in self.group.stop_token_ids
+        return self.token_ids[-1] in self.group.stop_token_ids
 
     def detokenize(self, final: bool) -> Detokenizer:
         """Turn new tokens into text; `final` means that no more tokens will follow."""
@@ -144,11 +143,10 @@ class SequenceGroup:
     def __init__(self, prompt: str | None, prompt_token_ids: list[int],
                  params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
                  tokenizer: Any, beam_params: BeamSearchParams | None = None) -> None:
-        # The id and the outbox are given on submission, and a seed if there is none.
-        # The outbox is where the group is put when it has changed, until its client has
-        # seen that.
+        # Submission gives it an id, an outbox, and a seed unless the request has one.
+        # The outbox holds a group that has changed until its client has seen that.
         self.request_id = ""
-        self.seed = params.seed or 0
+        self.seed: Any = params.seed
         self.outbox: Outbox = {}
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -175,7 +173,7 @@ class SequenceGroup:
     def next_sequences(self) -> list[Sequence]:
         """The sequences whose tokens are computed next: before the fork, the leader.
 
-        None of them, while beams have pending tokens: the next beams are not known yet.
+        An empty list while beams have pending tokens: the next beams are not known yet.
         """
         if self.beam_params and any(seq.num_pending_tokens for seq in self.live):
             return []

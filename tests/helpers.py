@@ -4,7 +4,9 @@ These are plain functions to import. Whatever holds state (models, reference ans
 engines that must be shut down) is a fixture in conftest.py.
 """
 
+import ast
 import html
+import io
 import json
 import os
 import random
@@ -13,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +31,10 @@ ROOT = Path(nanopaged.__file__).parent.parent
 SOLUTIONS = Path(__file__).parent / "solutions"
 CPU = {"dtype": "float32", "device": "cpu"}
 HALF = "\ufffd"  # what a decoder puts in place of an incomplete character
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT,
+          tokenize.DEDENT, tokenize.ENDMARKER}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
 # -- Requests --------------------------------------------------------------------------
@@ -250,6 +257,24 @@ def chi_square(counts, probs, total=None):
     possible = expected > 0
     assert not counts[~possible].any(), "an impossible outcome"
     return ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()
+
+
+def code_lines(source):
+    """The numbers of the lines that are not blank, comment or docstring."""
+    code, docstrings = set(), set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
+            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in LAYOUT:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return code - docstrings
+
+
+def copy_package(folder):
+    """Copy the engine, without the tour, into a folder."""
+    ignored = shutil.ignore_patterns("tour")
+    shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
 
 
 def apply_patch(name, folder):

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import run_python
+from nanopaged import attention
 from nanopaged.attention import BACKENDS, Metadata, TritonAttention, place_tokens
 
 pytest.importorskip("numba", reason="pip install numba")
@@ -226,6 +227,14 @@ def test_blocks_are_copied_in_all_layers(name, moves):
         assert torch.equal(target, expected)
 
 
+def test_auto_takes_the_plain_loops_where_they_can_run():
+    sizes = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+    found = [type(attention.make_backend("auto", sizes, 16, dtype, CPU)).__name__
+             for dtype in (F32, BF16, F16)]
+    best = "NumbaAttention" if sys.platform == "linux" else "TorchAttention"
+    assert found == [best, best, "TorchAttention"]
+
+
 # -- The plan --------------------------------------------------------------------------
 
 
@@ -299,7 +308,7 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
 def test_the_plan_of_the_docstring():
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
     backend.num_places = 2
-    [items] = backend.plan(np.array([1, 1]), np.array([1000, 100]), 80)
+    [items] = backend.plan(np.array([1, 1]), np.array([1000, 100]), 63)
     _, shown, _ = re.split(r"(\[\[.*\]\])", TritonAttention.plan.__doc__, flags=re.S)
     rows = ast.literal_eval(shown)
     assert items.tolist()[: len(rows)] == rows

@@ -38,7 +38,7 @@ def admit(manager, tokens, n=1, salt=None):
     """A sequence with its blocks, whose prefix may come from the cache."""
     seq = group_of(tokens, n, salt).live[0]
     prefix = manager.match_prefix(seq)
-    manager.begin(seq, prefix, len(prefix) * manager.block_size)
+    manager.hold(seq, prefix, len(prefix) * manager.block_size)
     assert manager.grow(seq) == []
     return seq
 
@@ -296,7 +296,7 @@ class Machine(stateful.RuleBasedStateMachine):
         self.groups[group] = DEVICE if fits else GONE
         if fits:
             order[:] = [block for block in order if block not in revived]
-            self.manager.begin(leader, prefix, num_tokens)
+            self.manager.hold(leader, prefix, num_tokens)
             self.counts.update(hits=len(prefix), revived=len(revived))
             assert self.grow([leader])
             self.step(group, 99, [1])

@@ -5,13 +5,12 @@ patches are in solutions/, and what proves them right are the scripts in its che
 """
 
 import os
-import shutil
 import subprocess
 import sys
 
 import pytest
 
-from helpers import ROOT, SOLUTIONS, apply_patch
+from helpers import SOLUTIONS, apply_patch, copy_package
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
             "--nproc-per-node", "2"]
@@ -24,8 +23,7 @@ def check(tmp_path):
     """
 
     def run(patch, name, *arguments, python=()):
-        skip = shutil.ignore_patterns("tour")
-        shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged", ignore=skip)
+        copy_package(tmp_path)
         if patch:
             apply_patch(patch, tmp_path)
         script = SOLUTIONS / "checks" / f"{name}.py"

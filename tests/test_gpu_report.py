@@ -32,7 +32,7 @@ def report(tmp_path, monkeypatch):
 def test_a_part_that_fails_is_named_and_the_others_run(report, how, state, monkeypatch):
     monkeypatch.setitem(run.PARTS, "ranks", 1)
     monkeypatch.setitem(run.PARTS, "kernels", 7)
-    code, parts = report(["ranks", "kernels"], f"ranks:{how}", "--seconds", "160")
+    code, parts = report(["ranks", "kernels"], f"ranks:{how}", "--seconds", "96")
     assert code == 1 and parts["ranks"]["state"] == state
     assert {"first"} <= parts["ranks"]["tasks"].keys(), "what was done before is lost"
     assert parts["kernels"]["state"] == "complete" and parts["kernels"]["tasks"]
@@ -55,9 +55,9 @@ def test_all_parts_run_tiny(report):
 @pytest.mark.slow
 @pytest.mark.parametrize("part, how", [
     ("tokens", "exception"), ("kernels", "exit"), ("speed", "exception"),
-    ("ranks", "hang")])
+    ("ranks", "exception")])
 def test_each_part_may_fail(report, part, how):
     code, parts = report(run.PARTS, f"{part}:{how}", "--seconds", "600")
     states = {name: found["state"] for name, found in parts.items()}
-    failed = "hung" if how == "hang" else "failed"
-    assert code == 1 and states == dict.fromkeys(run.PARTS, "complete") | {part: failed}
+    expected = dict.fromkeys(run.PARTS, "complete") | {part: "failed"}
+    assert code == 1 and states == expected

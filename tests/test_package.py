@@ -10,21 +10,16 @@ import contextlib
 import io
 import re
 import shutil
-import tokenize
 from collections import namedtuple
 from graphlib import TopologicalSorter
 
 import pytest
 
 import nanopaged
-from helpers import ROOT, run_python
+from helpers import FUNCTIONS, ROOT, code_lines, run_python
 
 PACKAGE = ROOT / "nanopaged"
 SOURCES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
-LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT,
-          tokenize.DEDENT, tokenize.ENDMARKER}
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 # Whoever reads a file has read these before it, so any file may import them.
 FIRST = {"config", "sequence"}
@@ -54,18 +49,6 @@ def files():
 
 
 # -- Size ------------------------------------------------------------------------------
-
-
-def code_lines(source):
-    """The numbers of the lines that are not blank, comment or docstring."""
-    code, docstrings = set(), set()
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, DOCUMENTED) and ast.get_docstring(node) is not None:
-            docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in LAYOUT:
-            code.update(range(token.start[0], token.end[0] + 1))
-    return code - docstrings
 
 
 def count(paths):
@@ -280,6 +263,7 @@ def test_its_python_prints_what_it_shows(readme, tmp_path, monkeypatch):
 # -- What is published -----------------------------------------------------------------
 
 
+@pytest.mark.upstream
 def test_what_is_published_is_complete(tmp_path):
     """A source distribution, the wheel that is built from it, and what that imports.
 

@@ -137,7 +137,7 @@ def test_four_ranks_say_what_one_says(make_model, engine, tmp_path):
 def test_torchrun_must_start_as_many_processes_as_there_are_ranks(llama, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     message = message_of(partial(LLM, llama, tensor_parallel_size=2, **OPTIONS))
-    assert "must be 4, the number of processes that torchrun started" in message
+    assert "must be 4, as many processes as there are" in message
 
 
 # -- The end ---------------------------------------------------------------------------

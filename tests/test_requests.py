@@ -272,10 +272,10 @@ def test_after_its_end_an_engine_says_that_it_is_shut_down(llama, work):
     with LLM(str(llama), num_blocks=64, **CPU) as llm:
         waiting = llm.stream(work[0][1], greedy())
         next(waiting)
-    llm.shutdown()  # the second time nothing happens
     for call in (lambda: llm.generate([5], greedy()), llm.step, lambda: next(waiting)):
         with pytest.raises(RuntimeError, match="shut down"):
             call()
+    llm.shutdown()  # the second time nothing happens
 
 
 def test_two_engines_in_one_process_leave_each_other_and_torch_alone(

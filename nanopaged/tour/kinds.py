@@ -40,7 +40,7 @@ KINDS = {
         "new block", "block_manager:BlockManager.grow",
         "table.append(self._take(self.free_blocks))", "4.3", is_minor=True),
     "admit": Kind(
-        "admission", "scheduler:Scheduler._admit", "manager.begin(leader", "4.3 and 4.5"
+        "admission", "scheduler:Scheduler._admit", "manager.hold(leader", "4.3 and 4.5"
     ),
     "prefix": Kind(
         "prefix hit", "block_manager:BlockManager.match_prefix",

@@ -1,13 +1,14 @@
 """An OpenAI-compatible server: python server.py MODEL --port 8000
 
 Every client reads a stream of its own, in a pool of threads: whoever asks for more
-steps the engine for all. A stream that nobody reads any more is closed, and that aborts
+steps the engine for all. When a client goes away its stream is closed, and that aborts
 its request.
 """
 
 import argparse
 import json
 import time
+from contextlib import closing
 from dataclasses import replace
 
 import uvicorn
@@ -19,6 +20,18 @@ from nanopaged import LLM
 
 OBJECTS = {"text": "text_completion", "message": "chat.completion",
            "delta": "chat.completion.chunk"}  # by where the text is
+
+
+class Events(StreamingResponse):
+    """Server-sent events, made of outputs."""
+
+    def __init__(self, outputs, events):
+        super().__init__(events, media_type="text/event-stream")
+        self.outputs = outputs
+
+    async def __call__(self, *arguments):
+        with closing(self.outputs):  # it is cancelled if the client goes away
+            await super().__call__(*arguments)
 
 
 def make_app(llm, name):
@@ -53,8 +66,7 @@ def make_app(llm, name):
         params = replace(llm.default_params, **body)  # TypeError: an unknown name
         outputs = llm.stream({"prompt": prompt}, params)
         if is_stream:
-            return StreamingResponse(chunks(outputs, chunk_key),
-                                     media_type="text/event-stream")
+            return Events(outputs, chunks(outputs, chunk_key))
         async for output in iterate_in_threadpool(outputs):
             if output.finished or await request.is_disconnected():
                 break

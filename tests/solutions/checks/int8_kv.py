@@ -36,7 +36,7 @@ def engine(folder=None, **options):
     llm = LLM(folder, **defaults | options)
     if folder:
         for weight in llm.runner.model.parameters():
-            weight.data.mul_(8 if weight.ndim > 1 else 1)
+            weight.mul_(8 if weight.ndim > 1 else 1)
     return llm
 
 

@@ -25,7 +25,7 @@ def engine(folder, **options):
                 "attention_backend": "torch", "load_format": "dummy"}
     llm = LLM(folder, **defaults | options)
     for weight in llm.runner.model.parameters():
-        weight.data.mul_(10 if weight.ndim > 1 else 1)
+        weight.mul_(10 if weight.ndim > 1 else 1)
     return llm
 
 
@@ -74,12 +74,12 @@ def check_preemption(folder, mode):
     assert all(len(o.outputs[0].token_ids) == 20 for o in outputs.values())
 
 
-def check_no_starvation(folder, mode):
+def check_no_starvation(folder, mode, n):
     """Once admitted, a request ends, even if better ones never cease to come."""
-    llm = engine(folder, num_blocks=16, max_model_len=32, max_num_batched_tokens=8,
-                 preemption_mode=mode)
+    llm = engine(folder, num_blocks=4 + 12 * n, max_model_len=32,
+                 max_num_batched_tokens=8, preemption_mode=mode)
     given_way = watch_preemptions(llm)
-    low = llm.add_request([1] * 8, params(9, 20))
+    low = llm.add_request([1] * 8, params(9, 20, n))
     for step in range(400):
         if any(output.request_id == low and output.finished for output in llm.step()):
             break
@@ -118,7 +118,8 @@ def main(num_runs=20):
         check_admission(folder)
         for mode in ("recompute", "swap"):
             check_preemption(folder, mode)
-            check_no_starvation(folder, mode)
+            for n in (1, 3):  # with n=3 it has to fork again
+                check_no_starvation(folder, mode, n)
         roomy = engine(folder, num_blocks=500)
         total = sum(check_tokens(folder, run, roomy) for run in range(num_runs))
     print(f"Priorities: admission and preemption follow them, nobody starves, and "

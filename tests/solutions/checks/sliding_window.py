@@ -73,7 +73,7 @@ def check_tokens(folder, model, num_prompts):
             outputs = llm.generate(prompts, params, use_tqdm=False)
         for output, tokens in zip(outputs, expected, strict=True):
             found = output.outputs[0].token_ids[: len(tokens)]
-            assert found == tokens, (options, len(output.prompt_token_ids))
+            assert found == tokens, (options, output.prompt_token_ids, found, tokens)
     return num_compared
 
 

@@ -27,7 +27,7 @@ def engine(folder, **options):
                 "max_model_len": 48}
     llm = LLM(folder, **defaults | options)
     for weight in llm.runner.model.parameters():
-        weight.data.mul_(8 if weight.ndim > 1 else 1)
+        weight.mul_(8 if weight.ndim > 1 else 1)
     return llm
 
 
@@ -53,7 +53,16 @@ def width_of(params):
 
 def serve(llm, requests):
     prompts, params = map(list, zip(*requests, strict=True))
+    first = llm.stats().steps
+
+    def check_steps(phase, _):
+        if llm.stats().steps - first > 5000:
+            raise AssertionError(
+                "5000 steps: does a sequence count more as computed than it has?")
+
+    llm.observers.append(check_steps)
     outputs = llm.generate(prompts, params, use_tqdm=False)
+    llm.observers.remove(check_steps)
     assert llm.stats().blocks_used == 0
     assert not any(block.ref_count for block in llm.block_manager.blocks)
     return [[[c.token_ids, c.finish_reason, c.logprobs and [*map(list, c.logprobs)]]
@@ -82,7 +91,8 @@ def check_tables(llm):
     for group in llm.scheduler.running.values():
         for seq in group.live:
             most = llm.block_manager.num_blocks_for(len(seq.token_ids))
-            assert len(seq.block_table) <= most
+            assert len(seq.block_table) <= most, (
+                f"{len(seq.block_table)} blocks for {len(seq.token_ids)} tokens")
 
 
 def check_tokens(folder, run, expected):
@@ -93,15 +103,21 @@ def check_tokens(folder, run, expected):
                for prompt, params in draw_requests(random.Random(run)))
     rng = random.Random(-1 - run)
     block_size = rng.choice([1, 2, 4])
-    llm = engine(
-        folder, num_speculative_tokens=rng.randrange(1, 7), block_size=block_size,
+    options = dict(
+        num_speculative_tokens=rng.randrange(1, 7), block_size=block_size,
         num_blocks=max(most, 48) // block_size + rng.randrange(2, 5),
         max_num_seqs=rng.choice([2, 3, 8]), swap_space=rng.choice([0, 1]),
         max_num_batched_tokens=rng.choice([4, 16, 256]),
         preemption_mode=rng.choice(["recompute", "swap"]),
         enable_prefix_caching=rng.random() < 0.8)
+    llm = engine(folder, **options)
     llm.observers.append(lambda phase, _: phase == "updated" and check_tables(llm))
-    assert converse(llm, run) == expected, f"run {run}"
+    requests = list(draw_requests(random.Random(run)))
+    for (prompt, params), found, right in zip(
+            requests * 2, converse(llm, run), expected, strict=True):
+        assert found == right, (
+            f"run {run}: {params} after {prompt}, or after that and a part of its "
+            f"answer, with {options}: {found}, and without guesses {right}")
     stats = llm.stats()
     return stats.preemptions_recompute + stats.preemptions_swap
 
