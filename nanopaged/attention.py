@@ -13,7 +13,7 @@ Shapes, here and everywhere:
     num_seqs       entries of the batch: here, each is called a sequence
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
-    kv             [num_tokens, 2 * num_kv_heads, head_dim]: heads of K, then those of V
+    k, v           [num_tokens, num_kv_heads, head_dim] each
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
@@ -94,10 +94,10 @@ class TorchAttention:
         """What else a backend must know on the device: here nothing."""
         return []
 
-    def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Put K and V into their slots."""
-        size = self.block_size
-        kv_cache[slots // size, :, :, slots % size] = kv.unflatten(1, (2, -1))
+        kv, size = torch.stack((k, v), 1), self.block_size
+        kv_cache[slots // size, :, :, slots % size] = kv
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
@@ -249,9 +249,10 @@ class TritonAttention(TorchAttention):
         items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         return [items]
 
-    def store(self, kv: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        self.kernels.store[(len(kv),)](kv, slots, kv_cache, kv.stride(0),
-                                       kv[0].numel(), self.head_dim, self.block_size)
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        self.kernels.store[(len(k),)](
+            k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
+            self.head_dim, self.block_size)
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
         # All at once: within a pool nothing is copied from a block that is written, as

@@ -25,22 +25,24 @@ LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruc
 
 
 @triton.jit(do_not_specialize=["slots"])
-def store(kv, slots, kv_cache, kv_stride, SIZE: constexpr, HEAD_DIM: constexpr,
-          BLOCK_SIZE: constexpr):
+def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
+          HEAD_DIM: constexpr, BLOCK_SIZE: constexpr):
     """Put a token's K and V into its slot: grid [num_tokens].
 
-    kv        [num_tokens, 2 * num_kv_heads, head_dim]; SIZE is that of one token
+    k, v      [num_tokens, num_kv_heads, head_dim]; SIZE is that of a token's heads
     slots     [num_tokens]
     kv_cache  [num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
     token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, triton.next_power_of_2(SIZE))  # K's heads, then V's
-    values = tl.load(kv + token * kv_stride + at, mask=at < SIZE)
-
+    at = tl.arange(0, triton.next_power_of_2(SIZE))  # element of one head after another
+    mask = at < SIZE
     slot = tl.load(slots + token)  # 64 bits: 32 cannot count a pool's elements
-    block = kv_cache + slot // BLOCK_SIZE * SIZE * BLOCK_SIZE
-    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # heads in the same order
-    tl.store(block + row * HEAD_DIM + at % HEAD_DIM, values, mask=at < SIZE)
+    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # in the block's K, or its V
+    k_at = kv_cache + slot // BLOCK_SIZE * 2 * SIZE * BLOCK_SIZE
+    k_at += row * HEAD_DIM + at % HEAD_DIM
+    v_at = k_at + SIZE * BLOCK_SIZE
+    tl.store(k_at, tl.load(k + token * k_stride + at, mask), mask)
+    tl.store(v_at, tl.load(v + token * v_stride + at, mask), mask)
 
 
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks"])

@@ -36,21 +36,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @fused
-def norm_rotate(qkv: Tensor, num_kv_heads: int, weights: list[Tensor], eps: float,
-                cos: Tensor, sin: Tensor) -> Tensor:
+def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
+                sin: Tensor) -> Tensor:
     """Normalise the heads of Q and K, if there are weights for it, then rotate them
-    (RoFormer). V stays as it is.
+    (RoFormer).
 
-    qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim]; weights: those of Q's
-    heads, [num_heads, head_dim], and of K's; cos, sin: [num_tokens, 1, head_dim], of
-    angles that grow with the position. The halves of a head turn like (x1, x2) ->
+    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads,
+    [num_heads, head_dim], and of K's; cos, sin: [num_tokens, 1, head_dim], of angles
+    that grow with the position. The halves of a head turn like (x1, x2) ->
     (x1 cos - x2 sin, x2 cos + x1 sin).
     """
-    x, v = qkv.tensor_split([-num_kv_heads], dim=1)
     if weights:
         x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
-    rotated = torch.addcmul(x * cos, rotate_half(x), sin)
-    return torch.cat((rotated, v), 1)
+    return torch.addcmul(x * cos, rotate_half(x), sin)
 
 
 class Linear(nn.Linear):
@@ -111,9 +109,10 @@ class Attention(nn.Module):
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
         num_kv_heads = self.backend.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
-        qkv = norm_rotate(qkv, num_kv_heads, self.norm_weights, self.eps, *rotation)
-        q, kv = qkv.tensor_split([-2 * num_kv_heads], dim=1)
-        self.backend.store(kv, kv_cache, metadata.slots)
+        qk, v = qkv.tensor_split([-num_kv_heads], dim=1)
+        qk = norm_rotate(qk, self.norm_weights, self.eps, *rotation)
+        q, k = qk.tensor_split([-num_kv_heads], dim=1)
+        self.backend.store(k, v, kv_cache, metadata.slots)
         attended = self.backend.attend(q, kv_cache, metadata)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 

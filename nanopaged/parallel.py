@@ -11,6 +11,7 @@ torchrun ends the others.
 """
 
 import os
+import weakref
 from collections.abc import Callable
 from copy import copy
 from dataclasses import fields
@@ -60,6 +61,7 @@ class Ranks:
         # An engine may idle for long, and no timeout is needed to notice that a rank
         # has died: torchrun notices that.
         dist.init_process_group(backend, timeout=timedelta(days=365))
+        weakref.finalize(dist, leave)  # at the script's end, after `ModelRunner.free`
         self.rank = dist.get_rank()
 
     # -- What a step needs -------------------------------------------------------------
@@ -95,3 +97,12 @@ class Ranks:
                 os._exit(0)  # at once: at its end NCCL would wait for recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
             run(Batch(*[part.tolist() for part in numbers.split(sizes.tolist())]))
+
+
+def leave() -> None:
+    """Leave the process group without waiting for anybody. Gloo's threads must not
+    outlive Python, whose lock they may need for a tensor that they let go of.
+    """
+    if dist.is_initialized():
+        dist.group.WORLD.abort()  # by itself, NCCL would wait for the other ranks
+        dist.destroy_process_group()

@@ -94,9 +94,10 @@ class Case:
         new = [dense[past:] for dense, (past, _) in
                zip(self.dense, self.seqs, strict=True)]
         qkv = torch.cat((self.q, torch.cat(new).flatten(1, 2)), 1)
-        kv = qkv[:, -2 * self.heads[1] :]  # not contiguous, as in the model
-        backend.store(kv, self.cache, metadata.slots)
-        return backend.attend(qkv[:, : self.heads[0]], self.cache, metadata)
+        # Views, not contiguous, as in the model.
+        q, k, v = qkv.split([self.heads[0], self.heads[1], self.heads[1]], 1)
+        backend.store(k, v, self.cache, metadata.slots)
+        return backend.attend(q, self.cache, metadata)
 
     def expected(self):
         rows, queries = [], iter(self.q.double())

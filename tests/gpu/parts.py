@@ -102,9 +102,8 @@ def on_device(case):
     metadata = Metadata(*places, made.counts, made.ends,
                         [x.to(DEVICE) for x in made.plan])
     new = [dense[past:] for dense, (past, _) in zip(case.dense, case.seqs, strict=True)]
-    cache, kv = case.cache.to(DEVICE), torch.cat(new).flatten(1, 2).to(DEVICE)
-    q = case.q.to(DEVICE)
-    backend.store(kv, cache, metadata.slots)
+    q, cache, kv = (x.to(DEVICE) for x in (case.q, case.cache, torch.cat(new)))
+    backend.store(kv[:, 0], kv[:, 1], cache, metadata.slots)
     return lambda: backend.attend(q, cache, metadata)
 
 

@@ -78,7 +78,7 @@ def check_error(backend_name):
             tables.numpy(), counts, ends, backend.block_size))
         new = torch.cat([own[end - count : end]
                          for own, count, end in zip(kv, counts, ends, strict=True)])
-        backend.store(new, cache, slots)
+        backend.store(*new.chunk(2, 1), cache, slots)
         plan = map(torch.from_numpy, backend.plan(counts, ends, tables.shape[1]))
         out = backend.attend(
             q, cache, Metadata(positions, slots, tables, counts, ends, list(plan)))
