@@ -110,38 +110,40 @@ class BlockManager:
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
         self.hold(child, shared, num_tokens)
 
-    def num_blocks_to_grow(self, seqs: list[Sequence]) -> int:
-        """How many free blocks `grow` takes for these sequences of a group.
+    def grow(self, seqs: list[Sequence], copies: Moves) -> bool:
+        """Give a group's sequences blocks for all tokens they have to compute; False,
+        and nothing changes, if too few blocks are free.
 
         Each needs blocks of its own from where it writes next. A block that they hold
-        there already serves the last of its holders; the others take copies of it.
+        there already serves the last of its holders. The others take copies of it:
+        `copies` gets what must be copied before the next step writes.
         """
+        size = self.block_size
+        if len(seqs) == 1 and seqs[0].compute_end <= len(seqs[0].block_table) * size:
+            # The usual case, decided fast. A sequence alone, or a leader before the
+            # fork, shares only full blocks, and never writes to those: no copies.
+            return True
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
-            first = seq.num_computed_tokens // self.block_size
+            first = seq.num_computed_tokens // size
             num_needed += self.num_blocks_for(seq.compute_end) - first
             held.update(seq.block_table[first:])
-        return num_needed - len(held)
+        if num_needed - len(held) > len(self.free_blocks):
+            return False
 
-    def grow(self, seq: Sequence) -> Moves:
-        """Give `seq` blocks for all tokens it has to compute; there must be enough.
-
-        Returns the copies that must be made before the next step writes.
-        """
-        table = seq.block_table
-        copies: Moves = []
-        index = seq.num_computed_tokens // self.block_size
-        if index < len(table) and self.blocks[table[index]].ref_count > 1:
-            # Others hold this block too: copy-on-write.
-            shared = table[index]
-            self.blocks[shared].ref_count -= 1
-            table[index] = self._take(self.free_blocks)
-            copies.append((shared, table[index]))
-
-        while len(table) * self.block_size < seq.compute_end:
-            table.append(self._take(self.free_blocks))
-        return copies
+        for seq in seqs:
+            table = seq.block_table
+            index = seq.num_computed_tokens // size
+            if index < len(table) and self.blocks[table[index]].ref_count > 1:
+                # Others hold this block too: copy-on-write.
+                shared = table[index]
+                self.blocks[shared].ref_count -= 1
+                table[index] = self._take(self.free_blocks)
+                copies.append((shared, table[index]))
+            while len(table) * size < seq.compute_end:
+                table.append(self._take(self.free_blocks))
+        return True
 
     def swap(self, seqs: list[Sequence], free_list: FreeList) -> Moves:
         """Move the blocks of these sequences to the pool whose free list this is.

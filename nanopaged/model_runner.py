@@ -6,6 +6,7 @@ contents of the pool, and the tokens that the last step sampled.
 """
 
 import logging
+import time
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,11 @@ logger = logging.getLogger("nanopaged")
 
 class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: Any, ranks: Ranks) -> None:
+        start = time.perf_counter()
+
+        def log(text: str, *facts: object) -> None:
+            logger.info(f"{time.perf_counter() - start:.1f} s: {text}", *facts)
+
         self.config = config
         self.ranks = ranks
         self.is_gpu = torch.cuda.is_available() and config.device != "cpu"
@@ -37,6 +43,7 @@ class ModelRunner:
         self.backend = make_backend(config.attention_backend, ranks.share,
                                     config.block_size, self.dtype, self.device)
         self.model: Any = load_model(config, self.backend, ranks)
+        log("the model is loaded")
 
         # Attention within a sliding window is full as long as that is not filled.
         longest = model_config.max_position_embeddings
@@ -59,12 +66,13 @@ class ModelRunner:
         self.num_blocks = self.num_swap_blocks = 0
         self._make_pools()
         self._warm_up()
-        logger.info("first steps run: %s, %s", type(self.backend).__name__, self.dtype)
+        log("first steps have run: %s, %s", type(self.backend).__name__, self.dtype)
         self._size_pools()
         self._make_pools()
+        log("KV cache: %d blocks of %d tokens", self.num_blocks, config.block_size)
         if compiles and config.attention_backend != "torch":
             self._capture_graphs()
-            logger.info("CUDA graphs recorded: %d", len(self.graphs))
+            log("%d CUDA graphs are recorded", len(self.graphs))
 
     # -- A step ------------------------------------------------------------------------
 
@@ -220,7 +228,6 @@ class ModelRunner:
         self.num_blocks = num_blocks = int(self.ranks.all_reduce(pool, "MIN"))
         check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
-        logger.info("KV cache: %d blocks of %d bytes", num_blocks, block_bytes)
 
     def free(self) -> None:
         """Give back the memory, even if somebody still holds the engine."""
@@ -233,9 +240,9 @@ class ModelRunner:
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
     """The checkpoint's dtype, but on a CPU one that it has instructions for."""
-    is_half = model_dtype in (torch.float16, torch.bfloat16)
-    if name == "auto" and is_half and device.type == "cpu":
-        name = "bfloat16" if torch.cpu._is_avx512_bf16_supported() else "float32"
-    if name == "auto":
-        return model_dtype or torch.float32
-    return getattr(torch, name)  # type: ignore[no-any-return]
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
+        is_fast = torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if is_fast else torch.float32
+    return model_dtype or torch.float32

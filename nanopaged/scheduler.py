@@ -97,7 +97,8 @@ class Scheduler:
         num_running = len(self.running)
         for request_id, group in list(self.running.items()):
             # If the pool is full the youngest gives way, and that may be this group.
-            while request_id in self.running and not self._make_room(group, batch):
+            while request_id in self.running and not self.block_manager.grow(
+                    group.next_sequences, batch.copies):
                 self._preempt(next(reversed(self.running.values())), batch)
             if request_id in self.running:
                 budget = self._schedule_group(group, batch, budget)
@@ -116,22 +117,6 @@ class Scheduler:
         self.stats.steps += 1
         self._notify("scheduled", batch)
         return batch
-
-    def _make_room(self, group: SequenceGroup, batch: Batch) -> bool:
-        """Give a group the blocks for what it computes next, if enough are free."""
-        manager = self.block_manager
-        seqs = group.next_sequences
-        if len(seqs) == 1:
-            # The usual case, decided fast. A sequence alone, or a leader before the
-            # fork, shares only full blocks, and never writes to those: no copies.
-            num_slots = len(seqs[0].block_table) * manager.block_size
-            if seqs[0].compute_end <= num_slots:
-                return True
-        if manager.num_blocks_to_grow(seqs) > len(manager.free_blocks):
-            return False
-        for seq in seqs:
-            batch.copies += manager.grow(seq)
-        return True
 
     def _schedule_group(self, group: SequenceGroup, batch: Batch, budget: int) -> int:
         """Spend budget on the sequences of a group; returns what is left.
@@ -215,7 +200,8 @@ class Scheduler:
                 group.num_cached_tokens = leader.num_computed_tokens
         self.running[group.request_id] = self.waiting[group.request_id]
         del self.waiting[group.request_id]
-        return self._make_room(group, batch)  # True: enough blocks are free
+        # This is True: enough blocks are free.
+        return manager.grow(group.next_sequences, batch.copies)
 
     def _preempt(self, group: SequenceGroup, batch: Batch) -> None:
         """Send a group back to the head of the queue. It keeps its tokens.

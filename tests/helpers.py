@@ -5,16 +5,13 @@ engines that must be shut down) is a fixture in conftest.py.
 """
 
 import ast
-import html
 import io
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import tokenize
 from collections import Counter
 from dataclasses import asdict
@@ -221,29 +218,6 @@ def find_browser():
     """The path of a Chromium, or None."""
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     return next(filter(None, map(shutil.which, names)), None)
-
-
-def browse(page, fragment="", size=(1280, 720), *more):
-    """Open a file in the browser; returns the page as it is after its scripts ran."""
-    quiet = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "disable-sync",
-             "disable-background-networking", "disable-component-update",
-             "no-first-run", "hide-scrollbars"]
-    with tempfile.TemporaryDirectory() as profile:
-        command = [
-            find_browser(), *(f"--{option}" for option in quiet),
-            f"--user-data-dir={profile}", f"--window-size={size[0]},{size[1]}",
-            "--virtual-time-budget=60000", *more, "--dump-dom",
-            f"{Path(page).resolve().as_uri()}{fragment}"]
-        result = subprocess.run(
-            command, capture_output=True, encoding="utf-8", timeout=300)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-def text_of_element(dom, ident):
-    """The text of the element with this id, which has no elements in it."""
-    (text,) = re.findall(rf'<[^>]* id="{ident}"[^>]*>([^<]*)<', dom)
-    return html.unescape(text)
 
 
 # -- Numbers, and other processes ------------------------------------------------------

@@ -39,7 +39,7 @@ def admit(manager, tokens, n=1, salt=None):
     seq = group_of(tokens, n, salt).live[0]
     prefix = manager.match_prefix(seq)
     manager.hold(seq, prefix, len(prefix) * manager.block_size)
-    assert manager.grow(seq) == []
+    assert manager.grow([seq], [])
     return seq
 
 
@@ -55,10 +55,11 @@ def run(manager, tokens, salt=None, n=1):
     return seq
 
 
-def decode(manager, seq, token):
-    seq.token_ids.append(token)
-    manager.grow(seq)
-    compute(manager, seq)
+def decode(manager, seqs, *tokens):
+    for seq, token in zip(seqs, tokens, strict=True):
+        seq.token_ids.append(token)
+    assert manager.grow(seqs, [])
+    compute(manager, *seqs)
 
 
 def fork(manager, tokens, n):
@@ -94,8 +95,8 @@ def test_the_story_of_the_module():
     assert tables(b, sibling) == [[0, 2], [0, 2]] and refs(manager) == [3, 1, 2, 0]
     b.token_ids.append(1)
     sibling.token_ids.append(2)
-    assert manager.num_blocks_to_grow([b, sibling]) == 1
-    assert manager.grow(b) == [(2, 3)] and manager.grow(sibling) == []
+    copies = []
+    assert manager.grow([b, sibling], copies) and copies == [(2, 3)]
     assert tables(b, sibling) == [[0, 3], [0, 2]] and refs(manager) == [3, 1, 1, 1]
 
 
@@ -122,10 +123,10 @@ def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
         manager.advance(seq, num_computed - seq.num_computed_tokens)
         assert hits(manager, A + B + C) == found
     seq.num_pending_tokens = 1  # only the device knows the last token of block 1
-    manager.grow(seq)
+    assert manager.grow([seq], [])
     compute(manager, seq)
     assert hits(manager, A + B + C) == [0]
-    decode(manager, seq, B[3])
+    decode(manager, [seq], B[3])
     assert hits(manager, A + B + C) == [0, 1]
     assert hits(manager, A + B) == [0]  # the last token is always computed
 
@@ -160,8 +161,7 @@ def test_twins_have_one_name_and_the_newer_is_found():
 def test_a_swap_moves_a_shared_block_once_and_it_stays_shared():
     manager = BlockManager(6, 4, num_swap_blocks=3)
     seqs = fork(manager, A + [9], 2)
-    for seq in seqs:
-        decode(manager, seq, seq.index)
+    decode(manager, seqs, 0, 1)
     other = run(manager, A + [8])
     assert tables(*seqs, other) == [[0, 2], [0, 1], [0, 3]]
     assert manager.swap(seqs, manager.free_swap_blocks) == [(0, 6), (2, 7), (1, 8)]
@@ -175,7 +175,7 @@ def test_a_swap_moves_a_shared_block_once_and_it_stays_shared():
     manager.free(other)
     run(manager, B + C + D)  # block 0 is taken, and the prefix is found no more ...
     assert hits(manager, A + [9]) == []
-    decode(manager, seqs[0], 5)  # ... until its new block is published
+    decode(manager, seqs, 5, 5)  # ... until its new block is published
     assert hits(manager, A + [9]) == [1]
 
 
@@ -251,22 +251,28 @@ class Machine(stateful.RuleBasedStateMachine):
             self.slots[target] = list(self.slots[source])
 
     def grow(self, seqs):
-        """As in a step: check that there is room, then let each grow."""
-        order = self.orders[DEVICE]
-        missing, left = self.manager.num_blocks_to_grow(seqs), len(order)
-        for seq in seqs if missing <= left else ():
+        """As in a step: all of them, or none if too few blocks are free."""
+        order, holders, plans = self.orders[DEVICE], self.holders(), []
+        for seq in seqs:
             table, index = list(seq.block_table), seq.num_computed_tokens // self.size
-            shared = [b for b in table[index : index + 1] if self.holders()[b] > 1]
+            shared = [b for b in table[index : index + 1] if holders[b] > 1]
+            holders.subtract(shared)
             new = -(-seq.compute_end // self.size) - len(table)
-            moves = self.manager.grow(seq)
+            plans.append((table, index, shared, new))
+        needed = sum(len(shared) + new for _, _, shared, new in plans)
+        copies, expected = [], []
+        fits = self.manager.grow(seqs, copies)
+        assert fits == (needed <= len(order)), f"{needed} of {len(order)} free blocks"
+        for table, index, shared, new in plans if fits else ():
             taken = self.take(len(shared) + new, order)
-            assert moves == list(zip(shared, taken, strict=False)), "copy-on-write"
+            expected += zip(shared, taken, strict=False)
             table[index : index + len(shared)] = taken[: len(shared)]
-            assert tables(seq) == [table + taken[len(shared) :]]
-            self.move(moves)
+            table += taken[len(shared) :]
             self.counts.update(grown=new, copied=len(shared))
-        assert len(order) in (left, left - missing), f"it said that it takes {missing}"
-        return missing <= left
+        assert copies == expected, "copy-on-write"
+        assert tables(*seqs) == [table for table, *_ in plans]
+        self.move(copies)
+        return fits
 
     def write(self, seq, count):
         labels, holders = self.labels(seq), self.holders()

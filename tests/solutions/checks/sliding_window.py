@@ -67,7 +67,9 @@ def check_tokens(folder, model, num_prompts):
     expected = [reference_tokens(model, prompt, 60) for prompt in prompts]
     num_compared = sum(map(len, expected))
     assert num_compared > 30 * len(prompts)
-    for options in ({}, {"max_num_batched_tokens": 11}, {"attention_backend": "numba"}):
+    large = {"block_size": 2 * WINDOW}  # the window is within a block, or in two
+    for options in ({}, {"max_num_batched_tokens": 11}, {"attention_backend": "numba"},
+                    large, large | {"attention_backend": "numba"}):
         with engine(folder, **options) as llm:
             params = SamplingParams(temperature=0, max_tokens=60)
             outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -111,8 +113,10 @@ def check_run(folder, run, roomy):
                         max_tokens=rng.randrange(1, 50), seed=run))
         for _ in range(rng.randrange(3, 7))]
     widest = max(width_of(params) for _, params in requests)
+    size = rng.choice([4, 4, 2 * WINDOW])
     llm = engine(
-        folder, num_blocks=rng.randrange(10, 12) * widest,
+        folder, block_size=size,
+        num_blocks=(2 * WINDOW // size + 2 + rng.randrange(2)) * widest,
         max_num_batched_tokens=rng.choice([5, 20, 200]), max_model_len=120,
         preemption_mode=rng.choice(["recompute", "swap"]))
     llm.runs_ahead = rng.random() < 0.5
