@@ -169,7 +169,7 @@ def test_a_delta_turns_one_list_into_another():
 # -- It only looks ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [24, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [24, pytest.param(600, marks=pytest.mark.slow)])
 def test_tracing_changes_no_token(small, count):
     requests = random_requests(seed=3, count=count)
     llm = small()
