@@ -30,11 +30,12 @@ PROCESS = ctypes.CDLL(None)  # the functions of all its libraries
 
 
 @njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
-def run_programs(first, stride, q, kv_cache, block_tables, seqs, ends, scale, out):
+def run_programs(first, stride, q, kv_cache, block_tables, seqs, ends, out):
     """Run the programs first, first + stride, first + 2 * stride, .. A program, as
     Triton calls it, here computes one KV head of one decode (a sequence of one query).
 
-    q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32
+    q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
+                  divided by sqrt(d) already
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
     seqs          [num_decodes]: the sequence of each
@@ -70,8 +71,8 @@ def run_programs(first, stride, q, kv_cache, block_tables, seqs, ends, scale, ou
                     score = np.float32(0)
                     for dim in range(head_dim):
                         score += query[dim] * to_float32(k[key, dim])
-                    scores[key] = score * scale
-                    higher = max(higher, scores[key])
+                    scores[key] = score
+                    higher = max(higher, score)
 
                 # The sums so far are relative to a lower score: shrink them.
                 shrink = math.exp(highest[g] - higher)

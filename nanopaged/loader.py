@@ -12,11 +12,11 @@ import torch
 import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
-from nanopaged.model import CausalLM, Linear
+from nanopaged.model import CausalLM, Linear, pack
 from nanopaged.parallel import Ranks
 
 BUNDLED = Path(__file__).parent / "shakespeare"
@@ -72,7 +72,7 @@ def load_generation_config(name: str | Path,
 # -- Weights ---------------------------------------------------------------------------
 
 @torch.no_grad()
-def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> CausalLM:
+def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     """A rank's share of the model, with the values of a checkpoint; or random ones, for
     benchmarks: normal with std 0.02, around one for norms.
     """
@@ -86,8 +86,8 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> CausalLM:
     else:
         load_checkpoint(model, config.model or BUNDLED, ranks)
     for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+        if type(module) is Linear:
+            pack(module)
     return model
 
 

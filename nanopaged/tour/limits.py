@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nanopaged import LLM
-from nanopaged.model import Linear
+from nanopaged.model import Linear, pack
 from nanopaged.tour.kv import token_bytes
 
 Requests: TypeAlias = list[tuple[list[int], int]]  # a prompt, tokens to generate
@@ -45,7 +45,7 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     for _ in range(8):
         matrix = Linear(columns, rows=rows).to(device, dtype)
         matrix.requires_grad_(False).weight.normal_()
-        matrix.pack()
+        pack(matrix)
         matrices.append(matrix)
 
     def multiply(batch: int, count: int) -> float:

@@ -1,14 +1,14 @@
-"""An OpenAI-compatible server: python server.py MODEL --port 8000
+"""An OpenAI-compatible server, at port 8000: python server.py [MODEL]
 
 Every client reads a stream of its own, in a pool of threads: whoever asks for more
 steps the engine for all. When a client goes away its stream is closed, and that aborts
 its request.
 """
 
-import argparse
 import json
+import sys
 import time
-from contextlib import closing
+from contextlib import aclosing, closing
 from dataclasses import replace
 
 import uvicorn
@@ -23,14 +23,8 @@ OBJECTS = {"text": "text_completion", "message": "chat.completion",
 
 
 class Events(StreamingResponse):
-    """Server-sent events, made of outputs."""
-
-    def __init__(self, outputs, events):
-        super().__init__(events, media_type="text/event-stream")
-        self.outputs = outputs
-
     async def __call__(self, *arguments):
-        with closing(self.outputs):  # it is cancelled if the client goes away
+        async with aclosing(self.body_iterator):  # also if the client goes away
             await super().__call__(*arguments)
 
 
@@ -47,15 +41,14 @@ def make_app(llm, name):
         return {"object": "list", "data": [{"id": name, "object": "model"}]}
 
     @app.post("/v1/completions")
-    async def completions(request: Request):
-        body = await request.json()
+    async def completions(request: Request, body: dict):
         return await answer(request, body.pop("prompt", None), body, "text", "text")
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request):
-        body = {"max_tokens": None} | await request.json()
+    async def chat(request: Request, body: dict):
         ids = llm.get_tokenizer().apply_chat_template(
             body.pop("messages", []), add_generation_prompt=True, return_dict=False)
+        body = {"max_tokens": None} | body
         return await answer(request, ids, body, "message", "delta")
 
     async def answer(request, prompt, body, key, chunk_key):
@@ -63,27 +56,27 @@ def make_app(llm, name):
         is_stream, model = body.pop("stream", False), body.pop("model", name)
         if model != name or "logprobs" in body:
             raise ValueError(f"the model is {name!r}, and there are no logprobs")
-        params = replace(llm.default_params, **body)  # TypeError: an unknown name
-        outputs = llm.stream({"prompt": prompt}, params)
+        # An unknown name is a TypeError here, and a wrong value a ValueError.
+        outputs = llm.stream({"prompt": prompt}, replace(llm.default_params, **body))
         if is_stream:
-            return Events(outputs, chunks(outputs, chunk_key))
+            return Events(chunks(outputs, chunk_key), media_type="text/event-stream")
         async for output in iterate_in_threadpool(outputs):
             if output.finished or await request.is_disconnected():
                 break
-        choices = output.outputs
-        numbers = {"prompt_tokens": len(output.prompt_token_ids),
-                   "completion_tokens": sum(len(c.token_ids) for c in choices)}
-        usage = numbers | {"total_tokens": sum(numbers.values())}
-        return describe(output, choices, key, {}) | {"usage": usage}
+        counts = {"prompt_tokens": len(output.prompt_token_ids),
+                  "completion_tokens": sum(len(c.token_ids) for c in output.outputs)}
+        usage = counts | {"total_tokens": sum(counts.values())}
+        return describe(output, output.outputs, key, {}) | {"usage": usage}
 
-    def chunks(outputs, key):
+    async def chunks(outputs, key):
         """Server-sent events, with what is new in the choices that have changed."""
         before, starts = [], {}
-        for output in outputs:
-            news = [choice for choice in output.outputs if choice not in before]
-            yield f"data: {json.dumps(describe(output, news, key, starts))}\n\n"
-            before = output.outputs
-            starts = {choice.index: len(choice.text) for choice in before}
+        with closing(outputs):
+            async for output in iterate_in_threadpool(outputs):
+                news = [choice for choice in output.outputs if choice not in before]
+                yield f"data: {json.dumps(describe(output, news, key, starts))}\n\n"
+                before = output.outputs
+                starts = {choice.index: len(choice.text) for choice in before}
         yield "data: [DONE]\n\n"
 
     def describe(output, choices, key, starts):
@@ -100,14 +93,6 @@ def make_app(llm, name):
     return app
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", nargs="?", help="default: the bundled model")
-    parser.add_argument("--port", type=int, default=8000)
-    args = parser.parse_args()
-    with LLM(args.model) as llm:
-        uvicorn.run(make_app(llm, args.model or "nanopaged"), port=args.port)
-
-
 if __name__ == "__main__":
-    main()
+    path = sys.argv[1] if sys.argv[1:] else None
+    uvicorn.run(make_app(LLM(path), path or "nanopaged"))
