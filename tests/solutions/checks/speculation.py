@@ -1,6 +1,6 @@
 """Speculation by looking up n-grams: the same tokens, in fewer steps.
 
-    python speculation.py [number of random runs [their answers, as JSON]]
+    python speculation.py [number of random runs [the first [their answers, as JSON]]]
 """
 
 import json
@@ -79,11 +79,11 @@ def converse(llm, run):
     return answers + serve(llm, longer)
 
 
-def plain_answers(num_runs):
+def plain_answers(num_runs, first):
     """What an engine says that makes no guesses, or cannot make any."""
     with tempfile.TemporaryDirectory() as folder:
         llm = engine(folder, num_blocks=300)
-        return [converse(llm, run) for run in range(num_runs)]
+        return [converse(llm, run) for run in range(first, first + num_runs)]
 
 
 def check_tables(llm):
@@ -136,13 +136,13 @@ def count_steps(num_speculative_tokens):
         return token_ids, again.num_cached_tokens, steps
 
 
-def main(num_runs=30, answers=None):
+def main(num_runs=30, first=0, answers=None):
     """`answers`: a file of those to expect; else they are made without speculation."""
     expected = json.loads(Path(answers).read_text()) if answers else plain_answers(
-        num_runs)
+        num_runs, first)
     with tempfile.TemporaryDirectory() as folder:
         preemptions = sum(
-            check_tokens(folder, *pair) for pair in enumerate(expected))
+            check_tokens(folder, *pair) for pair in enumerate(expected, first))
     *plain, num_steps = count_steps(0)
     *guessed, num_guessed_steps = count_steps(4)
     assert guessed == plain
