@@ -19,8 +19,9 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 # -- Files of every form ---------------------------------------------------------------
 
 
-def add_head(tensors):
+def add_head_and_angles(tensors):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # Llama 2
 
 
 def to_bfloat16(tensors):
@@ -35,7 +36,7 @@ def to_float16_in_part(tensors):
 @pytest.mark.parametrize(("family", "fields", "edit"), [
     ("llama", {"max_shard_size": "30KB"}, None),
     ("mistral", {"sliding_window": None, "max_shard_size": "30KB"}, None),
-    ("qwen3", TIED, None), ("qwen3", TIED, add_head), ("qwen2", {}, None),
+    ("qwen3", TIED, None), ("qwen3", TIED, add_head_and_angles), ("qwen2", {}, None),
     ("llama", BIASES | TIED | {"max_shard_size": "30KB"}, None),
     ("qwen3", {"attention_bias": True}, to_bfloat16),
     ("qwen2", TIED, to_float16_in_part)],
