@@ -35,7 +35,7 @@ def load_config(name: str | Path) -> Any:
     facts = config.to_dict()
     facts |= facts.get("rope_parameters", {})
     for field, known in (("model_type", FAMILIES), ("hidden_act", ("silu",)),
-                         ("rope_type", ROPE_TYPES)):
+                         ("rope_type", ROPE_TYPES), ("is_causal", (None, True))):
         value = facts.get(field)
         check(value in known, f"{field} in config.json", f"one of {known}", value)
     if getattr(config, "head_dim", None) is None:

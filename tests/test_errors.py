@@ -124,6 +124,7 @@ def shape(name, *size):
 @pytest.mark.parametrize(("edit", "message"), [
     (config(model_type="gpt2", rope_parameters={}), "model_type in config.json must"),
     (config(hidden_act="gelu"), "hidden_act in config.json must be one of ('silu',)"),
+    (config(is_causal=False), "is_causal in config.json must be one of (None, True)"),
     (config(rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}),
      "rope_type in config.json must be one of ('default', "),
     ({"weights": lambda tensors: [tensors.pop(name) for name in (NORM, K_PROJ)]},

@@ -65,11 +65,6 @@ def test_it_takes_few_lines_in_few_files(extended, name):
     assert sum(map(bool, added)) <= most_files
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_every_patch_has_a_check(name):
-    assert (SOLUTIONS / "checks" / f"{name}.py").is_file()
-
-
 def test_priorities_decide_who_comes_first_and_who_gives_way(extended):
     assert "nobody starves" in check(extended("priorities"), "priorities", 8)
 

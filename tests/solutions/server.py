@@ -14,12 +14,14 @@ from dataclasses import replace
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from jinja2 import TemplateError
 from starlette.concurrency import iterate_in_threadpool
 
 from nanopaged import LLM
 
 OBJECTS = {"text": "text_completion", "message": "chat.completion",
            "delta": "chat.completion.chunk"}  # by where the text is
+ERRORS = TypeError, ValueError, AttributeError, TemplateError  # of a wrong request
 
 
 class Events(StreamingResponse):
@@ -28,13 +30,12 @@ class Events(StreamingResponse):
             await super().__call__(*arguments)
 
 
-def make_app(llm, name):
-    app = FastAPI()
+async def refuse(_, error):
+    return JSONResponse({"error": {"message": str(error)}}, 400)
 
-    @app.exception_handler(TypeError)
-    @app.exception_handler(ValueError)
-    async def refuse(_, error):
-        return JSONResponse({"error": {"message": str(error)}}, 400)
+
+def make_app(llm, name):
+    app = FastAPI(exception_handlers=dict.fromkeys(ERRORS, refuse))
 
     @app.get("/v1/models")
     async def models():

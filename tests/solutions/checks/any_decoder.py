@@ -32,7 +32,7 @@ REFUSED = {
     "gemma2": ({"head_dim": 16}, "soft caps"),
     "gpt_oss": ({"head_dim": 16, "num_local_experts": 4}, "sinks"),
     "qwen3_next": ({}, "linear_attention"),
-    "stablelm": ({}, "exchanged")}
+    "stablelm": ({}, "exchanged"), "doge": ({}, "masks")}
 OPTIONS = {"dtype": "float32", "device": "cpu", "block_size": 4, "max_model_len": 96}
 
 

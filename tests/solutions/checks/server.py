@@ -110,6 +110,12 @@ def check_refusals(client):
             assert word in str(error), (wrong, error)
         else:
             raise AssertionError(f"{wrong} was not refused")
+    for messages in "Hello", ["Hello"]:
+        try:
+            client.chat.completions.create(model=NAME, messages=messages)
+        except openai.BadRequestError:
+            continue
+        raise AssertionError(f"messages={messages!r} was not refused")
 
 
 def check_eight_clients(llm, client):
