@@ -65,10 +65,6 @@ def test_it_takes_few_lines_in_few_files(extended, name):
     assert sum(map(bool, added)) <= most_files
 
 
-def test_priorities_decide_who_comes_first_and_who_gives_way(extended):
-    assert "nobody starves" in check(extended("priorities"), "priorities", 8)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 250])
 def test_speculation_gives_the_same_tokens_in_fewer_steps(extended, first):

@@ -46,12 +46,8 @@ def test_decoders_of_transformers_give_the_same_tokens_or_are_refused(check):
     check("any_decoder", "any_decoder")
 
 
-def test_a_mixture_of_experts_gives_the_same_tokens(check):
-    check("moe", "moe", "1")
-
-
 @pytest.mark.slow
-def test_all_kinds_of_routing_give_the_same_tokens(check):
+def test_a_mixture_of_experts_gives_the_same_tokens_for_all_kinds_of_routing(check):
     check("moe", "moe")
 
 

@@ -28,7 +28,8 @@ def report(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("how, state", [("exit", "failed"), ("hang", "hung")])
+@pytest.mark.parametrize("how, state", [
+    ("exit", "failed"), pytest.param("hang", "hung", marks=pytest.mark.slow)])
 def test_a_part_that_fails_is_named_and_the_others_run(report, how, state, monkeypatch):
     monkeypatch.setitem(run.PARTS, "ranks", 1)
     monkeypatch.setitem(run.PARTS, "kernels", 7)
