@@ -246,7 +246,6 @@ def run_tests(copy, *arguments):
 @pytest.mark.upstream
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_mutant_is_caught_by_its_test(mutant, copy):
-    assert run_tests(copy, mutant.test) == 0
     apply([mutant.edit], copy / "nanopaged")
     assert run_tests(copy, mutant.test) == 1
 

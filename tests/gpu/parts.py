@@ -289,12 +289,13 @@ def main():
         partial.replace(args.file)
         return done[name]
 
-    # For tests of the report: "part:exception", "part:exit" or "part:hang".
-    part, _, how = os.environ.get("NANOPAGED_FAIL", "").partition(":")
-    if part == args.part:
+    # For tests of the report: "part:exception", "part:exit" or "part:hang", or several.
+    words = os.environ.get("NANOPAGED_FAIL", "").split()
+    failures = dict(word.split(":") for word in words)
+    if args.part in failures:
         task("first", dict)
         {"exit": lambda: os._exit(3), "hang": lambda: time.sleep(10_000),
-         "exception": lambda: task("injected", lambda: 1 / 0)}[how]()
+         "exception": lambda: task("injected", lambda: 1 / 0)}[failures[args.part]]()
     globals()[args.part](task, args.quick)
     return int(any("failed" in figures for figures in done.values()))
 
