@@ -120,9 +120,7 @@ def test_one_sequence_may_fill_the_whole_pool(llama, engine, reference, draw_pro
     assert first_tokens_of(outputs) == [reference.generate(llama, prompt, 24)] * 3
 
 
-def test_one_long_sequence_widens_the_block_tables_of_all(
-    llama, engine, reference, draw_prompts
-):
+def test_a_long_sequence_widens_all_tables(llama, engine, reference, draw_prompts):
     prompts = draw_prompts(llama, [240, 1], 4)
     expected = [reference.generate(llama, prompt, 4) for prompt in prompts]
     llm = engine(llama, block_size=1, num_blocks=2000, max_num_seqs=300,

@@ -80,4 +80,4 @@ def test_speculation_gives_the_same_tokens_in_fewer_steps(extended, first):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["priorities", "int8_kv", "sliding_window"])
 def test_many_random_runs(extended, name):
-    check(extended(name), name, 30)
+    check(extended(name), name, 60)

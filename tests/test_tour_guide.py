@@ -244,6 +244,12 @@ def run_tests(copy, *arguments):
 
 @pytest.mark.slow
 @pytest.mark.upstream
+def test_without_a_mutant_all_these_tests_pass(copy):
+    assert run_tests(copy, *{mutant.test for mutant in MUTANTS}) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.upstream
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.title)
 def test_a_mutant_is_caught_by_its_test(mutant, copy):
     apply([mutant.edit], copy / "nanopaged")
