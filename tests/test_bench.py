@@ -99,10 +99,9 @@ def test_memory_has_every_figure_and_its_plots(run, monkeypatch, tmp_path):
     plots = f"--plots {tmp_path}/plots" if find_spec("matplotlib") else ""
     monkeypatch.setattr(memory, "measure", partial(
         memory.measure, widths=(2, 6), block_sizes=(16, 128)))
-    figures, text = run(f"memory --requests 1 {plots}")
+    figures, _ = run(f"memory --requests 1 {plots}")
     for saved in figures["sharing"].values():
         assert 0 < saved["2"] < saved["6"] < 100
-    assert all(number in text for number in ("20.4", "30.4", "55.2"))  # the paper's
     assert len(list(tmp_path.glob("plots/*.svg"))) == (4 if plots else 0)
 
 
