@@ -194,7 +194,7 @@ class Transformers:
 
 
 def repeat(run: Callable[..., float], warm_up: Any, real: Any, repeats: int) -> Figures:
-    """The median of `run(real)` after `run(warm_up)`, or what failed."""
+    """The median of `run(real)` after `run(warm_up)`, or the error that ended it."""
     try:
         run(warm_up)
         runs = [run(real) for _ in range(repeats)]
