@@ -31,7 +31,7 @@ dist: Any = torch.distributed
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What is sent of a batch. Moves are flattened, and become pairs again where they are
 # used. Nothing is unpickled.
-FIELDS = [field.name for field in fields(Batch) if field.name != "sampled"]
+FIELDS = [field.name for field in fields(Batch) if field.name != "receivers"]
 
 
 class Ranks:
@@ -89,7 +89,7 @@ class Ranks:
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends until its process ends. Then end this one, too."""
-        while True:
+        while self.rank > 0:
             sizes = torch.empty(len(FIELDS), dtype=torch.int64)
             try:
                 self.broadcast(sizes)
