@@ -40,6 +40,7 @@ import transformers
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
 from nanopaged.tour import memory
 from nanopaged.tour.limits import machine_limits, time_floor
+from nanopaged.tour.observers import observers
 from nanopaged.tour.page import check_writable
 
 Args: TypeAlias = argparse.Namespace
@@ -314,7 +315,7 @@ class Watcher:
         self.sent: list[int] = []  # bytes, by ranks that only pretend
         self.ranks = copy(llm.ranks)
         vars(self.ranks).update(size=2, broadcast=lambda x: self.sent.append(x.nbytes))
-        llm.observers.append(self.observe)
+        observers(llm).append(self.observe)
         model: Any = llm.runner.model
         model.register_forward_pre_hook(lambda *_: self.note("inputs_s"))
         model.register_forward_hook(lambda *_: self.note("model_s"))

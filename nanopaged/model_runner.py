@@ -103,7 +103,7 @@ class ModelRunner:
             else:
                 states = self._forward(token_ids, metadata)
 
-            output = sample(self.model.head(states[last_indices]), batch.sampled)
+            output = sample(self.model.head(states[last_indices]), batch.receivers)
             # Only rank 0 knows the parameters of the requests, so its tokens count.
             tokens = self.ranks.broadcast(output.token_ids)
             self.last_tokens[: len(tokens)] = tokens
@@ -204,7 +204,7 @@ class ModelRunner:
             counts = [count] * num_seqs
             num_blocks = num_seqs * -(-count // self.config.block_size)
             self.run(Batch([0] * sum(counts), counts, counts, [0] * num_blocks,
-                           list(range(num_seqs)), sampled=group.sequences * num_seqs))
+                           list(range(num_seqs)), receivers=group.sequences * num_seqs))
         self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
 
     def _size_pools(self) -> None:

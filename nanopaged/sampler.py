@@ -54,11 +54,9 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     """
     raw, device = logits, logits.device
     params = [seq.group.params for seq in seqs]
-    too_short = [(i, token) for i, seq in enumerate(seqs)
-                 if seq.num_computed_tokens < seq.group.min_len
-                 for token in seq.group.stop_token_ids]
-    if too_short:
-        at = to_device(np.array(too_short), device).unbind(1)
+    banned = [(i, token) for i, seq in enumerate(seqs) for token in seq.banned_tokens]
+    if banned:
+        at = to_device(np.array(banned), device).unbind(1)
         logits = logits.index_put(at, logits.new_full((), -torch.inf))
 
     tokens = logits.max(-1).indices  # as argmax, in a third of the time

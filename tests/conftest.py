@@ -249,13 +249,18 @@ def draw_prompts(reference):
 @pytest.fixture
 def engine():
     """`engine(path, **options)`: a float32 `LLM` on the CPU that may leak no block."""
+    from helpers import check_moves
+
     engines = []
 
     def make(path, **options):
         defaults = {"dtype": "float32", "device": "cpu", "block_size": 4,
                     "num_blocks": 64, "max_model_len": 96}
-        engines.append(LLM(path, **(defaults | options)))
-        return engines[-1]
+        llm = LLM(path, **(defaults | options))
+        execute = llm.runner.execute
+        llm.runner.execute = lambda batch: check_moves(batch) or execute(batch)
+        engines.append(llm)
+        return llm
 
     yield make
     try:
@@ -264,7 +269,7 @@ def engine():
             used = llm.stats().blocks_used
             assert used == 0, f"{used} blocks leaked"
             manager = llm.block_manager
-            num_swap_blocks = len(manager.blocks) - manager.num_blocks
+            num_swap_blocks = len(manager.contents) - manager.num_blocks
             assert len(manager.free_swap_blocks) == num_swap_blocks, "a leak on the CPU"
     finally:
         for llm in engines:

@@ -14,6 +14,7 @@ from helpers import ROOT, drain, draw_requests, greedy, serve, swap_space
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.tour import picture, trace
 from nanopaged.tour.kinds import KINDS
+from nanopaged.tour.observers import observers
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.showcase import FEATURES, showcase
 from nanopaged.tour.source import excerpt
@@ -129,14 +130,14 @@ def compare(llm, seed, count):
     under_way = []
     with trace(llm) as run:
         comparison = Comparison(llm, run)
-        llm.observers.append(comparison)
+        observers(llm).append(comparison)
         while requests or llm.has_unfinished_requests():
             while requests and rng.random() < 0.4:
                 under_way.append(llm.add_request(*requests.pop()))
             if under_way and rng.random() < 0.05:
                 llm.abort_request(rng.choice(under_way))
             llm.step()
-        llm.observers.remove(comparison)
+        observers(llm).remove(comparison)
     assert read_state(run.states()[-1]) == read_engine(llm)
     return comparison.num_phases // 4, run
 
@@ -193,7 +194,7 @@ def test_after_an_error_in_a_step_the_trace_goes_on_and_then_the_observer_is_gon
     last = run.states()[-1]
     assert last["seqs"]["0.0"]["table"] == [] and last["finished"] == ["0", "1"]
     steps = [frame["step"] for frame in run.data()["frames"]]
-    assert steps == sorted(steps) and llm.observers == []
+    assert steps == sorted(steps) and observers(llm) == []
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(
@@ -231,7 +232,7 @@ def test_a_fork_and_its_copies_name_the_blocks(llama, engine):
 def test_a_beam_event_says_whose_continuations_are_the_new_beams(llama, engine):
     llm = engine(llama)
     seen = [[]]
-    llm.observers.append(lambda phase, batch: phase == "updated" and seen.append([
+    observers(llm).append(lambda phase, batch: phase == "updated" and seen.append([
         seq.token_ids for group in llm.scheduler.running.values()
         for seq in group.sequences]))
     with trace(llm) as run:

@@ -27,6 +27,7 @@ from nanopaged.outputs import Logprobs
 from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.contiguous import RESERVE, serve_contiguous
+from nanopaged.tour.observers import observers
 from nanopaged.tour.reported import (
     CAPTIONS,
     PAPER_RUNNING,
@@ -201,12 +202,12 @@ def real_beams(
                 if phase == "scheduled":
                     states.append(PoolState.of(llm.scheduler))
 
-            llm.observers.append(note)
+            observers(llm).append(note)
             params: Any = [
                 BeamSearchParams(width, output, ignore_eos=True)
                 for _, output in lengths]
             llm.generate(prompts, params, use_tqdm=False)
-            llm.observers.remove(note)
+            observers(llm).remove(note)
             used = sum(state.used_blocks for state in states)
             saved[str(width)] = 100 * (
                 1 - used / sum(state.table_entries for state in states))

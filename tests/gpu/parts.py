@@ -216,6 +216,7 @@ def speed(task, quick):
 
 RANK = """
 import os, signal, sys
+from nanopaged.tour.observers import observers
 from nanopaged import LLM, SamplingParams
 path, size, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 llm = LLM(path, tensor_parallel_size=size, device=sys.argv[4], dtype="float32",
@@ -223,7 +224,7 @@ llm = LLM(path, tensor_parallel_size=size, device=sys.argv[4], dtype="float32",
 if kill == "kill":
     def end(phase, batch):
         os.kill(os.getpid(), signal.SIGKILL)
-    llm.observers.append(end)
+    observers(llm).append(end)
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 outputs = llm.generate([[1, 2, 3], [4] * 20], params, use_tqdm=False)
 print("TOKENS", [output.outputs[0].token_ids for output in outputs], flush=True)
