@@ -9,7 +9,7 @@ and compiled functions. A recorded graph repeats its operations on the same tens
 import ast
 import inspect
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -157,6 +157,8 @@ class PretendedGpu(TorchFunctionMode):
         for name in KERNELS:
             kernel = Kernel(self, getattr(kernels, name))
             self.stack.enter_context(patch.object(kernels, name, kernel))
+        self.stack.enter_context(patch.object(
+            torch.accelerator, "device_index", lambda index: nullcontext()))
         return super().__enter__()
 
     def __exit__(self, *error):
