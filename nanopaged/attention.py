@@ -162,14 +162,12 @@ class NumbaAttention(TorchAttention):
         out = super().attend(q, kv_cache, metadata)
         seqs, tokens = metadata.plan
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
-        results = torch.empty_like(queries)
-        if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
+        if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
-        num_keys = self.num_kv_heads * metadata.ends[seqs].sum()
-        self.kernels.paged_attention(
-            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            seqs.numpy(), metadata.ends, results.numpy())
-        out[tokens] = results.flatten(1).to(q.dtype)
+        attended = self.kernels.paged_attention(
+            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            seqs.numpy(), metadata.ends)
+        out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
 
 

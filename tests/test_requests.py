@@ -179,7 +179,7 @@ def test_stop_tokens_max_tokens_and_max_model_len_end_a_sequence(llama, work, en
     for tokens, prompt in zip(expected[:4], prompts, strict=False):
         answer = complete(llm, prompt, greedy(stop_token_ids=[tokens[3], 159]))
         assert answer.token_ids == tokens[: tokens.index(tokens[3]) + 1]
-        assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", tokens[3])
     for max_tokens in (1, 2, 11, 12, 13, 100, None):
         answer = complete(llm, prompts[5], greedy(max_tokens))  # it has 20 tokens
         assert answer.token_ids == expected[5][: min(max_tokens or 12, 12)]
@@ -247,7 +247,7 @@ def test_chat_applies_the_template_of_the_tokenizer(text_model, tokenizer, engin
     llm = engine(text_model)
     chats = [[{"role": "user", "content": word}] for word in ("block", "table")]
     outputs = llm.chat(chats, [greedy(), greedy(3)], use_tqdm=False)
-    outputs += llm.chat(chats[0], greedy(), False, add_generation_prompt=False)
+    outputs += llm.chat(chats[0], greedy(), False, {"add_generation_prompt": False})
     texts = ["block\n<assistant>", "table\n<assistant>", "block\n"]
     assert [output.prompt_token_ids for output in outputs] == [
         tokenizer.encode(f"<|bos|><user>{text}", add_special_tokens=False)

@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from helpers import ROOT, drain, draw_requests, greedy, serve, swap_space
+from helpers import ROOT, drain, draw_requests, greedy, serve, swap_space, waiting
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.tour import picture, trace
 from nanopaged.tour.kinds import KINDS
@@ -64,9 +64,8 @@ def random_requests(seed, count):
 def read_engine(llm):
     """What the engine holds, read here without the recorder's own functions."""
     manager, scheduler = llm.block_manager, llm.scheduler
-    queues = scheduler.running, scheduler.waiting
-    seqs = {f"{request_id}.{i}": seq for queue in queues
-            for request_id, group in queue.items()
+    seqs = {f"{request_id}.{i}": seq
+            for request_id, group in scheduler.unfinished.items()
             for i, seq in enumerate(group.sequences)}
     slots = {(seq.block_table[position // manager.block_size], position % 4)
              for request_id in scheduler.running
@@ -74,11 +73,11 @@ def read_engine(llm):
              for position in range(seq.num_computed_tokens)}
     num_used = manager.num_blocks - len(manager.free_blocks)
     return {
-        "running": list(scheduler.running), "waiting": list(scheduler.waiting),
+        "running": list(scheduler.running), "waiting": list(waiting(scheduler)),
         "seqs": {key: (seq.token_ids[:], list(seq.block_table), seq.num_computed_tokens)
                  for key, seq in seqs.items()},
-        "refs": [block.ref_count for block in manager.blocks],
-        "cached": sorted(manager.published.values()),
+        "refs": manager.ref_counts[:],
+        "cached": sorted(content.block_id for content in manager.published.values()),
         "free": list(manager.free_blocks), "free_swap": list(manager.free_swap_blocks),
         "utilisation": round(len(slots) / (num_used * 4), 9) if num_used else 0.0,
     }

@@ -82,7 +82,7 @@ class Trace(AbstractContextManager["Trace"]):
     def __exit__(self, *exception: object) -> None:
         with self.llm._lock:
             observers(self.llm).remove(self._observe)
-            if not self.llm._in_step:  # else the books were left as they are, half done
+            if not self.llm._in_step:  # otherwise the state is half changed
                 self._look("end", None, is_last=True)
         if self.path is not None:
             self.save(self.path)
