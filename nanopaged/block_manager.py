@@ -1,26 +1,28 @@
 """Physical blocks: who holds them, which are free, and what the free ones still hold.
 
-A block belongs to every sequence that holds a reference to it. With a reference count
-of 0 it is free *and still cached*, if it was published: it waits in the free list until
-it is taken for other tokens. Blocks that are not in the prefix cache are taken first,
-then the least recently used. The manager deals in block ids and token ids and never
-sees a tensor. Nobody else changes a reference count or a block table.
+A block belongs to every sequence that holds a reference to it. Without references it is
+free. If it was published, it is then free but still cached, until it is taken for other
+tokens. Blocks outside the prefix cache are taken first, then the least recently used.
+The manager deals in block ids and token ids, and never sees a tensor. No other file
+changes a reference count or a block table.
 
 The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
-    A comes: p0 .. p5                [0, 1]   its step publishes block 0, which is full
-    B comes: p0 .. p3, q4, q5        [0, 2]   block 0 has two references now
-    B forks, as it has n=2           [0, 2]   its sibling has the same block table
+    A comes: p0 ... p5               [0, 1]   its step publishes block 0, which is full
+    B comes: p0 ... p3, q4, q5       [0, 2]   block 0 has two references now
+    B forks, because it has n=2      [0, 2]   its sibling has the same block table
     one of them writes its 7th token [0, 3]   not into block 2, which both share, but
                                               into a copy of it: copy-on-write
     the other writes its own         [0, 2]   it is the only holder of block 2 now
 """
 
+from __future__ import annotations
+
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 from typing import Any
 
 import xxhash
@@ -28,34 +30,30 @@ import xxhash
 from nanopaged.sequence import Sequence
 
 # Block ids in the order in which they are taken. An OrderedDict without values can also
-# drop a block from its middle in O(1): the prefix cache revives free blocks.
+# drop a block from its middle in O(1), which happens when the prefix cache revives it.
 FreeList = OrderedDict[int, None]
 # Pairs (from, to) of physical blocks: the contents of one are copied to the other.
 Moves = list[tuple[int, int]]
-# What a full block holds: its own token ids, after the name of the block before it. In
-# place of a name, a first block has the salt of the request.
-Content = tuple[int | str | None, list[int]]
 
 
-@dataclass(slots=True)
-class Block:
-    """One physical block, and what it was published as.
+@dataclass(eq=False)
+class Content:
+    """What a full block holds: its own tokens, after those of the blocks before it.
 
-    A block is found by the hash of its content. The hash covers the block's own tokens
-    and the *name* of the block before it. A name is not the block's id: ids are used
-    again, for other tokens. A name is never given twice to different contents. It
-    stands for all tokens from the start of the sequence to the end of the block, as the
-    block's K and V depend on all of them.
+    The K and V of a block depend on all tokens from the start of the sequence. So two
+    blocks hold the same only if everything before them is the same as well. Blocks that
+    hold the same share one Content object. So it is enough to compare two blocks' own
+    tokens, and whether `before` is the same object, however long the past is.
     """
 
-    ref_count: int = 0
-    content: Content | None = None  # None: it was not published
-    hash: int = 0  # of the content
-    name: int = 0
+    before: Content | str | None  # of the block before; of a first block, the salt
+    token_ids: list[int]
+    hash: int
+    block_id: int | None = None  # the newest block that holds this
 
 
 class BlockManager:
-    """Blocks 0 to num_blocks - 1 are on the device, those that follow in CPU memory."""
+    """Blocks 0 to num_blocks - 1 are on the device, and the rest are in CPU memory."""
 
     def __init__(self, num_blocks: int, block_size: int,
                  enable_prefix_caching: bool = True, num_swap_blocks: int = 0) -> None:
@@ -63,11 +61,11 @@ class BlockManager:
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         ids = range(num_blocks + num_swap_blocks)
-        self.blocks = [Block() for _ in ids]
+        self.ref_counts = [0 for _ in ids]
+        self.contents: list[Any] = [None for _ in ids]  # of the published blocks
         self.free_blocks: FreeList = OrderedDict.fromkeys(ids[:num_blocks])
         self.free_swap_blocks: FreeList = OrderedDict.fromkeys(ids[num_blocks:])
-        self.published: dict[int, int] = {}  # the prefix cache: block ids, by hash
-        self.names = count(1)
+        self.published: dict[int, Content] = {}  # the prefix cache, by hash
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
@@ -79,50 +77,49 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def hold(self, seq: Sequence, block_ids: Iterable[int], num_tokens: int) -> None:
-        """Let `seq` hold these blocks, in which its first `num_tokens` have K and V,
-        and drop those that it held before.
+    def replace_blocks(self, seq: Sequence, block_ids: list[int],
+                       num_tokens: int) -> None:
+        """Let `seq` hold these blocks in place of those it has. They hold the K and V
+        of its first `num_tokens` tokens.
 
-        Of the old ones the last is put into the free list first, and so taken first: a
-        prefix outlives what follows it.
+        Its old blocks are freed from the last to the first, so the beginning of a
+        sequence stays cached longest.
         """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
-            self.blocks[block_id].ref_count += 1
+            self.ref_counts[block_id] += 1
         for block_id in reversed(seq.block_table):
-            self.blocks[block_id].ref_count -= 1
-            if self.blocks[block_id].ref_count == 0:
-                on_device = block_id < self.num_blocks
-                free_list = self.free_blocks if on_device else self.free_swap_blocks
+            self.ref_counts[block_id] -= 1
+            if self.ref_counts[block_id] == 0:
+                free_list = self.free_swap_blocks
+                if block_id < self.num_blocks:
+                    free_list = self.free_blocks
                 free_list[block_id] = None
-                # A block that is not in the prefix cache is the first to be taken.
+                # A block that no request can find is the next one to be taken.
                 free_list.move_to_end(block_id, last=self.is_cached(block_id))
         seq.block_table = array("q", block_ids)
         seq.num_computed_tokens = num_tokens
 
     def free(self, seq: Sequence) -> None:
-        """Drop all blocks of `seq`; nothing of it counts as computed any more."""
-        self.hold(seq, [], 0)
+        """Drop all blocks of `seq`. None of its tokens counts as computed any more."""
+        self.replace_blocks(seq, [], 0)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not."""
         num_tokens = parent.num_computed_tokens
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
-        self.hold(child, shared, num_tokens)
+        self.replace_blocks(child, list(shared), num_tokens)
 
     def grow(self, seqs: list[Sequence], copies: Moves) -> bool:
-        """Give a group's sequences blocks for all tokens they have to compute; False,
-        and nothing changes, if too few blocks are free.
+        """Give the sequences of a group blocks for all tokens that they compute next.
+        If too few are free, this returns False and changes nothing.
 
-        Each needs blocks of its own from where it writes next. A block that they hold
-        there already serves the last of its holders. The others take copies of it:
-        `copies` gets what must be copied before the next step writes.
+        From the block that it writes next, each sequence needs blocks of its own. If
+        two siblings share block 2 there, they need two blocks, hold one, and must take
+        one. The first takes a copy of block 2, and `copies` tells the step to make it.
+        Then the second is the only holder of block 2.
         """
         size = self.block_size
-        if len(seqs) == 1 and seqs[0].compute_end <= len(seqs[0].block_table) * size:
-            # The usual case, decided fast. A sequence alone, or a leader before the
-            # fork, shares only full blocks, and never writes to those: no copies.
-            return True
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -134,33 +131,30 @@ class BlockManager:
 
         for seq in seqs:
             table = seq.block_table
-            index = seq.num_computed_tokens // size
-            if index < len(table) and self.blocks[table[index]].ref_count > 1:
-                # Others hold this block too: copy-on-write.
-                shared = table[index]
-                self.blocks[shared].ref_count -= 1
-                table[index] = self._take(self.free_blocks)
-                copies.append((shared, table[index]))
+            first = seq.num_computed_tokens // size
+            if first < len(table) and self.ref_counts[table[first]] > 1:
+                shared = table[first]
+                self.ref_counts[shared] -= 1
+                table[first] = self._take(self.free_blocks)
+                copies.append((shared, table[first]))
             while len(table) * size < seq.compute_end:
                 table.append(self._take(self.free_blocks))
         return True
 
-    def swap(self, seqs: list[Sequence], free_list: FreeList) -> Moves:
-        """Move the blocks of these sequences to the pool whose free list this is.
+    def swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
+        """Move the blocks of these sequences to the pool that has `target` as its free
+        list. If there is too little room, this returns no moves and changes nothing.
 
-        Returns no moves, and changes nothing, if that pool has too few. A block that
-        several of them share moves once, and they go on sharing it. The new blocks are
-        published when their group next runs.
+        A block that several of them share moves once, and they go on sharing it. The
+        new blocks are published when their group next runs.
         """
         held = dict.fromkeys(chain.from_iterable(seq.block_table for seq in seqs))
-        if len(held) > len(free_list):
+        if len(held) > len(target):
             return []
-        moved = {block_id: self._take(free_list) for block_id in held}
+        moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
-            table = [moved[block_id] for block_id in seq.block_table]
-            self.hold(seq, table, seq.num_computed_tokens)
-        for block_id in moved.values():
-            self.blocks[block_id].ref_count -= 1  # the reference that `_take` gave
+            new_table = [moved[block_id] for block_id in seq.block_table]
+            self.replace_blocks(seq, new_table, seq.num_computed_tokens)
         return list(moved.items())
 
     # -- The prefix cache --------------------------------------------------------------
@@ -168,82 +162,78 @@ class BlockManager:
     def match_prefix(self, seq: Sequence) -> list[int]:
         """The physical blocks that hold the longest cached prefix of `seq`.
 
-        They never hold its last token: that one is computed, to get the logits that
-        follow.
+        They never hold its last token. That one is always computed, because its logits
+        give the next token.
         """
         found: list[int] = []
+        content: Any = seq.group.params.cache_salt  # what comes before the first block
         for index in range((seq.compute_end - 1) // self.block_size):
-            block_id = self._find(self._content(seq, index, found))
-            if block_id is None:
+            content = self._content(seq, index, content)
+            if content.block_id is None:
                 break
-            found.append(block_id)
+            found.append(content.block_id)
         return found
 
     def advance(self, seq: Sequence, num_tokens: int) -> None:
         """Count more tokens as computed, and publish the blocks that are now full.
 
-        So others find them even before the step has run. That is safe. Whoever finds
-        such a block reads it in a later step, or in this one. Steps run in order, and
-        within a step every layer stores the K and V of all tokens before it reads any.
-        And if the step fails, all books are thrown away, this cache among them.
+        Others can then find these blocks before the step has run. That is safe, because
+        they read them in a later step, or in this one. Steps run in order, and within a
+        step every layer stores the K and V of all tokens before it reads any. If the
+        step fails, the engine forgets the whole cache.
         """
         seq.num_computed_tokens += num_tokens
+        if not self.enable_prefix_caching:
+            return
         # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
-        if self.enable_prefix_caching:
-            first = num_full
-            # What comes before a published block has been published, too.
-            while first and self.blocks[seq.block_table[first - 1]].content is None:
-                first -= 1
-            for index in range(first, num_full):
-                self._publish(seq, index)
+        first = num_full
+        # All blocks before a published one have been published, too.
+        while first and self.contents[seq.block_table[first - 1]] is None:
+            first -= 1
+        content: Any = seq.group.params.cache_salt
+        if first:
+            content = self.contents[seq.block_table[first - 1]]
+        for index in range(first, num_full):
+            content = self._content(seq, index, content)
+            content.block_id = seq.block_table[index]
+            self.contents[content.block_id] = content
+            self.published[content.hash] = content
 
-    def _publish(self, seq: Sequence, index: int) -> None:
-        """Give logical block `index` its name, and let others find it."""
-        block_id = seq.block_table[index]
-        block = self.blocks[block_id]
-        block.content = self._content(seq, index, seq.block_table)
-        block.hash = hash_content(block.content)
-        # If there is a block of the same content, both get one name, and whatever
-        # follows the one is found after the other. The cache has the newer one.
-        twin = self._find(block.content)
-        block.name = next(self.names) if twin is None else self.blocks[twin].name
-        self.published[block.hash] = block_id
+    def _content(self, seq: Sequence, index: int, before: Any) -> Content:
+        """What logical block `index` of `seq` holds, after `before`: a Content from the
+        cache if it has an equal one, otherwise a new one.
 
-    def _content(self, seq: Sequence, index: int, table: Any) -> Content:
-        """What logical block `index` holds; `table` has the blocks before it."""
+        The hash only suggests a Content, which is then compared. So if two hashes
+        collide, that can cost a hit, but it never gives a wrong one.
+        """
         first = index * self.block_size
         token_ids = seq.token_ids[first : first + self.block_size]
-        salt = seq.group.params.cache_salt
-        return self.blocks[table[index - 1]].name if index else salt, token_ids
-
-    def _find(self, content: Content) -> int | None:
-        """The block of this content.
-
-        A hash only suggests a block: its content must be equal. So if hashes collide,
-        that can cost a hit, but never gives a wrong one.
-        """
-        block_id = self.published.get(hash_content(content))
-        if block_id is None or self.blocks[block_id].content != content:
-            return None
-        return block_id
+        hash = hash_content(before, token_ids)
+        cached = self.published.get(hash)
+        if cached and cached.before == before and cached.token_ids == token_ids:
+            return cached
+        return Content(before, token_ids, hash)
 
     def is_cached(self, block_id: int) -> bool:
-        return self.published.get(self.blocks[block_id].hash) == block_id
+        """Whether the prefix cache leads to this block."""
+        content = self.contents[block_id]
+        return (content is not None and content.block_id == block_id
+                and self.published.get(content.hash) is content)
 
-    def _take(self, free_list: FreeList) -> int:
+    def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         """Take the first block of a free list, and forget what it holds."""
         block_id, _ = free_list.popitem(last=False)
         if self.is_cached(block_id):
-            del self.published[self.blocks[block_id].hash]
-        self.blocks[block_id] = Block(ref_count=1)
+            del self.published[self.contents[block_id].hash]
+        self.contents[block_id] = None
+        self.ref_counts[block_id] = ref_count
         return block_id
 
 
-def hash_content(content: Content) -> int:
-    # The name is hashed as data. As XXH3's seed it would not do: then short inputs of
-    # small numbers, with different seeds, often have the same hash.
-    before, token_ids = content
+def hash_content(before: Content | str | None, token_ids: list[int]) -> int:
+    # `before` is hashed as data. Do not pass it as XXH3's seed: for short inputs of
+    # small numbers, different seeds often give the same hash.
     numbers = array("q", [hash(before), *token_ids])
     return xxhash.xxh3_64_intdigest(numbers.tobytes())

@@ -1,99 +1,95 @@
-"""What the caller may choose: options of the engine, parameters of a request.
+"""What the caller may choose: the parameters of a request, and the engine's options.
 
-These dataclasses are frozen and check themselves, so whatever exists is valid and
-nobody checks it again. `dataclasses.replace` makes a changed copy. An error names the
-field, what would be right, and the value.
+These dataclasses are frozen, and each checks its fields when it is made. An object that
+exists is therefore valid, and no other file checks it again. `dataclasses.replace`
+makes a changed copy.
 """
 
-from __future__ import annotations
-
-from dataclasses import MISSING, dataclass, field, fields
-from math import inf
+from contextlib import suppress
+from dataclasses import dataclass, fields
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal
+
+from huggingface_hub.dataclasses import type_validator
+
+# The smallest and the largest value of each number that is not from 0 to 2**63 - 1.
+LEAST = {
+    "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
+    "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
+    "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
+MOST = {"top_p": 1, "length_penalty": 10, "gpu_memory_utilization": 1}
 
 
 def check(is_right: bool, name: str, expected: object, value: object,
           error: type[Exception] = ValueError) -> None:
-    """Every error about a value that the caller passed is raised here, in one form."""
+    """Raise an error that names a wrong value, and says what would be right."""
     if not is_right:
         raise error(f"{name} must be {expected}, got {value!r:.200}")
 
 
-def fits(value: object, annotation: Any) -> bool:
-    """Whether a value is what its annotation says."""
-    options = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return repr(value) in map(repr, options)  # not `in options`: True equals 1
-    if get_origin(annotation) is list:
-        return isinstance(value, list) and all(type(v) is options[0] for v in value)
-    if options:  # a union
-        return any(fits(value, option) for option in options)
-    is_bool = isinstance(value, bool)  # Python counts True among the integers
-    kind = (int, float) if annotation is float else annotation
-    return isinstance(value, kind) and is_bool == (annotation is bool)
-
-
-def within(low: float, high: float, default: Any = MISSING) -> Any:
-    """A field for a number from `low` to `high`, or None if its type allows that."""
-    return field(default=default, metadata={"low": low, "high": high})
+def has_type(value: object, annotation: Any) -> bool:
+    with suppress(TypeError):
+        type_validator("", value, annotation)
+        return True
+    return False
 
 
 class Checked:
     """Base of the dataclasses that check their fields when they are made."""
 
     def __post_init__(self) -> None:
-        annotations = get_type_hints(type(self))
-        for f in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, f.name)
-            error = ValueError if f.type.startswith("Literal") else TypeError
-            expected = f.type.replace("Literal", "one of ")
-            check(fits(value, annotations[f.name]), f.name, expected, value, error)
-            if f.metadata and value is not None:
-                low, high = f.metadata["low"], f.metadata["high"]
-                limits = f"at least {low}" if high == inf else f"from {low} to {high}"
-                check(low <= value <= high, f.name, limits, value)
+        for field in fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            expected = formatannotation(field.type)
+            error = ValueError if expected.startswith("Literal") else TypeError
+            check(has_type(value, field.type), field.name, expected, value, error)
+            if isinstance(value, int | float):
+                low, high = LEAST.get(field.name, 0), MOST.get(field.name, 2**63 - 1)
+                check(value >= low, field.name, f"at least {low}", value)
+                check(value <= high, field.name, f"at most {high}", value)
 
 
 @dataclass(frozen=True)
 class SamplingParams(Checked):
-    """How the tokens of one request are chosen; names and defaults are vLLM's.
+    """How to choose the tokens of one request. Names and defaults are vLLM's.
 
-    n: how many continuations; they share the K and V of the prompt.
+    n: how many continuations to generate. They share the prompt's K and V.
     temperature: 0 always takes the most likely token.
-    top_p, top_k: sample among the most likely tokens only. `top_p=1` and `top_k=0` keep
-        all tokens.
+    top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` keep
+        all of them.
     max_tokens: None means as many as the engine's `max_model_len` allows.
-    min_tokens: before this many tokens, no EOS or stop token is sampled, and stop
-        strings do not count.
-    stop: one string or several. They end a sequence and are not part of its text.
+    min_tokens: until there are this many tokens, no EOS or stop token is sampled, and
+        stop strings are ignored.
+    stop: one string or several. A stop string ends the sequence and is cut off.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
-    ignore_eos: go on after an EOS token.
-    seed: makes the draws repeatable, whatever else is served. None: the engine draws
-        one.
+    ignore_eos: continue after an EOS token.
+    seed: makes the draws repeatable, whatever else the engine serves. None lets the
+        engine choose one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
-        every position; the sampled one's comes too.
-    cache_salt: requests share cached blocks only with requests of the same salt.
+        every position, in addition to the sampled token.
+    cache_salt: a request shares cached blocks only with requests of the same salt.
     """
 
-    n: int = within(1, inf, default=1)
-    temperature: float = within(0, 1e30, default=1.0)
-    top_p: float = within(1e-6, 1, default=1.0)
-    top_k: int = within(0, 2**31, default=0)
-    max_tokens: int | None = within(1, inf, default=16)
-    min_tokens: int = within(0, inf, default=0)
+    n: int = 1
+    temperature: float | int = 1.0
+    top_p: float | int = 1.0
+    top_k: int = 0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
-    seed: int | None = within(0, 2**63 - 1, default=None)
-    logprobs: int | None = within(0, 2**31, default=None)
+    seed: int | None = None
+    logprobs: int | None = None
     cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check(all(self.stop_strings), "stop", "strings that are not empty", self.stop)
-        check(self.min_tokens <= (self.max_tokens or inf), "min_tokens",
-              f"at most max_tokens={self.max_tokens}", self.min_tokens)
+        check("" not in self.stop_strings, "stop", "without empty strings", self.stop)
+        most = self.max_tokens or self.min_tokens
+        check(self.min_tokens <= most, "min_tokens", f"at most max_tokens={most}",
+              self.min_tokens)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -104,61 +100,63 @@ class SamplingParams(Checked):
 class BeamSearchParams(Checked):
     """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
 
-    Beams are ranked by their score, log-probability / length**length_penalty. The
-    search ends when `beam_width` beams are complete, and no running beam scores above
-    the worst of them. A beam is complete after `max_tokens`, or with an EOS token
-    unless `ignore_eos` is set.
+    Beams are ranked by log-probability / length**length_penalty. The search ends when
+    `beam_width` beams are complete, and no running beam has a better score than the
+    worst of them. A beam is complete after `max_tokens`, or at an EOS token unless
+    `ignore_eos` is set.
     """
 
-    beam_width: int = within(1, inf)
-    max_tokens: int = within(1, inf)
-    length_penalty: float = within(-10, 10, default=1.0)
+    beam_width: int
+    max_tokens: int
+    length_penalty: float | int = 1.0
     ignore_eos: bool = False
 
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The keyword arguments of `LLM`. "auto" and None are decided by the engine.
+    """The keyword arguments of `LLM`. The engine decides what is "auto" or None.
 
-    model: a directory, or a repository's id on the hub. None: the bundled model.
-    dtype: "auto" is the checkpoint's, as far as the processor has instructions for it.
+    model: a directory, or the id of a repository on the Hugging Face hub. None stands
+        for the bundled model.
+    dtype: "auto" is the checkpoint's dtype if the processor has instructions for it.
     device: "auto" is "cuda" if there is a GPU.
-    block_size: tokens in a block.
-    num_blocks: None means as many as can be used, and fit into
-        `gpu_memory_utilization` of the GPU, or into 4 GiB on a CPU.
-    max_model_len: the longest sequence, prompt included. None means as long as the
-        model allows. It is lowered to what the pool holds.
-    max_num_seqs, max_num_batched_tokens: the most sequences that run at the same time,
-        and the most tokens that a step computes.
-    gpu_memory_utilization: the part of the GPU's memory that may be in use, by other
-        processes, too.
+    block_size: how many tokens a block holds.
+    num_blocks: None means as many as can be used and fit into `gpu_memory_utilization`
+        of the GPU's memory, or into 4 GiB on a CPU.
+    max_model_len: the length of the longest sequence, including its prompt. None means
+        as long as the model allows. It is lowered to what the pool can hold.
+    max_num_seqs: how many sequences may run at the same time.
+    max_num_batched_tokens: how many tokens one step may compute.
+    gpu_memory_utilization: how much of the GPU's memory may be in use, including what
+        other processes use.
     swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
-    enable_prefix_caching: let requests share the blocks of equal beginnings.
-    preemption_mode: what happens to K and V when the pool is full: "recompute" or
-        "swap".
-    attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs; "flash"
-        is Triton with prompts by FlashAttention.
-    enforce_eager: compile nothing and record no CUDA graphs: slower, but starts faster.
-    tensor_parallel_size: the number of ranks, processes that torchrun starts. Each has
-        a GPU of its own where there are any.
+    enable_prefix_caching: let requests that begin alike share blocks.
+    preemption_mode: what to do with a group's K and V when the pool is full: "swap"
+        them to CPU memory, or "recompute" them later.
+    attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs. "flash"
+        is Triton, with FlashAttention for prompts.
+    enforce_eager: compile nothing and record no CUDA graphs. The engine starts sooner
+        and runs more slowly.
+    tensor_parallel_size: the number of ranks, which are processes that torchrun starts.
+        Each has a GPU of its own if there are any.
     load_format: "dummy" gives random weights to a model that has only a config.json.
-    seed: where the seeds of requests without one come from, and dummy weights.
+    seed: determines the seeds of requests that have none, and dummy weights.
     """
 
     model: str | Path | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] = 16
-    num_blocks: int | None = within(1, 2**31, default=None)
-    max_model_len: int | None = within(2, inf, default=None)
-    max_num_seqs: int = within(1, 2**20, default=256)
-    max_num_batched_tokens: int = within(1, inf, default=8192)
-    gpu_memory_utilization: float = within(0.01, 1, default=0.9)
-    swap_space: float = within(0, 2**20, default=4)
+    num_blocks: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float | int = 0.9
+    swap_space: float | int = 4
     enable_prefix_caching: bool = True
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     attention_backend: Literal["auto", "torch", "numba", "triton", "flash"] = "auto"
     enforce_eager: bool = False
-    tensor_parallel_size: int = within(1, 2**10, default=1)
+    tensor_parallel_size: int = 1
     load_format: Literal["auto", "dummy"] = "auto"
-    seed: int = within(0, 2**63 - 1, default=0)
+    seed: int = 0

@@ -1,4 +1,4 @@
-"""What the caller gets back. The names are vLLM's where it has them."""
+"""What the caller gets back. Names are vLLM's where it has them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,16 +10,8 @@ class Logprob(NamedTuple):
     logprob: float
 
 
-# By token id: the sampled token's, then those of the most likely ones.
+# By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-
-
-@dataclass
-class RequestMetrics:
-    """Points in time, in seconds of `time.perf_counter`; 0 where it is yet to come."""
-
-    arrival_time: float
-    first_token_time: float = 0.0
 
 
 @dataclass
@@ -27,8 +19,8 @@ class CompletionOutput:
     """One continuation so far.
 
     `finish_reason` is None while the sequence runs, then "stop", "length" or "abort".
-    `stop_reason` is the stop string that ended it. A token that ended it is the last of
-    `token_ids`, but not part of `text`.
+    `stop_reason` is the stop string, or the id in `stop_token_ids`, that ended it. A
+    token that ended it is the last of `token_ids`, but not part of `text`.
     """
 
     index: int
@@ -37,14 +29,14 @@ class CompletionOutput:
     cumulative_logprob: float | None
     logprobs: list[Logprobs] | None  # a dict for every token
     finish_reason: str | None
-    stop_reason: str | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass
 class RequestOutput:
     """The answer to a request so far.
 
-    `num_cached_tokens` of the prompt were found in the prefix cache.
+    `num_cached_tokens` tells how many prompt tokens were found in the prefix cache.
     """
 
     request_id: str
@@ -53,18 +45,20 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    metrics: RequestMetrics
 
 
 @dataclass
 class EngineStats:
-    """What the engine holds now, and what it has done since its books began."""
+    """What the engine holds now, and what it has done since it started.
+
+    An error or Ctrl-C within a step makes it start anew, with all counters at 0.
+    """
 
     blocks_total: int
     blocks_used: int = 0  # held by a sequence
     blocks_cached: int = 0  # in the prefix cache, held or free
     steps: int = 0
     output_tokens: int = 0
-    prefix_hit_tokens: int = 0  # found in the prefix cache, so they were not computed
+    prefix_hit_tokens: int = 0  # found in the prefix cache, and not computed again
     preemptions_recompute: int = 0
     preemptions_swap: int = 0

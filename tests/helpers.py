@@ -152,6 +152,12 @@ def drain(llm, limit=5000):
     return last
 
 
+def waiting(scheduler):
+    """The groups that do not run, by request id."""
+    return {request_id: group for request_id, group in scheduler.unfinished.items()
+            if request_id not in scheduler.running}
+
+
 def is_swapped(group):
     """True for a waiting group whose blocks are in CPU memory."""
     return any(seq.block_table for seq in group.live)
@@ -169,35 +175,44 @@ def check_books(scheduler, manager):
     block holds the tokens of every sequence that has it.
     """
     device, references = manager.num_blocks, Counter()
-    for queue in (scheduler.running, scheduler.waiting):
-        for request_id, group in queue.items():
-            where = f"request {request_id}"
-            assert group.live and group.request_id == request_id, where
-            tables = [seq.block_table for seq in group.live]
-            holders, held = sum(map(bool, tables)), {id for t in tables for id in t}
-            assert holders in (0, 1, len(tables)), f"{where}: a part of it has blocks"
-            if queue is scheduler.running:
-                assert holders and max(held) < device, f"{where} runs with {held}"
-            else:
-                assert not held or min(held) >= device, f"{where} waits with {held}"
-            for seq in group.sequences:
-                check_sequence(seq, manager, where)
-                references.update(seq.block_table)
-            assert all(seq in group.live or not seq.block_table
-                       for seq in group.sequences), f"{where}: blocks after its end"
+    for request_id, group in scheduler.unfinished.items():
+        where = f"request {request_id}"
+        assert group.live and group.request_id == request_id, where
+        tables = [seq.block_table for seq in group.live]
+        holders, held = sum(map(bool, tables)), {id for t in tables for id in t}
+        assert holders in (0, 1, len(tables)), f"{where}: a part of it has blocks"
+        if request_id in scheduler.running:
+            assert holders and max(held) < device, f"{where} runs with {held}"
+        else:
+            assert not held or min(held) >= device, f"{where} waits with {held}"
+        for seq in group.sequences:
+            check_sequence(seq, manager, where)
+            references.update(seq.block_table)
+        assert all(seq in group.live or not seq.block_table
+                   for seq in group.sequences), f"{where}: blocks after its end"
 
     num_running = sum(len(group.live) for group in scheduler.running.values())
     assert num_running <= scheduler.config.max_num_seqs, f"{num_running} sequences run"
-    assert {i: block.ref_count for i, block in enumerate(manager.blocks)
-            if block.ref_count} == dict(references)
-    unheld = set(range(len(manager.blocks))) - references.keys()
+    assert {i: n for i, n in enumerate(manager.ref_counts) if n} == dict(references)
+    unheld = set(range(len(manager.ref_counts))) - references.keys()
     assert set(manager.free_blocks) == {i for i in unheld if i < device}
     assert set(manager.free_swap_blocks) == {i for i in unheld if i >= device}
-    for hash, block_id in manager.published.items():
-        assert manager.blocks[block_id].hash == hash and block_id < device
+    for hash, content in manager.published.items():
+        assert content.hash == hash and content.block_id < device
 
-    arrivals = [int(id) for id in [*scheduler.running, *scheduler.waiting]]
-    assert arrivals == sorted(set(arrivals)), "not first come, first served"
+    oldest = list(scheduler.unfinished)[: len(scheduler.running)]
+    assert list(scheduler.running) == oldest, "not first come, first served"
+
+
+def check_moves(batch):
+    """The rule of moves: all swaps out may run at once, then all swaps in, then all
+    copies, each kind in any order.
+    """
+    assert not (batch.swaps_out and batch.swaps_in), "a step swaps out and in"
+    targets = [target for _, target in batch.swaps_out + batch.swaps_in + batch.copies]
+    assert len(set(targets)) == len(targets), f"a block is written twice: {targets}"
+    copied = {source for source, _ in batch.copies}
+    assert not copied & set(targets[-len(batch.copies) :]), f"{batch.copies} overlap"
 
 
 def check_sequence(seq, manager, where):
@@ -205,9 +220,9 @@ def check_sequence(seq, manager, where):
     assert len(set(table)) == len(table), f"{where}: a block twice in {table}"
     assert seq.num_computed_tokens <= len(table) * size, f"{where}: K and V nowhere"
     for index, block_id in enumerate(table):
-        content = manager.blocks[block_id].content
+        content = manager.contents[block_id]
         tokens = list(seq.token_ids[index * size : (index + 1) * size])
-        is_right = content is None or list(content[1]) == tokens
+        is_right = content is None or list(content.token_ids) == tokens
         assert is_right, f"{where}: block {block_id} holds {content}"
 
 

@@ -24,10 +24,10 @@ A, B, C, D = ([digit] * 4 for digit in range(1, 5))  # a block's worth of tokens
 DEVICE, SWAP, GONE = "device", "swap", "gone"
 HASHES = {
     "xxhash": hash_content,
-    "constant": lambda content: 7,  # all blocks collide
-    "two-valued": lambda content: hash_content(content) & 1,
+    "constant": lambda before, token_ids: 7,  # all blocks collide
+    "two-valued": lambda before, token_ids: hash_content(before, token_ids) & 1,
     # Only a block's own tokens: the same block after another one collides.
-    "blind": lambda content: hash_content((None, content[1]))}
+    "blind": lambda before, token_ids: hash_content(None, token_ids)}
 
 
 def group_of(tokens, n=1, salt=None):
@@ -38,7 +38,7 @@ def admit(manager, tokens, n=1, salt=None):
     """A sequence with its blocks, whose prefix may come from the cache."""
     seq = group_of(tokens, n, salt).live[0]
     prefix = manager.match_prefix(seq)
-    manager.hold(seq, prefix, len(prefix) * manager.block_size)
+    manager.replace_blocks(seq, prefix, len(prefix) * manager.block_size)
     assert manager.grow([seq], [])
     return seq
 
@@ -79,8 +79,13 @@ def tables(*sequences):
     return [list(seq.block_table) for seq in sequences]
 
 
+def cached(manager):
+    """The blocks that the prefix cache leads to."""
+    return [content.block_id for content in manager.published.values()]
+
+
 def refs(manager):
-    return [block.ref_count for block in manager.blocks]
+    return manager.ref_counts
 
 
 # -- Exact examples --------------------------------------------------------------------
@@ -89,7 +94,7 @@ def refs(manager):
 def test_the_story_of_the_module():
     manager = BlockManager(4, 4)
     a = run(manager, [10, 11, 12, 13, 14, 15])
-    assert (tables(a), list(manager.published.values())) == ([[0, 1]], [0])
+    assert (tables(a), cached(manager)) == ([[0, 1]], [0])
 
     b, sibling = fork(manager, [10, 11, 12, 13, 24, 25], 2)
     assert tables(b, sibling) == [[0, 2], [0, 2]] and refs(manager) == [3, 1, 2, 0]
@@ -122,7 +127,7 @@ def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
     for num_computed, found in ((3, []), (4, [0]), (7, [0])):
         manager.advance(seq, num_computed - seq.num_computed_tokens)
         assert hits(manager, A + B + C) == found
-    seq.num_pending_tokens = 1  # only the device knows the last token of block 1
+    seq.pending = [-1]  # only the device knows the last token of block 1
     assert manager.grow([seq], [])
     compute(manager, seq)
     assert hits(manager, A + B + C) == [0]
@@ -145,7 +150,7 @@ def test_a_hit_follows_the_same_block_and_has_the_same_salt(name, monkeypatch):
         assert found == expected or name != "xxhash" and not any(found)
 
 
-def test_twins_have_one_name_and_the_newer_is_found():
+def test_twins_share_their_content_and_the_newer_is_found():
     manager = BlockManager(9, 4)
     first, second = admit(manager, A + [9]), admit(manager, A + B + [9])
     compute(manager, first, second)  # both computed A, in blocks 0 and 2
@@ -201,7 +206,7 @@ class Machine(stateful.RuleBasedStateMachine):
         self.slots = [[None] * size for _ in range(total)]
         self.orders = {DEVICE: list(range(device)), SWAP: list(range(device, total))}
         self.groups = {}  # where each is
-        self.known, self.meaning = {}, {}  # labels, and what the names of blocks mean
+        self.known = {}  # labels
 
     # The model: labels, who holds a block, and in which order blocks are taken.
 
@@ -238,7 +243,7 @@ class Machine(stateful.RuleBasedStateMachine):
             holders[block] -= 1
             if not holders[block]:
                 order = self.orders[DEVICE if block < self.manager.num_blocks else SWAP]
-                found = block in self.manager.published.values()
+                found = block in cached(self.manager)
                 order.insert(len(order) if found else 0, block)
 
     def free(self, *seqs):
@@ -302,7 +307,7 @@ class Machine(stateful.RuleBasedStateMachine):
         self.groups[group] = DEVICE if fits else GONE
         if fits:
             order[:] = [block for block in order if block not in revived]
-            self.manager.hold(leader, prefix, num_tokens)
+            self.manager.replace_blocks(leader, prefix, num_tokens)
             self.counts.update(hits=len(prefix), revived=len(revived))
             assert self.grow([leader])
             self.step(group, 99, [1])
@@ -402,15 +407,16 @@ class Machine(stateful.RuleBasedStateMachine):
     @invariant()
     def everything_adds_up(self):
         manager, holders = self.manager, self.holders()
-        assert refs(manager) == [holders[i] for i in range(len(manager.blocks))]
+        assert refs(manager) == [holders[i] for i in range(len(manager.contents))]
         for place, order in self.orders.items():
             assert list(self.free_list(place)) == order
-        for hash, block in manager.published.items():
-            assert manager.blocks[block].hash == hash and block < manager.num_blocks
-        for block, slots in zip(manager.blocks, self.slots, strict=True):
-            if block.content is not None:
-                meaning = self.meaning.setdefault(block.name, slots[-1])
-                assert meaning == slots[-1] is not None, "one name for two contents"
+        for hash, content in manager.published.items():
+            assert content.hash == hash and content.block_id < manager.num_blocks
+        meanings = {}
+        for content, slots in zip(manager.contents, self.slots, strict=True):
+            if content is not None:
+                meaning = meanings.setdefault(content, slots[-1])
+                assert meaning == slots[-1] is not None, "a Content for two contents"
         for group, place in self.groups.items():
             held = {block for table in tables(*group.live) for block in table}
             assert len(held) <= self.most_blocks(group)

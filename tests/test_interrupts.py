@@ -27,6 +27,7 @@ from nanopaged import LLM, BeamSearchParams, model_runner
 from nanopaged.block_manager import BlockManager
 from nanopaged.sampler import sample
 from nanopaged.sequence import SequenceGroup
+from nanopaged.tour.observers import observers
 
 COUNT = 10
 SMALL = {"block_size": 4, "num_blocks": 26, "max_model_len": 64, "max_num_seqs": 8,
@@ -149,7 +150,7 @@ def test_a_second_ctrl_c_after_the_first(stride, llama, work):
     """While the first one ends the call, and while the next call starts anew."""
     def observer(phase, batch):
         if phase == phases[moment % 4] and len(llm.scheduler.running) > 1:
-            llm.observers.clear()
+            observers(llm).clear()
             struck.left = moment
             signal.raise_signal(signal.SIGINT)
 
@@ -157,7 +158,7 @@ def test_a_second_ctrl_c_after_the_first(stride, llama, work):
     with LLM(llama, **SMALL) as llm:
         for moment in range(1, 110, stride):  # noqa: B007
             llm.add_request(work[0][0], greedy(n=2))
-            llm.observers.append(observer)
+            observers(llm).append(observer)
             with AtLine(0) as struck, deadline():
                 with suppress(KeyboardInterrupt):
                     ask_for_everything(llm, work[0])
@@ -270,7 +271,7 @@ def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work
 
     added = []
     with LLM(llama, **SMALL) as llm, deadline():
-        llm.observers.append(observer)
+        observers(llm).append(observer)
         victim = llm.add_request(work[0][0], greedy(40))
         assert generate(llm, work[0][2:], greedy(COUNT)) == [[t] for t in work[1][2:]]
         ends = {i: output.outputs[0] for i, output in drain(llm).items()}
@@ -314,7 +315,7 @@ def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         llm.runs_ahead = ahead
         places = {llm.runner.model if place == "forward pass" else place}
         llm.runner.model.register_forward_pre_hook(fail)
-        llm.observers.append(fail)
+        observers(llm).append(fail)
         waiting = llm.add_request(work[0][3], greedy(COUNT))
         with pytest.raises(ZeroDivisionError):
             generate(llm, work[0], greedy(n=2))

@@ -16,7 +16,7 @@ from itertools import islice
 import pytest
 import torch
 
-from helpers import check_books, is_swapped
+from helpers import check_books, check_moves, is_swapped, waiting
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.outputs import Logprob
@@ -43,9 +43,7 @@ class World:
                  num_swap_blocks=0, longest=None, ahead=False):
         config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
-        self.phases = []
-        observers = [lambda phase, batch: self.phases.append(phase)]
-        self.scheduler = Scheduler(config, self.manager, observers)
+        self.scheduler = Scheduler(config, self.manager)
         self.budget, self.size, self.seats = budget, block_size, seats
         self.longest = longest or num_blocks * block_size
         self.ahead, self.launched = ahead, None
@@ -63,7 +61,7 @@ class World:
         most = self.manager.most_blocks(len(prompt), [group.max_len] * params.n)
         assert most <= self.manager.num_blocks, "the engine would refuse it"
         self.groups.append(group)
-        self.scheduler.waiting[group.request_id] = group
+        self.scheduler.unfinished[group.request_id] = group
         return group
 
     def schedule(self):
@@ -71,8 +69,9 @@ class World:
         batch = self.scheduler.schedule()
         assert sum(batch.counts) == len(batch.token_ids) <= self.budget
         assert batch.counts or self.ahead, "a step without work"
+        check_moves(batch)
         for group in running:
-            if group.request_id in self.scheduler.waiting:
+            if group.request_id not in self.scheduler.running:
                 self.events["swapped" if is_swapped(group) else "recomputed"] += 1
         self.events.update(copied=len(batch.copies), pending=-1 in batch.token_ids,
                            moved=len(batch.swaps_out) + len(batch.swaps_in),
@@ -99,7 +98,7 @@ class World:
                 assert self.slots[slot] == past[: position + 1], "another's K and V"
 
         tokens, logprobs = [], {}
-        for entry, seq in zip(batch.samples, batch.sampled, strict=True):
+        for entry, seq in zip(batch.samples, batch.receivers, strict=True):
             if seq.group.beam_params:
                 count = seq.group.params.logprobs
                 logprobs[len(tokens)] = candidates(pasts[entry], count)
@@ -135,7 +134,7 @@ class World:
 
     @property
     def is_busy(self):
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.unfinished)
 
     def finish(self, limit=9000):
         """Step to the end: all is given back, and every answer is right."""
@@ -193,13 +192,12 @@ def test_the_story_of_the_batch():
     assert batch == Batch(
         token_ids=[seq.token_ids[6], 24, 25], counts=[1, 2], ends=[7, 6],
         block_ids=array("q", [0, 1, 0, 2]), samples=[0, 1, 1],
-        sampled=[seq, leader, sibling])
+        receivers=[seq, leader, sibling])
     world.scheduler.update(batch, world.execute(batch))
     batch = world.schedule()
     assert (batch.counts, batch.ends, batch.copies) == ([1] * 3, [8, 7, 7], [(2, 3)])
     assert list(batch.block_ids) == [0, 1, 0, 3, 0, 2]
     world.scheduler.update(batch, world.execute(batch))
-    assert world.phases[-4:] == ["begin", "scheduled", "executed", "updated"]
     world.finish()
 
 
@@ -225,7 +223,7 @@ def test_if_the_budget_is_too_small_for_a_group_its_last_sequences_wait(beams):
     while group.live:
         batch = world.schedule()
         world.scheduler.update(batch, world.execute(batch))
-        sampled.append(sum(seq.group is group for seq in batch.sampled))
+        sampled.append(sum(seq.group is group for seq in batch.receivers))
         lengths.append([len(seq.token_ids) for seq in group.live])
     if beams:  # they are compared when the last has its candidates
         assert sampled == [3, *[2, 1] * 6]
@@ -302,7 +300,7 @@ def test_groups_are_preempted_until_the_oldest_has_room_and_one_may_preempt_itse
     others = [world.add(prompt(1, name), 3) for name in (1, 2, 3)]
     for expected in ([first, *others], [first, *others], [first, others[0]]):
         assert list(world.step()) == expected  # in the third, both need a second block
-    assert list(world.scheduler.waiting.values()) == others[1:]
+    assert list(waiting(world.scheduler).values()) == others[1:]
     world.finish()
 
     world = World(4)
@@ -341,11 +339,11 @@ def test_one_step_ahead_pending_tokens_are_computed_before_they_are_known():
         world.launched, launched = (batch, world.execute(batch)), world.launched
         if launched:
             world.scheduler.update(*launched)
-        seen[-1] += (len(seq.token_ids), seq.num_pending_tokens)
+        seen[-1] += (len(seq.token_ids), len(seq.pending))
     # The last token is never computed: nothing follows it.
     assert seen == [([5], [6], 1, 6, 1), ([-1], [7], 1, 7, 1),
                     ([-1], [8], 1, 8, 1), ([], [], 0, 9, 0)]
-    assert list(world.manager.published.values()) == [0]  # not block 1
+    assert [c.block_id for c in world.manager.published.values()] == [0]  # not 1
 
 
 # -- Everything at once ----------------------------------------------------------------

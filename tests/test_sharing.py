@@ -14,8 +14,9 @@ from dataclasses import replace
 import pytest
 
 import nanopaged
-from helpers import CPU, check_invariants, floats, is_swapped, swap_space
+from helpers import CPU, check_invariants, floats, is_swapped, swap_space, waiting
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.tour.observers import observers
 
 LONGEST = 40  # tokens of prompt and answer
 
@@ -72,7 +73,7 @@ class Stress:
         self.script, self.requests, self.rng = Script(path, options), requests, rng
         self.script.do(f"setattr(llm, 'runs_ahead', {runs_ahead})")
         self.llm = self.script.llm
-        self.llm.observers.append(self.check)
+        observers(self.llm).append(self.check)
         self.under_way = {}  # numbers of requests, by id or index of the stream
         self.last, self.given_up, self.seen = {}, set(), Counter()
 
@@ -104,8 +105,7 @@ class Stress:
 
     def go_on(self):
         streams = [key for key in self.under_way if isinstance(key, int)]
-        waiting = self.llm.scheduler.waiting.items()
-        swapped = [key for key, group in waiting
+        swapped = [key for key, group in waiting(self.llm.scheduler).items()
                    if is_swapped(group) and key in self.under_way]
         if self.under_way and self.rng.random() < (0.2 if swapped else 0.05):
             self.give_up(self.rng.choice(swapped or list(self.under_way)))
@@ -126,7 +126,7 @@ class Stress:
         self.given_up.add(number)
         if isinstance(key, str):  # its last output comes with the next step
             self.script.do(f"llm.abort_request({key!r})")
-            group = self.llm.scheduler.waiting.get(key)
+            group = waiting(self.llm.scheduler).get(key)
             place = "running" if key in self.llm.scheduler.running else "waiting"
             place = "swapped" if group and is_swapped(group) else place
             self.seen[f"aborted while {place}"] += 1

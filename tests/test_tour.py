@@ -10,10 +10,11 @@ from collections import Counter
 
 import pytest
 
-from helpers import ROOT, drain, draw_requests, greedy, serve, swap_space
+from helpers import ROOT, drain, draw_requests, greedy, serve, swap_space, waiting
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.tour import picture, trace
 from nanopaged.tour.kinds import KINDS
+from nanopaged.tour.observers import observers
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.showcase import FEATURES, showcase
 from nanopaged.tour.source import excerpt
@@ -63,9 +64,8 @@ def random_requests(seed, count):
 def read_engine(llm):
     """What the engine holds, read here without the recorder's own functions."""
     manager, scheduler = llm.block_manager, llm.scheduler
-    queues = scheduler.running, scheduler.waiting
-    seqs = {f"{request_id}.{i}": seq for queue in queues
-            for request_id, group in queue.items()
+    seqs = {f"{request_id}.{i}": seq
+            for request_id, group in scheduler.unfinished.items()
             for i, seq in enumerate(group.sequences)}
     slots = {(seq.block_table[position // manager.block_size], position % 4)
              for request_id in scheduler.running
@@ -73,11 +73,11 @@ def read_engine(llm):
              for position in range(seq.num_computed_tokens)}
     num_used = manager.num_blocks - len(manager.free_blocks)
     return {
-        "running": list(scheduler.running), "waiting": list(scheduler.waiting),
+        "running": list(scheduler.running), "waiting": list(waiting(scheduler)),
         "seqs": {key: (seq.token_ids[:], list(seq.block_table), seq.num_computed_tokens)
                  for key, seq in seqs.items()},
-        "refs": [block.ref_count for block in manager.blocks],
-        "cached": sorted(manager.published.values()),
+        "refs": manager.ref_counts[:],
+        "cached": sorted(content.block_id for content in manager.published.values()),
         "free": list(manager.free_blocks), "free_swap": list(manager.free_swap_blocks),
         "utilisation": round(len(slots) / (num_used * 4), 9) if num_used else 0.0,
     }
@@ -129,14 +129,14 @@ def compare(llm, seed, count):
     under_way = []
     with trace(llm) as run:
         comparison = Comparison(llm, run)
-        llm.observers.append(comparison)
+        observers(llm).append(comparison)
         while requests or llm.has_unfinished_requests():
             while requests and rng.random() < 0.4:
                 under_way.append(llm.add_request(*requests.pop()))
             if under_way and rng.random() < 0.05:
                 llm.abort_request(rng.choice(under_way))
             llm.step()
-        llm.observers.remove(comparison)
+        observers(llm).remove(comparison)
     assert read_state(run.states()[-1]) == read_engine(llm)
     return comparison.num_phases // 4, run
 
@@ -193,7 +193,7 @@ def test_after_an_error_in_a_step_the_trace_goes_on_and_then_the_observer_is_gon
     last = run.states()[-1]
     assert last["seqs"]["0.0"]["table"] == [] and last["finished"] == ["0", "1"]
     steps = [frame["step"] for frame in run.data()["frames"]]
-    assert steps == sorted(steps) and llm.observers == []
+    assert steps == sorted(steps) and observers(llm) == []
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(
@@ -231,7 +231,7 @@ def test_a_fork_and_its_copies_name_the_blocks(llama, engine):
 def test_a_beam_event_says_whose_continuations_are_the_new_beams(llama, engine):
     llm = engine(llama)
     seen = [[]]
-    llm.observers.append(lambda phase, batch: phase == "updated" and seen.append([
+    observers(llm).append(lambda phase, batch: phase == "updated" and seen.append([
         seq.token_ids for group in llm.scheduler.running.values()
         for seq in group.sequences]))
     with trace(llm) as run:

@@ -145,19 +145,19 @@ def find_preemptions(before: State, after: State, batch: Batch) -> Iterator[Even
         else:
             yield Event(
                 "recompute",
-                f"{full}. It gives up its K and V, keeps its tokens, and goes back to "
-                "the head of the queue.",
+                f"{full}. It gives up its K and V, keeps its tokens, and waits to be "
+                "admitted again.",
             )
 
 
 def find_evictions(before: State, after: State) -> Iterator[Event]:
-    """Blocks that could be found and have lost their name, which stays until a block is
-    taken again. A preemption may have freed them just before that, in the same step.
+    """Blocks that could be found and have lost their content, which stays until a block
+    is taken again. A preemption may have freed them just before, in the same step.
     """
     evicted = []
     for block_id, block in before["blocks"].items():
-        name = after["blocks"].get(block_id, {}).get("name", 0)
-        if block.get("cached", False) and name != block["name"]:
+        now = after["blocks"].get(block_id, {}).get("hash", "")
+        if block.get("cached", False) and now != block["hash"]:
             evicted.append(block_id)
     if evicted:
         was, it = ("was", "it") if len(evicted) == 1 else ("were", "they")
@@ -310,7 +310,7 @@ def find_publications(before: State, after: State) -> Iterator[Event]:
         block_id
         for block_id, block in after["blocks"].items()
         if block.get("cached", False)
-        and block["name"] != before["blocks"].get(block_id, {}).get("name", 0)
+        and block["hash"] != before["blocks"].get(block_id, {}).get("hash", "")
     ]
     if named:
         yield Event(

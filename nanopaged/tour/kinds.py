@@ -22,7 +22,7 @@ CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its h
 
 KINDS = {
     "arrive": Kind(
-        "request arrives", "llm:LLM._read_inbox", "self.scheduler.waiting[", "4.5"),
+        "request arrives", "llm:LLM._read_inbox", "self.scheduler.unfinished[", "4.5"),
     "abort": Kind("abort", "scheduler:Scheduler.abort", "self.finish(", "5.2 (free)"),
     "recompute": Kind(
         "preemption, by recompute", "scheduler:Scheduler._preempt",
@@ -35,22 +35,22 @@ KINDS = {
         is_minor=True),
     "copy": Kind(
         "copy-on-write", "block_manager:BlockManager.grow",
-        "table[index] = self._take(self.free_blocks)", "4.4 (Parallel sampling)"),
+        "table[first] = self._take(self.free_blocks)", "4.4 (Parallel sampling)"),
     "grow": Kind(
         "new block", "block_manager:BlockManager.grow",
         "table.append(self._take(self.free_blocks))", "4.3", is_minor=True),
     "admit": Kind(
-        "admission", "scheduler:Scheduler._admit", "manager.hold(leader", "4.3 and 4.5"
-    ),
+        "admission", "scheduler:Scheduler._admit", "manager.replace_blocks(leader",
+        "4.3 and 4.5"),
     "prefix": Kind(
         "prefix hit", "block_manager:BlockManager.match_prefix",
-        "found.append(block_id)", CACHE),
+        "found.append(content.block_id)", CACHE),
     "swap_in": Kind(
         "swap in", "scheduler:Scheduler._admit",
         "manager.swap(group.live, manager.free_blocks)", "4.5 (Swapping)"),
     "chunk": Kind(
-        "chunk of a prompt", "scheduler:Scheduler._schedule_group",
-        "count = min(", CHUNKS, is_minor=True),
+        "chunk of a prompt", "scheduler:Scheduler._schedule_sequence",
+        "end = min(", CHUNKS, is_minor=True),
     "compute": Kind(
         "forward pass", "llm:LLM._step", "self.runner.execute(batch)", "4.3",
         is_minor=True),
@@ -58,8 +58,8 @@ KINDS = {
         "fork", "scheduler:Scheduler._schedule_sequence", "manager.fork(seq, child)",
         "4.4 (Parallel sampling)"),
     "publish": Kind(
-        "publication", "block_manager:BlockManager._publish",
-        "self.published[block.hash] = block_id", CACHE, is_minor=True),
+        "publication", "block_manager:BlockManager.advance",
+        "self.published[content.hash] = content", CACHE, is_minor=True),
     "sample": Kind(
         "new tokens", "scheduler:Scheduler.update", "seq.append(token", "4.3", True),
     "beam": Kind(

@@ -27,6 +27,7 @@ from nanopaged.outputs import Logprobs
 from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.contiguous import RESERVE, serve_contiguous
+from nanopaged.tour.observers import observers
 from nanopaged.tour.reported import (
     CAPTIONS,
     PAPER_RUNNING,
@@ -108,11 +109,11 @@ def serve_paged(
     states: list[PoolState] = []
     finished = warm = 0
     while not states or finished < warm + len(lengths):
-        while len(scheduler.waiting) < 64:
+        while len(scheduler.unfinished) - len(scheduler.running) < 64:
             number, (prompt, output) = next(queue)
             group = make_group(prompt, output, width, beams=bool(likely))
             group.request_id = str(number)
-            scheduler.waiting[group.request_id] = group
+            scheduler.unfinished[group.request_id] = group
 
         batch = scheduler.schedule()
         if not warm and finished > 2 * len(scheduler.running):
@@ -120,12 +121,12 @@ def serve_paged(
         if warm and scheduler.stats.steps % 4 == 0:
             states.append(PoolState.of(scheduler))
 
-        tokens = [0] * len(batch.sampled)
+        tokens = [0] * len(batch.receivers)
         logprobs = rng.choices(choices, k=len(tokens)) if choices else []
         stand_in = SimpleNamespace(
             read=tokens.copy, logprobs=dict(enumerate(logprobs)))
         scheduler.update(batch, stand_in)
-        groups = {seq.group for seq in batch.sampled}
+        groups = {seq.group for seq in batch.receivers}
         finished += sum(not group.live for group in groups)
 
     average = PoolState(*(mean(values) for values in zip(*states, strict=True)))
@@ -201,12 +202,12 @@ def real_beams(
                 if phase == "scheduled":
                     states.append(PoolState.of(llm.scheduler))
 
-            llm.observers.append(note)
+            observers(llm).append(note)
             params: Any = [
                 BeamSearchParams(width, output, ignore_eos=True)
                 for _, output in lengths]
             llm.generate(prompts, params, use_tqdm=False)
-            llm.observers.remove(note)
+            observers(llm).remove(note)
             used = sum(state.used_blocks for state in states)
             saved[str(width)] = 100 * (
                 1 - used / sum(state.table_entries for state in states))

@@ -19,6 +19,7 @@ from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.events import Event, find_events
 from nanopaged.tour.kinds import KINDS, Kind
+from nanopaged.tour.observers import observers
 from nanopaged.tour.page import check_writable, embed, page
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
@@ -75,13 +76,13 @@ class Trace(AbstractContextManager["Trace"]):
         with self.llm._lock:
             self._last = take_state(self.llm.scheduler, self._known, {})
             self._keep("start", self._last, [])
-            self.llm.observers.append(self._observe)
+            observers(self.llm).append(self._observe)
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self.llm._lock:
-            self.llm.observers.remove(self._observe)
-            if not self.llm._in_step:  # else the books were left as they are, half done
+            observers(self.llm).remove(self._observe)
+            if not self.llm._in_step:  # otherwise the state is half changed
                 self._look("end", None, is_last=True)
         if self.path is not None:
             self.save(self.path)

@@ -13,7 +13,7 @@ what is inserted there], and items that are appended. Everything else is a new v
 
 from typing import Any, TypeAlias
 
-from nanopaged.block_manager import Block
+from nanopaged.block_manager import Content
 from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
@@ -37,10 +37,9 @@ def take_state(
     last: the state before this one. What has not changed is taken from it, so that a
     large engine leaves little work to the garbage collector.
     """
-    known |= scheduler.running
-    known |= scheduler.waiting
-    in_queue = {*scheduler.running, *scheduler.waiting}
-    finished = [request_id for request_id in known if request_id not in in_queue]
+    unfinished = scheduler.unfinished
+    known |= unfinished
+    finished = [request_id for request_id in known if request_id not in unfinished]
 
     old = last or {"groups": {}, "seqs": {}, "blocks": {}}
     groups: State = {}
@@ -54,18 +53,19 @@ def take_state(
 
     manager = scheduler.block_manager
     blocks: State = {}
-    for block_id, block in enumerate(manager.blocks):
-        if block.ref_count > 0 or block.content is not None:
+    held = zip(manager.ref_counts, manager.contents, strict=True)
+    for block_id, (refs, content) in enumerate(held):
+        if refs > 0 or content is not None:
             key = str(block_id)
-            state = block_state(block, manager.is_cached(block_id))
+            state = block_state(refs, content, manager.is_cached(block_id))
             blocks[key] = reuse(old["blocks"].get(key), state)
 
     return {
         "block_size": manager.block_size,
         "num_blocks": manager.num_blocks,
-        "num_swap_blocks": len(manager.blocks) - manager.num_blocks,
+        "num_swap_blocks": len(manager.ref_counts) - manager.num_blocks,
         "budget": scheduler.config.max_num_batched_tokens,
-        "waiting": list(scheduler.waiting),
+        "waiting": [id for id in unfinished if id not in scheduler.running],
         "running": list(scheduler.running),
         "finished": finished,
         "groups": groups,
@@ -131,17 +131,14 @@ def count_tokens(scheduler: Scheduler, batch: Batch) -> dict[str, int]:
     return counts
 
 
-def block_state(block: Block, is_cached: bool) -> State:
-    """is_cached: others can find it. Of several blocks with one name, one is found."""
-    if block.content is None:
-        return {"refs": block.ref_count}
-    _, token_ids = block.content
-    return {
-        "refs": block.ref_count,
-        "name": block.name,
-        "cached": is_cached,
-        "tokens": token_ids,
-    }
+def block_state(refs: int, content: Content | None, is_cached: bool) -> State:
+    """`is_cached`: others can find it. Of several blocks with equal content, one is
+    found. The hash tells contents apart; it is text, because it has 64 bits.
+    """
+    if content is None:
+        return {"refs": refs}
+    return {"refs": refs, "hash": str(content.hash), "cached": is_cached,
+            "tokens": content.token_ids}
 
 
 def utilisation(state: State) -> float:

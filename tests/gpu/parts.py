@@ -97,10 +97,9 @@ def on_device(case):
     test_attention.CPU = DEVICE
     backend = test_attention.make_backend(
         "triton", case.heads, case.block_size, case.dtype)
-    made = case.metadata(backend)
-    places = [x.to(DEVICE) for x in (made.positions, made.slots, made.block_tables)]
-    metadata = Metadata(*places, made.counts, made.ends,
-                        [x.to(DEVICE) for x in made.plan])
+    host = vars(case.metadata(backend))
+    metadata = Metadata(**{name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+                           for name, x in host.items()})
     new = [dense[past:] for dense, (past, _) in zip(case.dense, case.seqs, strict=True)]
     q, cache, kv = (x.to(DEVICE) for x in (case.q, case.cache, torch.cat(new)))
     backend.store(kv[:, 0], kv[:, 1], cache, metadata.slots)
@@ -216,6 +215,7 @@ def speed(task, quick):
 
 RANK = """
 import os, signal, sys
+from nanopaged.tour.observers import observers
 from nanopaged import LLM, SamplingParams
 path, size, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 llm = LLM(path, tensor_parallel_size=size, device=sys.argv[4], dtype="float32",
@@ -223,7 +223,7 @@ llm = LLM(path, tensor_parallel_size=size, device=sys.argv[4], dtype="float32",
 if kill == "kill":
     def end(phase, batch):
         os.kill(os.getpid(), signal.SIGKILL)
-    llm.observers.append(end)
+    observers(llm).append(end)
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 outputs = llm.generate([[1, 2, 3], [4] * 20], params, use_tqdm=False)
 print("TOKENS", [output.outputs[0].token_ids for output in outputs], flush=True)

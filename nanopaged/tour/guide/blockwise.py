@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.tour.observers import observers
 
 Floats = NDArray[np.float64]
 
@@ -89,13 +90,13 @@ def record(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Recorde
             to_numpy(out).reshape(q.shape)))
         return out
 
-    llm.observers.append(note)
+    observers(llm).append(note)
     backend.attend = attend_and_keep
     try:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         del backend.attend  # the method of its class again
-        llm.observers.remove(note)
+        observers(llm).remove(note)
     return recorded
 
 

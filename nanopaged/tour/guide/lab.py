@@ -8,6 +8,7 @@ from nanopaged import LLM, SamplingParams
 from nanopaged.outputs import RequestOutput
 from nanopaged.scheduler import Batch
 from nanopaged.tour.guide.markdown import Html
+from nanopaged.tour.observers import observers
 from nanopaged.tour.recorder import Trace, trace
 from nanopaged.tour.state import State
 
@@ -85,7 +86,7 @@ def watch(llm: LLM, ident: str, title: str, prompts: list[Any], params: Any,
 
     params = params if isinstance(params, list) else [params] * len(prompts)
     outputs: dict[str, RequestOutput] = {}
-    llm.observers.append(note)
+    observers(llm).append(note)
     with trace(llm, title=title) as run:
         for prompt, own in zip(prompts, params, strict=True):
             llm.add_request(prompt, own)
@@ -93,6 +94,6 @@ def watch(llm: LLM, ident: str, title: str, prompts: list[Any], params: Any,
                 outputs |= {output.request_id: output for output in llm.step()}
         while llm.has_unfinished_requests():
             outputs |= {output.request_id: output for output in llm.step()}
-    llm.observers.remove(note)
+    observers(llm).remove(note)
     in_order = [outputs[request_id] for request_id in sorted(outputs, key=int)]
     return Watched(run, ident, in_order, batches)

@@ -318,7 +318,7 @@ def prefix() -> Values:
         lengths = [len(output.prompt_token_ids) for output in run.outputs]
 
     with (engine(num_blocks=32) as llm,
-          patch("nanopaged.block_manager.hash_content", lambda content: CONSTANT_HASH)):
+          patch("nanopaged.block_manager.hash_content", lambda *_: CONSTANT_HASH)):
         collided = llm.generate(prompts, greedy(5), use_tqdm=False)
         collided_hits = llm.stats().prefix_hit_tokens
     assert collided_hits < stats.prefix_hit_tokens, "a collision costs hits"
@@ -359,7 +359,7 @@ def fork() -> Values:
     saved, papers = paper.sharing()
     return {
         "player": samples.player,
-        "children": Html(part("beam_search.advance_beams", "# First all children",
+        "children": Html(part("beam_search.advance_beams", "# Now every child",
                               "manager.free(parent)")),
         "beam_player": beams.player,
         "prompt_tokens": prompt_tokens,

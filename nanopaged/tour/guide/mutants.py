@@ -44,8 +44,8 @@ MUTANTS = [
         "Write into a block that somebody else reads",
         Edit(
             "block_manager.py",
-            "if index < len(table) and self.blocks[table[index]].ref_count > 1:",
-            "if index < len(table) and self.blocks[table[index]].ref_count > 2:",
+            "if first < len(table) and self.ref_counts[table[first]] > 1:",
+            "if first < len(table) and self.ref_counts[table[first]] > 2:",
         ),
         "tests/test_block_manager.py::test_the_story_of_the_module",
         "Of two sequences that share a block, neither copies it. Both write their "
@@ -68,8 +68,8 @@ MUTANTS = [
         "Trust the hash",
         Edit(
             "block_manager.py",
-            "if block_id is None or self.blocks[block_id].content != content:",
-            "if block_id is None:",
+            "if cached and cached.before == before and cached.token_ids == token_ids:",
+            "if cached:",
         ),
         "tests/test_block_manager.py::"
         "test_a_hit_follows_the_same_block_and_has_the_same_salt",
@@ -77,18 +77,16 @@ MUTANTS = [
         "is rare by accident, and not rare for somebody who looks for collisions.",
     ),
     Mutant(
-        "Call a block by its number",
+        "Let the older of two equal blocks be found",
         Edit(
             "block_manager.py",
-            "return self.blocks[table[index - 1]].name if index else salt, token_ids",
-            "return table[index - 1] if index else salt, token_ids",
+            "content.block_id = seq.block_table[index]",
+            "content.block_id = content.block_id or seq.block_table[index]",
         ),
         "tests/test_block_manager.py::"
-        "test_twins_have_one_name_and_the_newer_is_found",
-        "A number is used again, for other tokens. What came after the old ones is "
-        "then found after the new ones, with keys and values that do not fit. And of "
-        "two blocks with equal content, what follows the one is not found after the "
-        "other.",
+        "test_twins_share_their_content_and_the_newer_is_found",
+        "The older block is usually taken first. From then on nobody can find the "
+        "newer one, although it still holds the same.",
     ),
     Mutant(
         "Free the blocks of a sequence front first",
@@ -108,8 +106,8 @@ MUTANTS = [
         "Let the oldest give way",
         Edit(
             "scheduler.py",
-            "self._preempt(next(reversed(self.running.values())), batch)",
-            "self._preempt(next(iter(self.running.values())), batch)",
+            "_, group = self.running.popitem()",
+            "group = self.running.pop(next(iter(self.running)))",
         ),
         "tests/test_scheduler.py::"
         "test_the_youngest_is_preempted_keeps_its_tokens_and_comes_back_first",
@@ -118,16 +116,17 @@ MUTANTS = [
         "the oldest, and alone it fits into the pool.",
     ),
     Mutant(
-        "Send the preempted to the end of the queue",
+        "Admit requests in the step of a preemption",
         Edit(
             "scheduler.py",
-            "self.waiting.move_to_end(group.request_id, last=False)",
-            "self.waiting.move_to_end(group.request_id)",
+            "if request_id not in self.running and len(self.running) >= num_running:",
+            "if request_id not in self.running:",
         ),
         "tests/test_scheduler.py::test_groups_are_preempted_until_the_oldest_has_room_"
         "and_one_may_preempt_itself",
-        "Whoever came later overtakes. When the preempted request comes in again it "
-        "is the youngest, so it is the next one to lose its work.",
+        "A request that was just preempted may come straight back in the same step. "
+        "Then the step swaps blocks out and in, and it may compute tokens that are "
+        "not known yet.",
     ),
     Mutant(
         "Do not wait for the last beam",
