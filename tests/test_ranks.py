@@ -35,6 +35,7 @@ from contextlib import suppress
 from pathlib import Path
 import torch.distributed as dist
 from helpers import counters, serve
+from nanopaged import LLM
 from nanopaged.model_runner import ModelRunner
 from nanopaged.scheduler import Batch
 from test_ranks import draw, listening
