@@ -21,7 +21,7 @@ with contextlib.suppress(ImportError):
 VALUE_ERRORS = {
     "SamplingParams(n=0)": "n must be at least 1, got 0",
     "SamplingParams(temperature=-0.1)": "temperature must be at least 0, got -0.1",
-    "SamplingParams(temperature=inf)": "temperature must be at most 9223372036854775807, g",
+    "SamplingParams(temperature=inf)": "temperature must be at most 1e+30, got inf",
     "SamplingParams(top_p=0)": "top_p must be at least 1e-06, got 0",
     "SamplingParams(top_p=nan)": "top_p must be at least 1e-06, got nan",
     "SamplingParams(top_k=-1)": "top_k must be at least 0, got -1",
