@@ -191,8 +191,8 @@ class TritonAttention(TorchAttention):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend", "'torch' (on an older GPU with "
-              "dtype='float16') below compute capability 8.0", self.name)
+        check(can_run, "attention_backend",
+              "'auto' without a GPU of compute capability 8.0", self.name)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # The speed of decoding depends on how much of K and V is on its way at any
@@ -204,8 +204,9 @@ class TritonAttention(TorchAttention):
         self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
+        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
         self.few_rows: int = next_power_of_2(max(16, self.group_size))
-        self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
+        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
     def rows_per_tile(self, counts: Ints) -> int:
         """A row is one query of one head. Large tiles would be mostly empty where
@@ -332,10 +333,12 @@ BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if name == "auto":
+    if name == "auto" and device.type == "cuda":
+        is_recent = torch.cuda.get_device_properties(device).major >= 8
+        name = "triton" if is_recent else "torch"
+    elif name == "auto":
         can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        on_cpu = "numba" if can_use_numba else "torch"
-        name = "triton" if device.type == "cuda" else on_cpu
+        name = "numba" if can_use_numba else "torch"
     try:
         return BACKENDS[name](model_config, block_size, dtype, device)  # type: ignore[no-any-return]
     except ImportError as error:

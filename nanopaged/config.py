@@ -18,7 +18,8 @@ LEAST = {
     "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
     "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
     "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
-MOST = {"top_p": 1, "length_penalty": 10, "gpu_memory_utilization": 1}
+MOST = {"temperature": 1e30, "top_p": 1, "length_penalty": 10,
+        "gpu_memory_utilization": 1}
 
 
 def check(is_right: bool, name: str, expected: object, value: object,

@@ -130,14 +130,15 @@ class Sequence:
         """What the caller sees of this sequence so far."""
         is_final = self.finish_reason is not None
         text = self.detokenize(is_final).visible(is_final)
+        has_logprobs = self.group.params.logprobs is not None
         stop_reason: str | int | None = self.detokenizer.stopped_by
         last = self.token_ids[-1]
         if is_final and last in (self.group.params.stop_token_ids or []):
             stop_reason = stop_reason or last
         return CompletionOutput(
             index, text, self.token_ids[self.group.num_prompt_tokens :],
-            cumulative_logprob=self.cumulative_logprob if self.logprobs else None,
-            logprobs=list(self.logprobs) or None,  # None: the request wants none
+            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
+            logprobs=list(self.logprobs) if has_logprobs else None,
             finish_reason=self.finish_reason, stop_reason=stop_reason)
 
 
