@@ -2,18 +2,18 @@
 
     torchrun --nproc-per-node 2 script.py    # LLM(..., tensor_parallel_size=2)
 
-torchrun starts the same script several times, and numbers the processes: these are the
-ranks. Rank 0 runs the script to its end. The other ranks run it until they reach its
-`LLM`; from then on they only serve rank 0.
+torchrun starts the script several times. Each of these processes is a rank. Rank 0 runs
+the script to its end. The other ranks run it as far as its `LLM(...)`, which does not
+return there: from then on they only serve rank 0.
 
-Rank 0 schedules. In every step it sends the others the batch, as plain numbers; block
-ids mean the same on all ranks. All ranks run the same layers, each with its share of
-the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). Rank 0 samples
-the tokens.
+Rank 0 schedules. In every step it sends the batch to the other ranks, as plain numbers.
+Block ids mean the same on all of them. All ranks run the same layers, each with its
+share of the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). The
+tokens are those that rank 0 samples.
 
-How it ends: when rank 0's script ends, whatever the reason, its process leaves the
-group. The others are waiting for the next batch at that time. They get an error in its
-place, and exit. If a rank fails or is killed, torchrun ends all others.
+How it ends: when rank 0's script ends, for whatever reason, its process leaves the
+group. The other ranks are waiting for the next batch then. Instead they get an error,
+and exit. If any rank fails or is killed, torchrun ends all others.
 """
 
 import os
