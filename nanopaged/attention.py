@@ -87,6 +87,7 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
+    can_be_recorded = False  # in CUDA graphs, see `TritonAttention`
     min_queries = 1  # `attend` leaves out sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
@@ -178,6 +179,7 @@ class TritonAttention(TorchAttention):
     of decodes can be replayed with other contents of the tensors.
     """
 
+    can_be_recorded = True
     name = "triton"  # as `attention_backend` has it
 
     def __init__(self, *settings: Any) -> None:

@@ -12,14 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import (
-    Metadata,
-    TritonAttention,
-    divide_up,
-    make_backend,
-    place_tokens,
-    spread,
-)
+from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens, spread
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
@@ -194,7 +187,7 @@ class ModelRunner:
         # In pinned memory: a GPU copies from and to it without waiting.
         self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
         logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
-        if self.compiles and isinstance(self.backend, TritonAttention):
+        if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
 
     def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
