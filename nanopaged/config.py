@@ -7,8 +7,9 @@ makes a changed copy.
 
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import type_validator
 
@@ -40,11 +41,9 @@ class Checked:
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            is_choice = get_origin(field.type) is Literal
-            expected = getattr(field.type, "__name__", field.type)
-            check(has_type(value, field.type), field.name,
-                  f"one of {get_args(field.type)}" if is_choice else expected, value,
-                  ValueError if is_choice else TypeError)
+            expected = formatannotation(field.type)
+            error = ValueError if expected.startswith("Literal") else TypeError
+            check(has_type(value, field.type), field.name, expected, value, error)
             if isinstance(value, int | float):
                 low, high = LEAST.get(field.name, 0), MOST.get(field.name, 2**63 - 1)
                 check(value >= low, field.name, f"at least {low}", value)

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
@@ -35,8 +35,9 @@ WEIGHTS = "model*.safetensors*"
 def load_config(name: str | Path) -> Any:
     """transformers' config, if `model.py` can compute what it says."""
     with reading(f"config.json of {name}"):
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     facts = config.to_dict()
+    # In transformers 5, this has all that the config says about positions.
     facts |= facts.get("rope_parameters", {})
     for field, known in KNOWN.items():
         value = facts.get(field)
@@ -55,8 +56,7 @@ def load_tokenizer(name: str | Path) -> Any:
         return None
     with reading(f"the tokenizer of {name}"):
         # With clean-up, the text of a token would depend on the tokens after it.
-        return transformers.AutoTokenizer.from_pretrained(
-            name, clean_up_tokenization_spaces=False)
+        return AutoTokenizer.from_pretrained(name, clean_up_tokenization_spaces=False)
 
 
 def load_generation_config(name: str | Path,
@@ -69,8 +69,7 @@ def load_generation_config(name: str | Path,
     fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
     with reading(f"generation_config.json of {name}"):
         with suppress(OSError):  # there is no such file
-            config = transformers.GenerationConfig.from_pretrained(name)
-            fields |= config.to_diff_dict()
+            fields |= GenerationConfig.from_pretrained(name).to_diff_dict()
         top_k, top_p = fields.pop("top_k", 0), fields.pop("top_p", 1.0)
         params = SamplingParams(
             temperature=fields.pop("temperature", 1.0),
@@ -80,25 +79,23 @@ def load_generation_config(name: str | Path,
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
                if id in range(model_config.vocab_size)]
-    # What is left has no effect here, and these values have none anywhere.
+    # The other fields have no effect here; with these values they have none anywhere.
     ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
                and not field.endswith(("_token_id", "_version"))]
     if ignored:
         logging.getLogger("nanopaged").warning(
-            "%s in generation_config.json of %s has no effect", ignored, name)
+            "generation_config.json of %s has unsupported fields: %s", name, ignored)
     return eos_ids, params
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Let the errors of libraries say what they were reading."""
+    """Let the errors of a library say what it was reading, and what to do about it."""
     try:
         yield
-    except OSError:  # it names the file or the repository already
-        raise
     except Exception as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"{what} cannot be used: {cause!r}") from error
+        raise ValueError(f"cannot read {what} (repair it or download it again): "
+                         f"{error.__cause__ or error!r}") from error
 
 
 # -- Weights ---------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.scheduler import Batch
 
 dist: Any = torch.distributed
-# The sizes that the ranks divide, if a model has them. The vocabulary is not among them:
+# The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
 # otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What is sent of a batch: all fields except the last one, which matters to rank 0 only.
@@ -71,9 +71,10 @@ class Ranks:
         # If a rank dies, torchrun notices it.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
-        # At exit, Python runs finalizers from the newest to the oldest. So `leave` runs
-        # after `ModelRunner.free`, which is registered later. An `atexit` function would
-        # run before both. A finalizer needs an object: the module lives until the exit.
+        # At exit, finalizers run from the newest to the oldest, so `ModelRunner.free`
+        # runs before `leave`, which is registered here, before the model is made.
+        # Functions registered with `atexit` would run before both. A finalizer belongs
+        # to an object, and this module is one that lives until the exit.
         weakref.finalize(dist, leave)
 
     # -- What a step needs -------------------------------------------------------------

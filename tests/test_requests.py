@@ -210,18 +210,17 @@ def test_requests_without_params_take_the_models_own(llama, work, edit_model, en
 # -- What else is reported -------------------------------------------------------------
 
 
-def test_stats_count_and_metrics_time_what_happened(llm, work):
+def test_stats_count_what_happened(llm, work):
     add_all(llm, work[0][:3], greedy())
     llm.step()
     assert llm.stats().blocks_used == sum(-(-length // 4) for length in LENGTHS[:3])
-    outputs, end = drain(llm).values(), llm.stats()
+    drain(llm)
+    end = llm.stats()
     assert end.output_tokens == 3 * COUNT and COUNT <= end.steps <= COUNT + 1
     assert (end.blocks_used, end.preemptions_recompute) == (0, 0)
     # All full blocks are kept. One step ahead, the last may not be known in time.
     num_full = sum((length + COUNT - 1) // 4 for length in LENGTHS[:3])
     assert num_full - 3 * llm.runs_ahead <= end.blocks_cached <= num_full
-    for output in outputs:
-        assert 0 < output.metrics.arrival_time < output.metrics.first_token_time
 
 
 # -- Text ------------------------------------------------------------------------------
