@@ -12,14 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import (
-    Metadata,
-    TritonAttention,
-    divide_up,
-    make_backend,
-    place_tokens,
-    spread,
-)
+from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
@@ -107,16 +100,14 @@ class ModelRunner:
         block_size = self.config.block_size
         counts = np.array(batch.counts + [1] * padding)
         ends = np.array(batch.ends + [1] * padding)
-        num_blocks = divide_up(np.array(batch.ends), block_size)
-        block_tables = np.full((len(ends), num_blocks.max()), self.num_blocks)
-        block_tables[spread(num_blocks)] = batch.block_ids
+        block_tables = np.append(batch.block_ids, np.full(padding, self.num_blocks))
         positions, slots = place_tokens(block_tables, counts, ends, block_size)
         tensors = self._upload(
             token_ids=np.array(batch.token_ids + [0] * padding),
             positions=positions,
             slots=slots,
-            plan=self.backend.plan(counts, ends, block_tables.shape[1]),
-            # Tables get wider as sequences grow, so graphs read nothing after them.
+            plan=self.backend.plan(counts, ends),
+            # Tables grow with their sequences, so graphs read nothing after them.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
@@ -153,7 +144,7 @@ class ModelRunner:
     # -- The start ---------------------------------------------------------------------
 
     # Each hidden size compiles the functions again, and torch gives up after 8 times.
-    @torch.compiler.config.patch(recompile_limit=256)
+    @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
     def _start(self) -> None:
         """Make room for the inputs of a step and for K and V, and record CUDA graphs.
         """
@@ -194,7 +185,7 @@ class ModelRunner:
         # In pinned memory: a GPU copies from and to it without waiting.
         self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
         logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
-        if self.compiles and isinstance(self.backend, TritonAttention):
+        if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
 
     def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
