@@ -51,7 +51,7 @@ class Metadata:
     """
 
     counts: Ints  # [num_seqs]: how many tokens of each sequence are computed
-    ends: Ints  # [num_seqs]: how many keys it has then
+    ends: Ints  # [num_seqs]: how many keys it then has
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
@@ -94,7 +94,7 @@ class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs, see `TritonAttention`
-    min_queries = 1  # `attend` leaves out sequences with fewer tokens in this step
+    min_queries = 1  # `attend` skips sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -200,19 +200,20 @@ class TritonAttention(TorchAttention):
         from nanopaged import kernels
 
         self.kernels = kernels
-        can_run, num_processors = knobs.runtime.interpret, 4  # as in tests
+        can_run, num_processors = knobs.runtime.interpret, 4  # for the interpreter
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
         check(can_run, "attention_backend",
-              "'auto' without a GPU of compute capability 8.0", self.name)
+              "'auto' without a GPU of compute capability 8.0 or higher", self.name)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
-        # The speed of decoding depends on how much of K and V is on its way at any
-        # time: an H200 needs 4.8 TB/s x 1 us = 4.8 MB, 36 KB for each of its 132
-        # multiprocessors. A program reads rounds of 16 KB of K and 16 KB of V (64 keys
-        # of head_dim 128 in bfloat16). While it computes one round, the next one is on
-        # its way. Three such programs fit into a multiprocessor.
+        # The speed of decoding depends on how much of K and V is in flight. To keep its
+        # memory busy, an H200 needs 4.8 TB/s (bandwidth) x 1 us (latency) = 4.8 MB, or
+        # 36 KB for each of its 132 multiprocessors. A program reads rounds of 16 KB of
+        # K and 16 KB of V (64 keys of head_dim 128 in bfloat16). While it computes one
+        # round, the next one is in flight. A multiprocessor has room for three such
+        # programs, and all of its KV heads share them.
         row_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
@@ -234,17 +235,18 @@ class TritonAttention(TorchAttention):
         A tile is a few consecutive queries of one sequence. The keys of a long tile are
         cut into parts, which different programs read and `merge_parts` joins; otherwise
         a step would take as long as its longest sequence. All parts of a step have the
-        same size: half of the keys that each program would read if all of those that
-        run at once read equally many, rounded up to whole rounds.
+        same size: the keys of the step, divided by twice the number of programs that
+        run at once, and rounded up to whole rounds. With parts of half a program's
+        share, programs that finish early can take another part.
 
         Returns [num_items, 6]. The columns: 0 where the tile's block table starts; 1
         the tile's first token; 2 the position of that token; 3 the end of the tile's
         keys; 4 the first key of this part; 5 the end of this part.
 
         For example, let 2 programs of a KV head run at once, and let a round have 64
-        keys. Two decodes have 1000 and 100 keys, which is 550 for each program. Half of
-        that is 275, or 5 rounds, so a part has 320 keys, and the first decode has four
-        parts (block_size is 16, so its block table has 63 blocks):
+        keys. Two decodes have 1000 and 100 keys, and 1100 / 4 is 275, or 5 rounds. So a
+        part has 320 keys, and the first decode has four parts. (Its block table has 63
+        blocks, because block_size is 16.)
 
             [[0, 0, 999, 1000,   0,  320],
              [0, 0, 999, 1000, 320,  640],
@@ -263,7 +265,7 @@ class TritonAttention(TorchAttention):
         tables = starts_of(divide_up(ends, self.block_size))
         tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
 
-        num_parts = 2 * self.programs_at_once  # and at most one more for each tile
+        num_parts = 2 * self.programs_at_once  # rounding up adds one for each tile
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         owners, parts = spread(divide_up(num_keys, part_keys))
@@ -271,7 +273,8 @@ class TritonAttention(TorchAttention):
         end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
         items = np.zeros((len(tiles) + num_parts, 6), np.int64)
         items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
-        # Long tiles first: one that starts last would keep all others waiting.
+        # Long tiles first: one that starts last would hold up the whole step. The order
+        # is stable, because `merge_parts` expects a tile's parts one after another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -305,7 +308,7 @@ class TritonAttention(TorchAttention):
 
 
 class FlashAttention(TritonAttention):
-    """Steps with chunks of prompts by FlashAttention-2 (Dao 2023), of flash-attn.
+    """Steps with chunks of prompts run FlashAttention-2 (Dao 2023), from flash-attn.
 
     It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
     a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are Triton's.
@@ -365,7 +368,9 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """To a GPU from pinned memory: from other memory, the host waits for the copy."""
+    """Copy an array to the device: for a GPU through pinned memory, because otherwise
+    the host would wait for the copy.
+    """
     tensor = torch.from_numpy(values)
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)

@@ -89,7 +89,7 @@ class Detokenizer:
         for stop in self.stops if may_stop else []:
             # A stop string that was not there before ends in the new text.
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
-            if 0 <= at < len(self.text):  # the one that begins first counts
+            if 0 <= at < len(self.text):  # it begins before any other one found
                 self.text, self.stopped_by = text[:at], stop
 
     def visible(self, final: bool) -> str:

@@ -1,7 +1,7 @@
 """From a directory or a hub id to the config, the tokenizer and the weights.
 
-transformers reads the first two. Of the weights, every tensor is accounted for: it is
-an error if one is missing, or if one is left over that could change an answer.
+transformers reads the first two. Every weight tensor is accounted for: it is an error
+if one is missing, or if one is left over that could change an answer.
 """
 
 import json
@@ -29,7 +29,6 @@ KNOWN = {
     "model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",),
     "rope_type": ("default", "linear", "llama3", "yarn"), "is_causal": (None, True),
     "layer_types": (None, "full_attention", "sliding_attention")}
-WEIGHTS = "model*.safetensors*"
 
 
 @contextmanager
@@ -89,7 +88,8 @@ def load_generation_config(name: str | Path,
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
                if id in range(model_config.vocab_size)]
-    # The other fields have no effect here; with these values they have none anywhere.
+    # The engine ignores the other fields. With one of these values, a field has no
+    # effect anywhere, so it needs no warning.
     ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
                and not field.endswith(("_token_id", "_version"))]
     if ignored:
@@ -142,19 +142,19 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         module = model.get_submodule(name.removesuffix(f".{kind}"))
         parts = getattr(module, "parts", {own_name: len(parameter)})
         divided = getattr(module, "divided", None)
-        for part, rows in zip(parts, parameter.split([*parts.values()]), strict=True):
-            targets[name.replace(own_name, part)] = rows, divided
+        for part, target in zip(parts, parameter.split([*parts.values()]), strict=True):
+            targets[name.replace(own_name, part)] = target, divided
     # Old checkpoints also have the angles by which Q and K are rotated.
     names = {name for name in files if ".rotary_emb." not in name}
     check(names == targets.keys(), f"the weights in {source}",
-          "the tensors of config.json, no more and no fewer",
+          "exactly the tensors that config.json calls for",
           {"missing": sorted(targets.keys() - names),
            "left over": sorted(names - targets.keys())})
 
     for name, (target, divided) in targets.items():
         with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
             tensor = part = tensors.get_tensor(name)
-        if divided in range(tensor.ndim):
+        if divided in range(tensor.ndim):  # not None, nor the columns of a bias
             part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
         check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))
@@ -170,12 +170,12 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
 def find_tensors(source: str | Path) -> dict[str, Path]:
     """The file of each tensor: {"lm_head.weight": path, ...}.
 
-    If a checkpoint has several files, an index says which tensor is in which of them.
-    Any other file in the directory is ignored.
+    If a checkpoint has several files, an index says which tensor is in which file. Any
+    other file in the directory is ignored.
     """
     path = Path(source)
     if not path.is_dir():
-        path = Path(snapshot_download(str(source), allow_patterns=WEIGHTS))
+        path = Path(snapshot_download(str(source), allow_patterns="*.safetensors*"))
     file, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists() and not file.exists():
         places = json.loads(index.read_text())["weight_map"]

@@ -67,8 +67,8 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
-        # An engine may be idle for long, so waiting for the next batch has no timeout.
-        # If a rank dies, torchrun notices it.
+        # An engine may be idle for a long time, so waiting for the next batch has no
+        # timeout. If a rank dies, torchrun notices it.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
         # At exit, finalizers run from the newest to the oldest, so `ModelRunner.free`

@@ -18,7 +18,7 @@ float64, which takes 300 MB for 256 rows, and a GPU takes several kernels to sum
 row that long. Here no sum is longer than there are buckets. Why two numbers? If one
 number decided both, little of it would be left for the token in an unlikely bucket.
 
-A row of logits that has NaN gives some token, and changes no other row's.
+A row of logits with a NaN yields an arbitrary token, and affects no other row.
 """
 
 import numpy as np
@@ -36,7 +36,7 @@ GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflo
 BUCKET_SIZE = 128
 # Random numbers are multiples of this, and below 1. A bucket, or a token within its
 # bucket, that is less likely than this may never be drawn. Sums in float64 are more
-# exact, so the sum of all probabilities exceeds every random number.
+# precise, so the sum of all probabilities exceeds every random number.
 RESOLUTION = 2.0**-32
 
 
@@ -45,7 +45,7 @@ class SamplerOutput:
 
     def __init__(self, token_ids: Tensor, logprobs: dict[int, Logprobs]) -> None:
         self.token_ids = token_ids  # [num_samples]
-        self.logprobs = logprobs  # by sample, of those that ask for them
+        self.logprobs = logprobs  # by sample, for requests that want them
         # This copy is queued before the next step, so `read` waits for this step alone.
         self.host_ids = token_ids.to("cpu", non_blocking=True)
         if token_ids.is_cuda:
@@ -145,10 +145,10 @@ def lowest_kept(logits: Tensor, max_top_k: int, temperature: Tensor, top_k: Tens
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
     logits: [num_samples, vocab_size]; temperature, top_k, top_p: [num_samples, 1];
-    max_top_k: the largest top_k, which the host knows. Two limits, one by one:
+    max_top_k: the largest top_k, which the host knows. Two limits, applied in turn:
 
         top_k   the k most likely tokens stay
-        top_p   of these the most likely ones stay, up to and with the one that brings
+        top_p   of these the most likely ones stay, up to and including the one that brings
                 the sum of their probabilities to top_p
 
     The result is a logit, so that tied tokens stay or go together.
