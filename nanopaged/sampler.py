@@ -148,8 +148,8 @@ def lowest_kept(logits: Tensor, max_top_k: int, temperature: Tensor, top_k: Tens
     max_top_k: the largest top_k, which the host knows. Two limits, applied in turn:
 
         top_k   the k most likely tokens stay
-        top_p   of these the most likely ones stay, up to and including the one that brings
-                the sum of their probabilities to top_p
+        top_p   of these the most likely ones stay, up to and including the one that
+                brings the sum of their probabilities to top_p
 
     The result is a logit, so that tied tokens stay or go together.
     """
