@@ -164,8 +164,9 @@ class NumbaAttention(TorchAttention):
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
         if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
+        num_keys = self.num_kv_heads * metadata.ends[seqs].sum()
         attended = self.kernels.paged_attention(
-            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
             seqs.numpy(), metadata.ends)
         out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
