@@ -16,15 +16,15 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_seqs, max_blocks]: the physical block of each logical block; the
-                   rest of a row is filled with the block that padding writes to
+    block_tables   [num_blocks]: the physical block of each logical block of the first
+                   sequence, then of the second, and so on
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
 In the story of `sequence.py`, while A decodes t0 and B computes the last two tokens of
 its prompt:
 
-    counts = [1, 2]   ends = [7, 6]   block_tables = [[0, 1], [0, 2]]
+    counts = [1, 2]   ends = [7, 6]   block_tables = [0, 1, 0, 2]
     positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
@@ -56,7 +56,7 @@ class Metadata:
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
     plan: Tensor  # integers: whatever the backend's own `plan` returns
-    block_tables: Tensor  # [num_seqs, max_blocks]
+    block_tables: Tensor  # [num_blocks]
     last_indices: Tensor  # [num_samples]: the tokens after which one is sampled
 
 
@@ -65,14 +65,19 @@ def divide_up(number: Any, divisor: Any) -> Any:
     return -(-number // divisor)
 
 
+def starts_of(counts: Ints) -> Ints:
+    """Where the things of each owner start, if they are one after another and owner i
+    has counts[i] of them: [2, 3] -> [0, 2].
+    """
+    return np.cumsum(counts) - counts
+
+
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Owner i has counts[i] things. Returns the owner of each thing, and its number
-    among the owner's things: counts [2, 3] -> owners [0, 0, 1, 1, 1], numbers
-    [0, 1, 0, 1, 2].
+    """The owner of each thing, and its number among the owner's things: counts [2, 3]
+    -> owners [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
     """
     owners = np.repeat(np.arange(len(counts)), counts)
-    starts = np.cumsum(counts) - counts
-    return owners, np.arange(len(owners)) - starts[owners]
+    return owners, np.arange(len(owners)) - starts_of(counts)[owners]
 
 
 def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
@@ -80,13 +85,15 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
     """The positions and slots of all tokens, as in the story above."""
     seqs, numbers = spread(counts)
     positions = (ends - counts)[seqs] + numbers
-    block_ids = block_tables[seqs, positions // block_size]
+    tables = starts_of(divide_up(ends, block_size))
+    block_ids = block_tables[tables[seqs] + positions // block_size]
     return positions, block_ids * block_size + positions % block_size
 
 
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
+    can_be_recorded = False  # in CUDA graphs, see `TritonAttention`
     min_queries = 1  # `attend` leaves out sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
@@ -99,7 +106,7 @@ class TorchAttention:
         self.dtype = dtype
         self.device = device
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
         """What else the backend must know on the device: here nothing."""
         return counts[:0]
 
@@ -117,11 +124,13 @@ class TorchAttention:
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
-        counts = metadata.counts
+        counts, ends = metadata.counts, metadata.ends
         for seq in np.flatnonzero(counts >= self.min_queries):
-            count, num_keys = int(counts[seq]), int(metadata.ends[seq])
+            count, num_keys = int(counts[seq]), int(ends[seq])
             tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
-            table = metadata.block_tables[seq, : divide_up(num_keys, self.block_size)]
+            start = divide_up(ends[:seq], self.block_size).sum()
+            num_blocks = divide_up(num_keys, self.block_size)
+            table = metadata.block_tables[start : start + num_blocks]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
             blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
             # [1, num_kv_heads, num_keys, head_dim] each, without the rest of the last
@@ -153,21 +162,23 @@ class NumbaAttention(TorchAttention):
         self.kernels: Any = cpu_kernels
         self.kernels.keep_freed_memory()
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
-        """[2, num_decodes]: the sequences that decode, and their tokens."""
-        seqs = np.flatnonzero(counts == 1)
-        return np.stack((seqs, np.cumsum(counts)[seqs] - 1))
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
+        """[3, num_decodes]: the token of each decode, where its block table starts, and
+        how many keys it has.
+        """
+        tables = starts_of(divide_up(ends, self.block_size))
+        return np.stack((starts_of(counts), tables, ends))[:, counts == 1]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
-        seqs, tokens = metadata.plan
+        tokens, tables, ends = metadata.plan
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
         if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
-        num_keys = self.num_kv_heads * metadata.ends[seqs].sum()
+        num_keys = self.num_kv_heads * int(ends.sum())
         attended = self.kernels.paged_attention(
             num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            seqs.numpy(), metadata.ends)
+            tables.numpy(), ends.numpy())
         out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
 
@@ -179,6 +190,7 @@ class TritonAttention(TorchAttention):
     of decodes can be replayed with other contents of the tensors.
     """
 
+    can_be_recorded = True
     name = "triton"  # as `attention_backend` has it
 
     def __init__(self, *settings: Any) -> None:
@@ -192,8 +204,8 @@ class TritonAttention(TorchAttention):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend", "'torch' (on an older GPU with "
-              "dtype='float16') below compute capability 8.0", self.name)
+        check(can_run, "attention_backend",
+              "'auto' without a GPU of compute capability 8.0", self.name)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # The speed of decoding depends on how much of K and V is on its way at any
@@ -205,8 +217,9 @@ class TritonAttention(TorchAttention):
         self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
+        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
         self.few_rows: int = next_power_of_2(max(16, self.group_size))
-        self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
+        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
     def rows_per_tile(self, counts: Ints) -> int:
         """A row is one query of one head. Large tiles would be mostly empty where
@@ -215,7 +228,7 @@ class TritonAttention(TorchAttention):
         is_large = counts.mean() * self.group_size > self.few_rows
         return self.many_rows if is_large else self.few_rows
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
         """Cut a step into items of work, one for each program of a KV head.
 
         A tile is a few consecutive queries of one sequence. The keys of a long tile are
@@ -224,15 +237,14 @@ class TritonAttention(TorchAttention):
         same size: half of the keys that each program would read if all of those that
         run at once read equally many, rounded up to whole rounds.
 
-        Returns [num_items, 6]. The columns: 0 where the tile's block table begins, if
-        all tables are one after another; 1 the tile's first token; 2 the position of
-        that token; 3 the end of the tile's keys; 4 the first key of this part; 5 the
-        end of this part.
+        Returns [num_items, 6]. The columns: 0 where the tile's block table starts; 1
+        the tile's first token; 2 the position of that token; 3 the end of the tile's
+        keys; 4 the first key of this part; 5 the end of this part.
 
         For example, let 2 programs of a KV head run at once, and let a round have 64
         keys. Two decodes have 1000 and 100 keys, which is 550 for each program. Half of
         that is 275, or 5 rounds, so a part has 320 keys, and the first decode has four
-        parts (block_size is 16, so a block table has 63 places):
+        parts (block_size is 16, so its block table has 63 blocks):
 
             [[0, 0, 999, 1000,   0,  320],
              [0, 0, 999, 1000, 320,  640],
@@ -248,7 +260,8 @@ class TritonAttention(TorchAttention):
         seqs = seqs[tokens]
         positions = (ends - counts)[seqs] + numbers[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
-        tiles = np.stack((seqs * table_size, tokens, positions, num_keys), 1)
+        tables = starts_of(divide_up(ends, self.block_size))
+        tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
 
         num_parts = 2 * self.programs_at_once  # and at most one more for each tile
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
@@ -306,12 +319,13 @@ class FlashAttention(TritonAttention):
 
         self.flash: Any = flash_attn_varlen_func
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
         if counts.max() == 1:
-            return super().plan(counts, ends, table_size)
-        # [2, num_seqs + 1]: where the queries of each sequence begin, and where its
-        # keys would begin if all keys were one after another; at last, the totals.
-        return np.cumsum(np.pad((counts, ends), ((0, 0), (1, 0))), 1)
+            return super().plan(counts, ends)
+        # [3, num_seqs + 1]: where each sequence's queries start, where its keys would
+        # start if all keys were one after another, where its table starts; then totals.
+        sizes = counts, ends, divide_up(ends, self.block_size)
+        return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         counts, ends = metadata.counts, metadata.ends
@@ -319,10 +333,14 @@ class FlashAttention(TritonAttention):
             return super().attend(q, kv_cache, metadata)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
+        queries, keys, tables = metadata.plan.int()
+        # [num_seqs, max_blocks]: after its end, each row goes on with the next table.
+        width = divide_up(int(ends.max()), self.block_size)
+        at = tables[:-1, None] + torch.arange(width, device=q.device)
+        table = metadata.block_tables[at.clamp(max=len(metadata.block_tables) - 1)]
         out = self.flash(
-            q, k, v, *metadata.plan.int(), int(counts.max()), int(ends.max()),
-            softmax_scale=self.scale, causal=True,
-            block_table=metadata.block_tables.int())
+            q, k, v, queries, keys, int(counts.max()), int(ends.max()),
+            softmax_scale=self.scale, causal=True, block_table=table.int())
         return torch.flatten(out, 1)
 
 
@@ -333,10 +351,12 @@ BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if name == "auto":
+    if name == "auto" and device.type == "cuda":
+        is_recent = torch.cuda.get_device_properties(device).major >= 8
+        name = "triton" if is_recent else "torch"
+    elif name == "auto":
         can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        on_cpu = "numba" if can_use_numba else "torch"
-        name = "triton" if device.type == "cuda" else on_cpu
+        name = "numba" if can_use_numba else "torch"
     try:
         return BACKENDS[name](model_config, block_size, dtype, device)  # type: ignore[no-any-return]
     except ImportError as error:

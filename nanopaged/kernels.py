@@ -92,7 +92,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
 
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    block_tables  [num_seqs, max_blocks]
+    block_tables  [num_blocks]: one after another
     items         [num_items, 6]: see `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
     parts         [num_items, num_kv_heads, ROWS, head_dim]: other results, in float32

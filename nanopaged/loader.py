@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
@@ -32,11 +32,22 @@ KNOWN = {
 WEIGHTS = "model*.safetensors*"
 
 
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Let the errors of a library say what it was reading, and what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot read {what} (repair it or download it again): "
+                         f"{error.__cause__ or error!r}") from error
+
+
 def load_config(name: str | Path) -> Any:
-    """transformers' config, if `model.py` can compute what it says."""
+    """The config, as transformers reads it; ValueError if our decoder cannot do it."""
     with reading(f"config.json of {name}"):
-        config = transformers.AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
     facts = config.to_dict()
+    # In transformers 5, all fields about positions are in this one.
     facts |= facts.get("rope_parameters", {})
     for field, known in KNOWN.items():
         value = facts.get(field)
@@ -55,22 +66,20 @@ def load_tokenizer(name: str | Path) -> Any:
         return None
     with reading(f"the tokenizer of {name}"):
         # With clean-up, the text of a token would depend on the tokens after it.
-        return transformers.AutoTokenizer.from_pretrained(
-            name, clean_up_tokenization_spaces=False)
+        return AutoTokenizer.from_pretrained(name, clean_up_tokenization_spaces=False)
 
 
 def load_generation_config(name: str | Path,
                            model_config: Any) -> tuple[list[int], SamplingParams]:
     """The ids of all EOS tokens, and the parameters for requests that have none.
 
-    A generation_config.json is optional. It may name several EOS tokens where
-    config.json has one or none.
+    Both come from generation_config.json, if the model has one. It may name several EOS
+    tokens where config.json has one or none.
     """
     fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
     with reading(f"generation_config.json of {name}"):
         with suppress(OSError):  # there is no such file
-            config = transformers.GenerationConfig.from_pretrained(name)
-            fields |= config.to_diff_dict()
+            fields |= GenerationConfig.from_pretrained(name).to_diff_dict()
         top_k, top_p = fields.pop("top_k", 0), fields.pop("top_p", 1.0)
         params = SamplingParams(
             temperature=fields.pop("temperature", 1.0),
@@ -80,25 +89,13 @@ def load_generation_config(name: str | Path,
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
                if id in range(model_config.vocab_size)]
-    # What is left has no effect here, and these values have none anywhere.
+    # The other fields have no effect here; with these values they have none anywhere.
     ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
                and not field.endswith(("_token_id", "_version"))]
     if ignored:
         logging.getLogger("nanopaged").warning(
-            "%s in generation_config.json of %s has no effect", ignored, name)
+            "generation_config.json of %s has unsupported fields: %s", name, ignored)
     return eos_ids, params
-
-
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Let the errors of libraries say what they were reading."""
-    try:
-        yield
-    except OSError:  # it names the file or the repository already
-        raise
-    except Exception as error:
-        cause = error.__cause__ or error
-        raise ValueError(f"{what} cannot be used: {cause!r}") from error
 
 
 # -- Weights ---------------------------------------------------------------------------
@@ -107,8 +104,8 @@ def reading(what: str) -> Iterator[None]:
 def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     """A rank's share of the model, with the weights of its checkpoint.
 
-    For benchmarks, load_format="dummy" draws them: normal with std 0.02, and around one
-    for norms.
+    For benchmarks, load_format="dummy" makes them random: normally distributed with a
+    standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
     with backend.device, local_torch_dtype(backend.dtype):
         model = CausalLM(ranks.share, backend, ranks).requires_grad_(False)
@@ -126,7 +123,11 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
 
 
 def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
-    """Copy every tensor to its place; ValueError if one is missing or left over."""
+    """Copy every tensor to its place; ValueError if one is missing or left over.
+
+    A file is mapped into memory, so no more is read than is copied. It is opened again
+    for each tensor. Otherwise all that was read of it would stay in memory.
+    """
     files = find_tensors(source)
     head, embeddings = model.lm_head, model.model.embed_tokens
     if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
@@ -151,15 +152,26 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
            "left over": sorted(names - targets.keys())})
 
     for name, (target, divided) in targets.items():
-        copy_part(files[name], name, target, divided, ranks)
+        with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
+            tensor = part = tensors.get_tensor(name)
+        if divided in range(tensor.ndim):
+            part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
+        check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
+              f"{list(target.shape)} for each rank", list(tensor.shape))
+        target.copy_(part)
+        # A bias that is not divided although its matrix is: the ranks' results are
+        # added up, so only rank 0 may add it.
+        if divided == 1 and target.ndim == 1 and ranks.rank > 0:
+            target.zero_()
     if torch.equal(head.weight, embeddings.weight):  # one copy is enough
         head.weight = embeddings.weight
 
 
 def find_tensors(source: str | Path) -> dict[str, Path]:
-    """The file that each tensor of a checkpoint is in.
+    """The file of each tensor: {"lm_head.weight": path, ...}.
 
-    If there are several files, an index says it. Other files may lie beside them.
+    If a checkpoint has several files, an index says which tensor is in which of them.
+    Any other file in the directory is ignored.
     """
     path = Path(source)
     if not path.is_dir():
@@ -170,21 +182,3 @@ def find_tensors(source: str | Path) -> dict[str, Path]:
         return {name: path / place for name, place in places.items()}
     with reading(str(file)), safe_open(file, "pt") as tensors:
         return dict.fromkeys(tensors.keys(), file)
-
-
-def copy_part(file: Path, name: str, target: Tensor, divided: Any,
-              ranks: Ranks) -> None:
-    """Copy a rank's part of a tensor; `divided` is the dimension that ranks divide.
-
-    The file is mapped into memory, so no more is read than is copied. It is opened
-    again for each tensor. Otherwise all that was read of it would stay in memory.
-    """
-    with reading(str(file)), safe_open(file, "pt") as tensors:
-        tensor = part = tensors.get_tensor(name)
-    if divided in range(tensor.ndim):
-        part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
-    check(part.shape == target.shape, f"the shape of {name} in {file}",
-          f"{list(target.shape)} for each rank", list(tensor.shape))
-    target.copy_(part)
-    if divided == 1 and target.ndim == 1 and ranks.rank > 0:
-        target.zero_()  # the ranks' results are added up: only rank 0 adds the bias

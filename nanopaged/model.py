@@ -68,8 +68,7 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, bias: bool = False,
                  divided: int | None = None, **parts: int) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
-        self.divided = divided
+        self.parts, self.divided = parts, divided
 
     def reset_parameters(self) -> None:
         """Draw no random weights: the checkpoint's are loaded."""
@@ -81,11 +80,10 @@ def pack(linear: nn.Linear) -> None:
     torch.compile uses these operators, too. They are private to torch, so they appear
     only here. Where they are missing, nothing changes.
     """
-    weight = linear.weight
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-    is_bfloat16 = weight.is_cpu and weight.dtype == torch.bfloat16
+    is_bfloat16 = linear.weight.is_cpu and linear.weight.dtype == torch.bfloat16
     if reorder and is_bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        linear.weight = nn.Parameter(reorder(weight, None), requires_grad=False)
+        linear.weight = nn.Parameter(reorder(linear.weight, None), False)
         linear.forward = partial(  # type: ignore[method-assign]
             torch.ops.mkldnn._linear_pointwise, W=linear.weight, B=linear.bias,
             attr="none", scalars=[], algorithm="")

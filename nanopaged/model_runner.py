@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens, spread
+from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
@@ -100,16 +100,14 @@ class ModelRunner:
         block_size = self.config.block_size
         counts = np.array(batch.counts + [1] * padding)
         ends = np.array(batch.ends + [1] * padding)
-        num_blocks = divide_up(np.array(batch.ends), block_size)
-        block_tables = np.full((len(ends), num_blocks.max()), self.num_blocks)
-        block_tables[spread(num_blocks)] = batch.block_ids
+        block_tables = np.append(batch.block_ids, np.full(padding, self.num_blocks))
         positions, slots = place_tokens(block_tables, counts, ends, block_size)
         tensors = self._upload(
             token_ids=np.array(batch.token_ids + [0] * padding),
             positions=positions,
             slots=slots,
-            plan=self.backend.plan(counts, ends, block_tables.shape[1]),
-            # Tables get wider as sequences grow, so graphs read nothing after them.
+            plan=self.backend.plan(counts, ends),
+            # Tables grow with their sequences, so graphs read nothing after them.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
@@ -145,6 +143,8 @@ class ModelRunner:
 
     # -- The start ---------------------------------------------------------------------
 
+    # Each hidden size compiles the functions again, and torch gives up after 8 times.
+    @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
     def _start(self) -> None:
         """Make room for the inputs of a step and for K and V, and record CUDA graphs.
         """
@@ -185,7 +185,7 @@ class ModelRunner:
         # In pinned memory: a GPU copies from and to it without waiting.
         self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
         logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
-        if self.compiles and config.attention_backend != "torch":
+        if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
 
     def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
@@ -235,7 +235,8 @@ class ModelRunner:
             metadata = self._prepare(batch, padding=size - 1)
             self._forward(metadata)  # a first call may set up what others need
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, memory_pool, stream):
+            # Other threads may go on using the GPU.
+            with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
                 states = self._forward(metadata)
             self.graphs[size] = (graph, states)
         logger.info("%d CUDA graphs are recorded.", len(self.graphs))
@@ -252,9 +253,12 @@ class ModelRunner:
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype, but on a CPU one that it has instructions for."""
+    """The checkpoint's dtype, or one that the processor has instructions for."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
+    if device.type == "cuda" and model_dtype == torch.bfloat16:
+        is_fast = torch.cuda.get_device_properties(device).major >= 8
+        return torch.bfloat16 if is_fast else torch.float16
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32

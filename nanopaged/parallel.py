@@ -2,18 +2,18 @@
 
     torchrun --nproc-per-node 2 script.py    # LLM(..., tensor_parallel_size=2)
 
-torchrun starts the same script several times, and numbers the processes: these are the
-ranks. Rank 0 runs the script to its end. The other ranks run it until they reach its
-`LLM`; from then on they only serve rank 0.
+torchrun starts the script several times. Each of these processes is a rank. Rank 0 runs
+the script to its end. The other ranks run it as far as its `LLM(...)`, which does not
+return there: from then on they only serve rank 0.
 
-Rank 0 schedules. In every step it sends the others the batch, as plain numbers; block
-ids mean the same on all ranks. All ranks run the same layers, each with its share of
-the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). Rank 0 samples
-the tokens.
+Rank 0 schedules. In every step it sends the batch to the other ranks, as plain numbers.
+Block ids mean the same on all of them. All ranks run the same layers, each with its
+share of the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). The
+tokens are those that rank 0 samples.
 
-How it ends: when rank 0's script ends, whatever the reason, its process leaves the
-group. The others are waiting for the next batch at that time. They get an error in its
-place, and exit. If a rank fails or is killed, torchrun ends all others.
+How it ends: when rank 0's script ends, for whatever reason, its process leaves the
+group. The other ranks are waiting for the next batch then. Instead they get an error,
+and exit. If any rank fails or is killed, torchrun ends all others.
 """
 
 import os
@@ -32,7 +32,7 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.scheduler import Batch
 
 dist: Any = torch.distributed
-# The sizes that the ranks divide, if a model has them. The vocabulary is not among them:
+# The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
 # otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 # What is sent of a batch: all fields except the last one, which matters to rank 0 only.
@@ -71,9 +71,10 @@ class Ranks:
         # If a rank dies, torchrun notices it.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
-        # At exit, Python runs finalizers from the newest to the oldest. So `leave` runs
-        # after `ModelRunner.free`, which is registered later. An `atexit` function would
-        # run before both. A finalizer needs an object: the module lives until the exit.
+        # At exit, finalizers run from the newest to the oldest, so `ModelRunner.free`
+        # runs before `leave`, which is registered here, before the model is made.
+        # Functions registered with `atexit` would run before both. A finalizer belongs
+        # to an object, and this module is one that lives until the exit.
         weakref.finalize(dist, leave)
 
     # -- What a step needs -------------------------------------------------------------

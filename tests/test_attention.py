@@ -84,10 +84,13 @@ class Case:
             cache[self.tables[row, block], :, :, offset] = self.dense[row][position]
 
     def metadata(self, backend):
-        places = place_tokens(self.tables, self.counts, self.ends, self.block_size)
-        plan = backend.plan(self.counts, self.ends, self.tables.shape[1])
+        sizes = -(-self.ends // self.block_size)
+        rows = [row[:size] for row, size in zip(self.tables, sizes, strict=True)]
+        tables = np.concatenate([*rows, self.tables[0, -1:]])  # and a strange block
+        places = place_tokens(tables, self.counts, self.ends, self.block_size)
+        plan = backend.plan(self.counts, self.ends)
         ids, last = np.zeros_like(places[0]), np.cumsum(self.counts) - 1
-        arrays = map(np.ascontiguousarray, (ids, *places, plan, self.tables, last))
+        arrays = map(np.ascontiguousarray, (ids, *places, plan, tables, last))
         return Metadata(self.counts, self.ends, *map(torch.from_numpy, arrays))
 
     def run(self, backend):
@@ -241,11 +244,11 @@ def test_auto_takes_the_plain_loops_where_they_can_run():
 # -- The plan --------------------------------------------------------------------------
 
 
-def triton_plan(counts, ends, heads=(16, 8, 128), programs_at_once=50, table_size=2000):
+def triton_plan(counts, ends, heads=(16, 8, 128), programs_at_once=50):
     backend = make_backend("triton", heads, dtype=BF16)
     backend.programs_at_once = programs_at_once
     ends = np.array(ends)
-    return backend.plan(np.array(counts), ends, table_size).tolist(), backend
+    return backend.plan(np.array(counts), ends).tolist(), backend
 
 
 lengths = st.integers(1, 40) | st.integers(1, 40_000)
@@ -265,11 +268,11 @@ def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_
             ranges = tiles.setdefault((token, queries, table, position), [])
             ranges.append((i, first, end))
 
-    expected, token = [], 0  # every query: token, place of its table, position
-    for seq, (count, (_, end)) in enumerate(zip(counts, map(sorted, seqs),
-                                                strict=True)):
-        expected += [(token + i, seq * 2000, end - count + i) for i in range(count)]
+    expected, token, start = [], 0, 0  # every query: token, its table, position
+    for count, (_, end) in zip(counts, map(sorted, seqs), strict=True):
+        expected += [(token + i, start, end - count + i) for i in range(count)]
         token += count
+        start += -(-end // 16)
     assert sorted((token + i, table, position + i)
                   for token, queries, table, position in tiles
                   for i in range(queries)) == expected
@@ -310,7 +313,7 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
 def test_the_plan_of_the_docstring():
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
     backend.programs_at_once = 2
-    items = backend.plan(np.array([1, 1]), np.array([1000, 100]), 63)
+    items = backend.plan(np.array([1, 1]), np.array([1000, 100]))
     _, shown, _ = re.split(r"(\[\[.*\]\])", TritonAttention.plan.__doc__, flags=re.S)
     rows = ast.literal_eval(shown)
     assert items.tolist()[: len(rows)] == rows

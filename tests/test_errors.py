@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 import nanopaged
 from helpers import CPU, add_all, counters, drain, greedy, tokens_of
@@ -22,13 +21,13 @@ with contextlib.suppress(ImportError):
 VALUE_ERRORS = {
     "SamplingParams(n=0)": "n must be at least 1, got 0",
     "SamplingParams(temperature=-0.1)": "temperature must be at least 0, got -0.1",
-    "SamplingParams(temperature=inf)": "temperature must be at most 9223372036854775807, g",
+    "SamplingParams(temperature=inf)": "temperature must be at most 1e+30, got inf",
     "SamplingParams(top_p=0)": "top_p must be at least 1e-06, got 0",
     "SamplingParams(top_p=nan)": "top_p must be at least 1e-06, got nan",
     "SamplingParams(top_k=-1)": "top_k must be at least 0, got -1",
     "SamplingParams(max_tokens=0)": "max_tokens must be at least 1, got 0",
     "SamplingParams(min_tokens=17)": "min_tokens must be at most max_tokens=16, got 17",
-    "SamplingParams(stop=['a', ''])": "stop must be without empty strings, got ['a', '']",
+    "SamplingParams(stop=['a', ''])": "stop must be free of empty strings, got ['a', '",
     "SamplingParams(logprobs=-2)": "logprobs must be at least 0, got -2",
     "BeamSearchParams(0, 4)": "beam_width must be at least 1, got 0",
     "BeamSearchParams(2, 4, 11)": "length_penalty must be at most 10, got 11",
@@ -38,21 +37,22 @@ VALUE_ERRORS = {
     "start(max_model_len=1)": "max_model_len must be at least 2, got 1",
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
-    "start(attention_backend='triton')": "attention_backend must be 'torch' (on an ",
+    "start(attention_backend='triton')": "'auto' without a GPU of compute capability 8",
+    "start(attention_backend='flash')": "got 'flash'",
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
-    "start(device='cuda')": "device must be 'cpu', as torch sees no GPU, got 'cuda'",
+    "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
     "start(tensor_parallel_size=3)": "must be a divisor of num_attention_heads=4, got ",
     "start(tensor_parallel_size=2)": "must be 1, as many processes as there are (torch",
     "ask([])": "number of prompt tokens must be at least 1, and below max_model_len=96",
     "ask([7] * 96)": "and below max_model_len=96, got 96",
     "ask([5, -1])": "token ids must be from 0 to 159, got [-1]",
     "ask([5, 2**70])": f"token ids must be from 0 to 159, got [{2**70}]",
-    "ask('text')": "model must be one with a tokenizer, which text needs, and token id",
-    "ask([5], greedy(stop='a'))": "model must be one with a tokenizer, which text need",
+    "ask('text')": "model must be one with a tokenizer (text needs it, token ids do no",
+    "ask([5], greedy(stop='a'))": "model must be one with a tokenizer (text needs it, ",
     "ask([5], greedy(n=9))": "n (or beam_width) must be at most 8, because of max_num_",
     "ask([5], BeamSearchParams(9, 4))": "at most 8, because of max_num_seqs or the",
     "ask([5], greedy(90, n=8))": "num_blocks must be at least 184 for this request (ra",
-    "llm.generate([[5], [6]], [greedy()])": "sampling_params must be one for all promp",
+    "llm.generate([[5], [6]], [greedy()])": "sampling_params must be one object, or a ",
     "llm.stream([[5], [160]])": "token ids must be from 0 to 159, got [160]",
 }
 TYPE_ERRORS = {
@@ -138,10 +138,3 @@ def test_a_model_that_cannot_be_served_is_refused(edit, message, llama, edit_mod
     with pytest.raises(ValueError) as caught:
         LLM(edit_model(llama, **edit), **CPU)
     assert message in str(caught.value)
-
-
-def test_a_file_that_was_cut_short_is_refused(llama, edit_model):
-    file = edit_model(llama) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(SafetensorError, match="file not fully covered"):
-        LLM(file.parent, **CPU)
