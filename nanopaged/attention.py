@@ -163,22 +163,22 @@ class NumbaAttention(TorchAttention):
         self.kernels.keep_freed_memory()
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """[3, num_decodes]: the sequences that decode, their tokens, and where their
-        block tables start.
+        """[3, num_decodes]: the token of each decode, where its block table starts, and
+        how many keys it has.
         """
-        seqs = np.flatnonzero(counts == 1)
         tables = starts_of(divide_up(ends, self.block_size))
-        return np.stack((seqs, starts_of(counts)[seqs], tables[seqs]))
+        return np.stack((starts_of(counts), tables, ends))[:, counts == 1]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
-        seqs, tokens, tables = metadata.plan
+        tokens, tables, ends = metadata.plan
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
         if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
+        num_keys = self.num_kv_heads * int(ends.sum())
         attended = self.kernels.paged_attention(
-            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            tables.numpy(), metadata.ends[seqs.numpy()])
+            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            tables.numpy(), ends.numpy())
         out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
 
