@@ -128,7 +128,7 @@ def shape(name, *size):
     (config(rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}),
      "rope_type in config.json must be one of ('default', "),
     ({"weights": lambda tensors: [tensors.pop(name) for name in (NORM, K_PROJ)]},
-     f"no fewer, got {{'missing': ['{K_PROJ}', '{NORM}'], 'left over': []}}"),
+     f"calls for, got {{'missing': ['{K_PROJ}', '{NORM}'], 'left over': []}}"),
     (shape(EXTRA, 136, 64), f"{{'missing': [], 'left over': ['{EXTRA}']}}"),
     (shape(K_PROJ, 64, 32), "must be [32, 64] for each rank, got [64, 32]"),
     (shape(NORM, 1), "must be [64] for each rank, got [1]"),  # it would broadcast
