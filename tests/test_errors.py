@@ -38,6 +38,7 @@ VALUE_ERRORS = {
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
     "start(attention_backend='triton')": "one of ['auto', 'numba', 'torch'] with this ",
+    "LLM('')": "cannot read config.json of",
     "start(attention_backend='flash')": "with this device and dtype, got 'flash'",
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
     "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
