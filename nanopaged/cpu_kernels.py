@@ -64,7 +64,8 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
         acc = np.zeros((group_size, head_dim), np.float32)
 
         for j in range((end + block_size - 1) // block_size):
-            k, v = kv_cache[block_table[j], :, kv_head]  # [block_size, head_dim] each
+            k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
+            v = kv_cache[block_table[j], 1, kv_head]
             num_keys = min(block_size, end - j * block_size)
 
             # All query heads of the group use the block while it is in the processor's
