@@ -28,6 +28,7 @@ its prompt:
     positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -93,7 +94,7 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
-    can_be_recorded = False  # in CUDA graphs, see `TritonAttention`
+    can_be_recorded = False  # in CUDA graphs
     min_queries = 1  # `attend` skips sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
@@ -157,28 +158,26 @@ class NumbaAttention(TorchAttention):
         super().__init__(*shape)
         from nanopaged import cpu_kernels
 
-        fits = self.device.type == "cpu" and self.dtype != torch.float16
-        check(fits, "attention_backend", "'auto' for this device and dtype", "numba")
         self.kernels: Any = cpu_kernels
         self.kernels.keep_freed_memory()
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """[3, num_decodes]: the sequences that decode, their tokens, and where their
-        block tables start.
+        """[3, num_decodes]: the token of each decode, where its block table starts, and
+        how many keys it has.
         """
-        seqs = np.flatnonzero(counts == 1)
         tables = starts_of(divide_up(ends, self.block_size))
-        return np.stack((seqs, starts_of(counts)[seqs], tables[seqs]))
+        return np.stack((starts_of(counts), tables, ends))[:, counts == 1]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
-        seqs, tokens, tables = metadata.plan
+        tokens, tables, ends = metadata.plan
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
         if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
+        num_keys = self.num_kv_heads * int(ends.sum())
         attended = self.kernels.paged_attention(
-            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            tables.numpy(), metadata.ends[seqs.numpy()])
+            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            tables.numpy(), ends.numpy())
         out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
 
@@ -191,21 +190,18 @@ class TritonAttention(TorchAttention):
     """
 
     can_be_recorded = True
-    name = "triton"  # as `attention_backend` has it
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        from triton import knobs, next_power_of_2
+        from triton import next_power_of_2
 
         from nanopaged import kernels
 
         self.kernels = kernels
-        can_run, num_processors = knobs.runtime.interpret, 4  # for the interpreter
+        num_processors = 4  # for the interpreter
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
-            can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend",
-              "'auto' without a GPU of compute capability 8.0 or higher", self.name)
+            num_processors = gpu.multi_processor_count
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # The speed of decoding depends on how much of K and V is in flight. To keep its
@@ -314,8 +310,6 @@ class FlashAttention(TritonAttention):
     a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are Triton's.
     """
 
-    name = "flash"
-
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         from flash_attn import flash_attn_varlen_func
@@ -347,23 +341,29 @@ class FlashAttention(TritonAttention):
         return torch.flatten(out, 1)
 
 
-BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
-            "triton": TritonAttention, "flash": FlashAttention}
+BACKENDS: dict[str, type[TorchAttention]] = {
+    "torch": TorchAttention, "numba": NumbaAttention,
+    "triton": TritonAttention, "flash": FlashAttention}
 
 
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if name == "auto" and device.type == "cuda":
-        is_recent = torch.cuda.get_device_properties(device).major >= 8
-        name = "triton" if is_recent else "torch"
-    elif name == "auto":
+    if device.type == "cpu":
         can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        name = "numba" if can_use_numba else "torch"
+        best = "numba" if can_use_numba else "torch"
+        runs_triton = os.environ.get("TRITON_INTERPRET") == "1"
+    else:
+        runs_triton = torch.cuda.get_device_properties(device).major >= 8
+        best = "triton" if runs_triton else "torch"
+    allowed = {"auto", "torch", best} | ({"triton", "flash"} if runs_triton else set())
+    check(name in allowed, "attention_backend",
+          f"one of {sorted(allowed)} with this device and dtype", name)
     try:
-        return BACKENDS[name](model_config, block_size, dtype, device)  # type: ignore[no-any-return]
+        backend = BACKENDS[best if name == "auto" else name]
+        return backend(model_config, block_size, dtype, device)
     except ImportError as error:
-        raise ValueError("attention_backend must be 'torch', or one whose package is "
+        raise ValueError(f"attention_backend must be 'torch', or its package must be "
                          f"installed, got {name!r}: {error}") from error
 
 

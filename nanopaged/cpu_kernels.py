@@ -40,11 +40,11 @@ from numba import njit
 # The flags allow sums in any order, which vector instructions need. Flags that rule out
 # NaN and infinity are left out.
 @njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_programs(stride, q, kv_cache, block_tables, tables, ends, out, first):
+def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
     """Run the programs first, first + stride, first + 2 * stride, ... A program, as
     Triton calls it, here computes one KV head of one decode.
 
-    q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
+    out, q        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_blocks]: one after another
@@ -112,8 +112,9 @@ with suppress(RuntimeError, AttributeError):
 PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
 
 
-def paged_attention(q, kv_cache, block_tables, tables, ends):
-    """Run all programs on torch's threads; see `run_programs` for the arguments.
+def paged_attention(num_keys, q, *arrays):
+    """Run all programs on torch's threads; together they read `num_keys` keys. The
+    other arguments are those of `run_programs`, and its `out` is returned.
 
     After each operation torch's threads keep spinning for some milliseconds, ready for
     the next one. Threads of our own would compete with them for the cores. So torch's
@@ -127,10 +128,8 @@ def paged_attention(q, kv_cache, block_tables, tables, ends):
     `map`: both are written in C.
     """
     out = np.empty_like(q)
-    num_keys = q.shape[1] * ends.sum()  # of all programs together
     num_shares = torch.get_num_threads() * min(4, num_keys // 2048) or 1
-    run = partial(
-        run_programs, num_shares, q, kv_cache, block_tables, tables, ends, out)
+    run = partial(run_programs, num_shares, out, q, *arrays)
     done = deque()
     work = partial(done.extend, map(run, range(num_shares)))
     if num_shares > 1:

@@ -181,7 +181,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # the first part starts at 0: its end is its length
+    part_keys = tl.load(items + 5)  # its end: the first part starts at 0
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 

@@ -9,9 +9,11 @@ reads too far, or writes beside its slot, shows.
 import ast
 import random
 import re
+import shutil
 import sys
 import threading
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -326,27 +328,17 @@ def test_threads_share_the_programs(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     calls, run_programs = [], cpu_kernels.run_programs
 
-    def run(first, step, *arrays):
-        calls.extend(range(first, 4 * 2, step))
-        run_programs(first, step, *arrays)
+    def run(stride, *arrays_and_first):
+        calls.extend(range(arrays_and_first[-1], 4 * 2, stride))
+        run_programs(stride, *arrays_and_first)
 
     monkeypatch.setattr(cpu_kernels, "run_programs", run)
-    Case([(90, 1), (17, 1), (0, 5), (300, 1), (0, 1)], (4, 2, 64), 16).check("numba")
+    Case([(90, 1), (17, 1), (0, 5), (3000, 1), (0, 1)], (4, 2, 64), 16).check("numba")
     assert sorted(calls) == [*range(4 * 2)], "each decode and KV head once"
 
 
-@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt])
-def test_what_a_thread_raises_is_raised(kind, monkeypatch):
-    def fail(*_):
-        raise kind("in a thread")
-
-    monkeypatch.setattr(cpu_kernels, "run_programs", fail)
-    with pytest.raises(kind, match="in a thread"):
-        Case([(9, 1)]).check("numba")
-
-
 def test_several_engines_may_decode_at_once():
-    cases = [Case([(400 + seed, 1), (30, 1)], seed=seed) for seed in range(4)]
+    cases = [Case([(2400 + seed, 1), (30, 1)], seed=seed) for seed in range(4)]
     outs = [case.check("numba") for case in cases]
     again = {}
     threads = [threading.Thread(target=lambda i=i: again.update(
@@ -368,11 +360,11 @@ def test_every_bfloat16_becomes_its_float32():
     assert np.array_equal(np.signbit(wide), np.signbit(expected))
 
 
-PLAIN = """
+SMALL_CASES = """
 import sys
 import torch
 import test_attention
-assert type(test_attention.cpu_kernels.run_programs).__name__ == "function"
+assert "{kind}" in str(type(test_attention.cpu_kernels.run_programs))
 torch.save(test_attention.small_cases(), sys.argv[1])
 """
 
@@ -382,12 +374,19 @@ def small_cases():
             for dtype in (F32, BF16)]
 
 
-def test_without_its_compiler_the_kernel_is_plain_python(tmp_path):
-    """NUMBA_DISABLE_JIT=1: what a debugger steps through."""
-    run_python("-c", PLAIN, str(tmp_path / "outs"), cwd=__file__.rpartition("/")[0],
-               NUMBA_DISABLE_JIT="1")
-    plain = torch.load(tmp_path / "outs")
-    torch.testing.assert_close(small_cases(), plain, rtol=1e-2, atol=1e-6)
+@pytest.mark.parametrize("kind", ["function", "Dispatcher"])
+def test_the_kernel_as_plain_python_and_without_a_folder_for_compiled_code(
+        kind, tmp_path):
+    """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder."""
+    copy = shutil.copytree(Path(attention.__file__).parent, tmp_path / "nanopaged",
+                           ignore=shutil.ignore_patterns("__pycache__"))
+    (copy / "__pycache__").touch()  # a file, so not even root can write into it
+    run_python("-c", SMALL_CASES.format(kind=kind), str(tmp_path / "outs"),
+               cwd=tmp_path, PYTHONPATH=str(Path(__file__).parent), HOME="/dev/null",
+               XDG_CACHE_HOME=None, NUMBA_CACHE_DIR=None,
+               NUMBA_DISABLE_JIT=str(int(kind == "function")))
+    torch.testing.assert_close(
+        small_cases(), torch.load(tmp_path / "outs"), rtol=1e-2, atol=1e-6)
 
 
 # -- FlashAttention --------------------------------------------------------------------
