@@ -315,11 +315,12 @@ for arch, name, kinds, options in json.load(open(sys.argv[1])):
     print(json.dumps([registers, stack + local, compiled.metadata.shared]))
 """
 # What a program may have, and a multiprocessor has, in KiB.
-SHARED_MEMORY = {80: (163, 164), 90: (227, 228), 100: (227, 228)}
-QUICK = [(90, (16, 8, 128), "bfloat16")]
-THOROUGH = [(arch, heads, dtype) for arch in SHARED_MEMORY for heads, dtype in (
-    ((16, 8, 128), "bfloat16"), ((14, 2, 64), "float16"), ((32, 32, 80), "bfloat16"),
-    ((32, 32, 96), "bfloat16"), ((8, 1, 256), "bfloat16"), ((4, 2, 128), "float32"))]
+SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228),
+                 100: (227, 228), 120: (99, 100)}
+QUICK = [(90, (16, 8, 128), "bfloat16"), (89, (4, 2, 64), "float32")]
+THOROUGH = [(arch, (4, 2, head_dim), dtype) for arch in SHARED_MEMORY
+            for head_dim in (16, 32, 64, 80, 96, 128, 256)
+            for dtype in ("bfloat16", "float32")]
 
 
 @pytest.mark.parametrize("cases", [
