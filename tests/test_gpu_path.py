@@ -8,6 +8,7 @@ real GPUs, and what Inductor makes of the compiled functions is read.
 import gc
 import json
 import logging
+import os
 import random
 import re
 from collections import Counter
@@ -18,7 +19,7 @@ import torch
 from helpers import counters, draw_requests, message_of, run_python, serve
 from nanopaged import BeamSearchParams, SamplingParams
 
-pytest.importorskip("triton", reason="pip install triton")
+triton = pytest.importorskip("triton", reason="pip install triton")
 
 from gpu.pretended import DEVICE, PretendedGpu  # noqa: E402
 
@@ -139,6 +140,15 @@ def test_every_number_of_decodes_has_a_graph(tiny, engine, quick_gpu, most):
         assert "paged_attention" not in quick_gpu.launches
         while llm.has_unfinished_requests():
             llm.step()
+
+
+def test_the_tests_see_no_gpu():
+    """Whatever the machine has, and whatever is set outside."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and triton.knobs.runtime.interpret
+    assert not torch.cuda.is_available()
+    if os.environ.get("TEST_AGAIN") is None:
+        run_python("-m", "pytest", "-q", "-n", "0", __file__, "-k", "see_no_gpu",
+                   TEST_AGAIN="", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="0")
 
 
 def test_the_pool_gets_what_is_left(tiny, engine, quick_gpu):
@@ -318,9 +328,9 @@ for arch, name, kinds, options in json.load(open(sys.argv[1])):
 SHARED_MEMORY = {80: (163, 164), 86: (99, 100), 89: (99, 100), 90: (227, 228),
                  100: (227, 228), 120: (99, 100)}
 QUICK = [(90, (16, 8, 128), "bfloat16"), (89, (4, 2, 64), "float32")]
-THOROUGH = [(arch, (4, 2, head_dim), dtype) for arch in SHARED_MEMORY
-            for head_dim in (16, 32, 64, 80, 96, 128, 256)
-            for dtype in ("bfloat16", "float32")]
+THOROUGH = [(arch, heads, dtype) for arch in SHARED_MEMORY for heads, dtype in (
+    ((16, 8, 128), "bfloat16"), ((14, 2, 64), "float16"), ((32, 32, 80), "bfloat16"),
+    ((8, 1, 256), "bfloat16"), ((4, 2, 16), "float32"), ((4, 2, 128), "float32"))]
 
 
 @pytest.mark.parametrize("cases", [
