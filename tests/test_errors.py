@@ -38,6 +38,7 @@ VALUE_ERRORS = {
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
     "start(attention_backend='triton')": "one of ['auto', 'numba', 'torch'] with this ",
+    "LLM('')": "cannot read config.json of",
     "start(attention_backend='flash')": "with this device and dtype, got 'flash'",
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
     "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
@@ -128,7 +129,7 @@ def shape(name, *size):
     (config(rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}),
      "rope_type in config.json must be one of ('default', "),
     ({"weights": lambda tensors: [tensors.pop(name) for name in (NORM, K_PROJ)]},
-     f"no fewer, got {{'missing': ['{K_PROJ}', '{NORM}'], 'left over': []}}"),
+     f"calls for, got {{'missing': ['{K_PROJ}', '{NORM}'], 'left over': []}}"),
     (shape(EXTRA, 136, 64), f"{{'missing': [], 'left over': ['{EXTRA}']}}"),
     (shape(K_PROJ, 64, 32), "must be [32, 64] for each rank, got [64, 32]"),
     (shape(NORM, 1), "must be [64] for each rank, got [1]"),  # it would broadcast
