@@ -28,6 +28,7 @@ its prompt:
     positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -93,7 +94,7 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
-    can_be_recorded = False  # in CUDA graphs, see `TritonAttention`
+    can_be_recorded = False  # in CUDA graphs
     min_queries = 1  # `attend` skips sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
@@ -157,8 +158,6 @@ class NumbaAttention(TorchAttention):
         super().__init__(*shape)
         from nanopaged import cpu_kernels
 
-        fits = self.device.type == "cpu" and self.dtype != torch.float16
-        check(fits, "attention_backend", "'auto' for this device and dtype", "numba")
         self.kernels: Any = cpu_kernels
         self.kernels.keep_freed_memory()
 
@@ -191,21 +190,18 @@ class TritonAttention(TorchAttention):
     """
 
     can_be_recorded = True
-    name = "triton"  # as `attention_backend` has it
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        from triton import knobs, next_power_of_2
+        from triton import next_power_of_2
 
         from nanopaged import kernels
 
         self.kernels = kernels
-        can_run, num_processors = knobs.runtime.interpret, 4  # for the interpreter
+        num_processors = 4  # for the interpreter
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
-            can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend",
-              "'auto' without a GPU of compute capability 8.0 or higher", self.name)
+            num_processors = gpu.multi_processor_count
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # The speed of decoding depends on how much of K and V is in flight. To keep its
@@ -265,7 +261,9 @@ class TritonAttention(TorchAttention):
         tables = starts_of(divide_up(ends, self.block_size))
         tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
 
-        num_parts = 2 * self.programs_at_once  # rounding up adds one for each tile
+        # Rounding up adds a part for each tile. Fewer than `num_parts` tiles are cut,
+        # so all together, these have less than twice as many parts.
+        num_parts = 2 * self.programs_at_once
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         owners, parts = spread(divide_up(num_keys, part_keys))
@@ -292,17 +290,20 @@ class TritonAttention(TorchAttention):
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
-        grid = len(items), self.num_kv_heads
         out = q.new_empty(q.shape)
-        parts = torch.empty(*grid, rows, self.head_dim, device=q.device)
-        log_sums = torch.empty(*grid, rows, device=q.device)
+        # The plan has at most this many parts of tiles that are cut, and they come
+        # first. A fixed size lets the first steps show how much memory a step can take.
+        most_parts = 4 * self.programs_at_once
+        shape = most_parts, self.num_kv_heads, rows
+        parts = torch.empty(*shape, self.head_dim, device=q.device)
+        log_sums = torch.empty(*shape, device=q.device)
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
-        self.kernels.paged_attention[grid](
+        self.kernels.paged_attention[len(items), self.num_kv_heads](
             q, kv_cache, metadata.block_tables, items, out, parts, log_sums, self.scale,
             q.stride(0), *sizes, self.block_size, self.keys_per_round,
             num_warps=num_warps)
-        self.kernels.merge_parts[grid](
+        self.kernels.merge_parts[min(len(items), most_parts), self.num_kv_heads](
             parts, log_sums, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
 
@@ -313,8 +314,6 @@ class FlashAttention(TritonAttention):
     It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
     a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are Triton's.
     """
-
-    name = "flash"
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -347,23 +346,29 @@ class FlashAttention(TritonAttention):
         return torch.flatten(out, 1)
 
 
-BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
-            "triton": TritonAttention, "flash": FlashAttention}
+BACKENDS: dict[str, type[TorchAttention]] = {
+    "torch": TorchAttention, "numba": NumbaAttention,
+    "triton": TritonAttention, "flash": FlashAttention}
 
 
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if name == "auto" and device.type == "cuda":
-        is_recent = torch.cuda.get_device_properties(device).major >= 8
-        name = "triton" if is_recent else "torch"
-    elif name == "auto":
+    if device.type == "cpu":
         can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        name = "numba" if can_use_numba else "torch"
+        best = "numba" if can_use_numba else "torch"
+        runs_triton = os.environ.get("TRITON_INTERPRET") == "1"
+    else:
+        runs_triton = torch.cuda.get_device_properties(device).major >= 8
+        best = "triton" if runs_triton else "torch"
+    allowed = {"auto", "torch", best} | ({"triton", "flash"} if runs_triton else set())
+    check(name in allowed, "attention_backend",
+          f"one of {sorted(allowed)} with this device and dtype", name)
     try:
-        return BACKENDS[name](model_config, block_size, dtype, device)  # type: ignore[no-any-return]
+        backend = BACKENDS[best if name == "auto" else name]
+        return backend(model_config, block_size, dtype, device)
     except ImportError as error:
-        raise ValueError("attention_backend must be 'torch', or one whose package is "
+        raise ValueError(f"attention_backend must be 'torch', or its package must be "
                          f"installed, got {name!r}: {error}") from error
 
 

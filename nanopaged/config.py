@@ -18,7 +18,7 @@ LEAST = {
     "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
     "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
     "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
-MOST = {"temperature": 1e30, "top_p": 1, "length_penalty": 10,
+MOST = {"temperature": 1e30, "top_p": 1, "min_p": 1, "length_penalty": 10,
         "gpu_memory_utilization": 1}
 
 
@@ -59,6 +59,8 @@ class SamplingParams(Checked):
     temperature: 0 always takes the most likely token.
     top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` keep
         all of them.
+    min_p: sample only tokens that are at least `min_p` times as likely as the most
+        likely one.
     max_tokens: None means as many as the engine's `max_model_len` allows.
     min_tokens: until there are this many tokens, no EOS or stop token is sampled. Stop
         strings that are complete by then are ignored.
@@ -76,6 +78,7 @@ class SamplingParams(Checked):
     temperature: float | int = 1.0
     top_p: float | int = 1.0
     top_k: int = 0
+    min_p: float | int = 0.0
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | list[str] | None = None

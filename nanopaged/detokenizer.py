@@ -24,7 +24,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-@lru_cache(2**18)  # by weak references, so that it keeps no tokenizer in memory
+@lru_cache(2**18)  # its weak references keep no tokenizer in memory
 def token_bytes(tokenizer_ref: ref[Any], token: int) -> tuple[bytes, bytes]:
     """The bytes of a token at the beginning of a text, and those after other tokens.
 
@@ -59,7 +59,7 @@ class Detokenizer:
         self.text = ""
         # The prompt may end within a character. So its end is read like the answer, and
         # then its text is dropped.
-        self.num_read = max(0, len(prompt_ids) - 16)
+        self.num_read = max(0, len(prompt_ids) - 16)  # tokens
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""
 

@@ -84,6 +84,7 @@ def load_generation_config(name: str | Path,
             temperature=fields.pop("temperature", 1.0),
             top_k=0 if top_k == -1 else top_k,  # -1 is another way to keep all tokens
             top_p=top_p or 1e-6,  # 0 is another way to keep only the most likely one
+            min_p=fields.pop("min_p", 0.0),
             max_tokens=fields.pop("max_new_tokens", 16))
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])

@@ -22,7 +22,8 @@ from nanopaged.parallel import Ranks
 # memory. So on GPUs, torch.compile turns a function marked with this into as few
 # kernels as possible. Such a function takes weights as arguments, so that all layers
 # share the compiled code.
-fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
+                      options={"split_reductions": False})  # one kernel sums a row
 
 
 @fused

@@ -173,7 +173,6 @@ class ModelRunner:
             self._run_padding([1] * min(most_seqs, most_tokens))
             longest = min(most_tokens, self.max_model_len)
             self._run_padding([longest] * min(most_seqs, most_tokens // longest))
-        logger.info("Warmed up %s in %s.", type(self.backend).__name__, self.dtype)
 
         # All ranks have the same block ids, so the smallest pool decides.
         block_bytes = self.kv_caches.nbytes
@@ -189,9 +188,12 @@ class ModelRunner:
             self.num_swap_blocks = min(most_blocks, swap_bytes // block_bytes)
         # In pinned memory: a GPU copies from and to it without waiting.
         self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
-        logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
         if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
+        logger.info(
+            "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
+            type(self.backend).__name__, self.dtype, num_blocks, block_size,
+            len(self.graphs))
 
     def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
         """Memory for K and V of all layers. Nothing is read before it is written."""
@@ -244,7 +246,6 @@ class ModelRunner:
             with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
                 states = self._forward(metadata)
             self.graphs[size] = (graph, states)
-        logger.info("Recorded %d CUDA graphs.", len(self.graphs))
 
     # -- The end -----------------------------------------------------------------------
 
