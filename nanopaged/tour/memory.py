@@ -109,11 +109,11 @@ def serve_paged(
     states: list[PoolState] = []
     finished = warm = 0
     while not states or finished < warm + len(lengths):
-        while len(scheduler.waiting) < 64:
+        while len(scheduler.unfinished) - len(scheduler.running) < 64:
             number, (prompt, output) = next(queue)
             group = make_group(prompt, output, width, beams=bool(likely))
             group.request_id = str(number)
-            scheduler.waiting[group.request_id] = group
+            scheduler.unfinished[group.request_id] = group
 
         batch = scheduler.schedule()
         if not warm and finished > 2 * len(scheduler.running):
@@ -121,12 +121,12 @@ def serve_paged(
         if warm and scheduler.stats.steps % 4 == 0:
             states.append(PoolState.of(scheduler))
 
-        tokens = [0] * len(batch.sampled)
+        tokens = [0] * len(batch.receivers)
         logprobs = rng.choices(choices, k=len(tokens)) if choices else []
         stand_in = SimpleNamespace(
             read=tokens.copy, logprobs=dict(enumerate(logprobs)))
         scheduler.update(batch, stand_in)
-        groups = {seq.group for seq in batch.sampled}
+        groups = {seq.group for seq in batch.receivers}
         finished += sum(not group.live for group in groups)
 
     average = PoolState(*(mean(values) for values in zip(*states, strict=True)))
