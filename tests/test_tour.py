@@ -1,4 +1,4 @@
-"""The recorder of the tour: what it keeps is what the engine held, and it only looks."""
+"""The recorder of the tour: it keeps what the engine held, and only looks."""
 
 import random
 import re
@@ -30,7 +30,8 @@ def showcase():
               swap_space=0.00025, preemption_mode="swap", attention_backend="torch")
     with llm, trace(llm, title="Four requests in a pool that is too small") as run:
         llm.add_request(JULIET, greedy(12))
-        llm.add_request(SOFT, SamplingParams(n=3, temperature=0.8, max_tokens=9, seed=5))
+        samples = SamplingParams(n=3, temperature=0.8, max_tokens=9, seed=5)
+        llm.add_request(SOFT, samples)
         for _ in range(4):
             llm.step()
         llm.add_request(SOFT, BeamSearchParams(beam_width=3, max_tokens=7))

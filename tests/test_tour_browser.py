@@ -166,7 +166,8 @@ def open_page(tmp_path):
 
 def two_players(run):
     """A page with two players of a run."""
-    TEMPLATES.globals["both"] = Markup(run.player("one") + run.player("two", opens_at=3))
+    both = run.player("one") + run.player("two", opens_at=3)
+    TEMPLATES.globals["both"] = Markup(both)
     template = TEMPLATES.from_string(
         '{% extends "run.html" %}{% block body %}<body>{{ both }}</body>{% endblock %}')
     return page(template, title="Two players")
@@ -190,7 +191,8 @@ def test_keys_step_after_a_click_anywhere_in_a_player(shown, open_page, size):
 # What the player shows in every frame, read from the page.
 READ = """
 const [player] = await npPlayers;
-const all = (within, selector, read) => [...within.querySelectorAll(selector)].map(read);
+const all = (within, selector, read) =>
+  [...within.querySelectorAll(selector)].map(read);
 const text = element => element?.textContent ?? "";
 return player.states.map((_, frame) => {
   player.show(frame);
@@ -198,7 +200,8 @@ return player.states.map((_, frame) => {
     percent: text(player.panels.pools[0]),
     counts: all(player.root, ".np-requests h4", text),
     tables: all(player.root, ".np-table", row => [
-      text(row.querySelector("b")), all(row, "[data-block]", cell => +cell.dataset.block)]),
+      text(row.querySelector("b")),
+      all(row, "[data-block]", cell => +cell.dataset.block)]),
     texts: all(player.root, ".np-own", line => [
       text(line.querySelector("b")), all(line, "bdi", text).join("")]),
     cells: all(player.root, ".np-cell", cell => [
@@ -262,7 +265,8 @@ def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     ask = "#one .np-ask"
     assert "Which block?" in browser.text(ask) and "free" not in browser.text(ask)
     browser.click("one", ".np-ask button")
-    assert browser.text(ask).endswith("Not quite. It is <b>free</b>. Step on to see it.")
+    assert browser.text(ask).endswith("Not quite. It is <b>free</b>. Step on to see "
+                                      "it.")
     browser.press("ArrowRight")
     assert browser.text("#one .np-where").startswith("Step 5")
     assert browser.text(ask) == ""

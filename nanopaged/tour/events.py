@@ -24,8 +24,8 @@ LISTS = {
     "publish": "Full, so that others can find them from now on: {0}.",
     "evict": "Taken for new tokens, though still cached: {0}. What was there can no "
              "longer be found.",
-    "fork": "{1} computes the end of the prompt. It shares its blocks with {0} now, and "
-            "no K or V is copied.",
+    "fork": "{1} computes the end of the prompt. It shares its blocks with {0} now, "
+            "and no K or V is copied.",
     "beam": "The old {1} is continued by the new {0}.",
 }
 REASONS = {"length": "reached its maximum length", "abort": "was aborted",
@@ -154,7 +154,8 @@ class Events:
         kind = "abort" if reason == "abort" else "finish"
         if group.beam_params and kind == "finish":
             if not group.live:
-                self.say(kind, f"The beam search of request {group.request_id} is over.")
+                self.say(kind, f"The beam search of request {group.request_id} has "
+                         "ended.")
             return
         counts = scheduler.block_manager.ref_counts
         freed = [id for id in held if counts[id] == 0]

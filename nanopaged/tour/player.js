@@ -234,7 +234,7 @@ class Player {
   }
 
   fill(name, note, elements) {
-    this.panels[name][0].textContent = note;
+    this.panels[name][0].replaceChildren(...[note].flat());
     this.panels[name][1].replaceChildren(...elements.flat().filter(element => element !== null));
   }
 
@@ -500,9 +500,9 @@ class Player {
     const groups = [...running, ...waiting].filter(group =>
       this.view.sequencesOf(group).some(key => seqs[key].table.length > 0));
     const drawn = new Set();   // a block is drawn with its tokens once, and small after that
-    this.fill("tables", "", [
-      h("p.np-note", h("i.np-now", "this step"), " ", h("i.np-empty", "empty"), " ",
-        h("i.np-above", "drawn above")),
+    const legend = [h("i.np-now", "this step"), " ", h("i.np-empty", "empty"), " ",
+      h("i.np-above", "drawn above")];
+    this.fill("tables", legend, [
       groups.length === 0 ? h("p.np-note", "No sequence holds a block.") : null,
       ...groups.slice(0, this.limit).map(group => {
         const keys = this.view.sequencesOf(group).filter(key => seqs[key].table.length > 0);

@@ -92,8 +92,8 @@ class Trace(AbstractContextManager["Trace"]):
         """Called by the engine, which holds its lock."""
         if phase == "begin":
             if self._scheduler is not self.llm.scheduler:
-                self._events.say("abort", "A step has failed. All requests are aborted, "
-                                 "and the engine starts anew.")
+                self._events.say("abort", "A step has failed. All requests are "
+                                 "aborted, and the engine starts anew.")
                 self._scheduler = self.llm.scheduler
                 self._events.watch(self._scheduler)
             self._look(phase)
@@ -135,8 +135,9 @@ class Trace(AbstractContextManager["Trace"]):
     def _tell_arrivals(self, new: list[str]) -> None:
         for request_id in new[:NUM_ARRIVALS]:
             group = self.groups[request_id]
+            tokens = count(len(group["prompt"]), "prompt token")
             self._events.say("arrive", f"Request {request_id} ({group['kind']}) joins "
-                             f"the queue with {count(len(group['prompt']), 'prompt token')}.")
+                             f"the queue with {tokens}.")
         if len(new) > NUM_ARRIVALS:
             self._events.say("arrive", f"{len(new) - NUM_ARRIVALS} more requests join "
                              "the queue.")
@@ -193,8 +194,8 @@ class Trace(AbstractContextManager["Trace"]):
     def player(self, ident: str, opens_at: int | None = None) -> str:
         """A player of it, as a part of a larger page that has the style and the script.
 
-        A link to "#ident=12" leads to step 12. `opens_at` is the step at which it opens;
-        without it, that is the first one with something to see.
+        A link to "#ident=12" leads to step 12. The player opens at step `opens_at`, or
+        at the first step.
         """
         macros = TEMPLATES.get_template("player.html").module
         return str(macros.player(ident, self.data(), opens_at or ""))  # type: ignore

@@ -31,7 +31,7 @@ def take_state(scheduler: Scheduler, known: Groups, now: dict[Sequence, int],
 
 
 def sequence_state(seq: Sequence, now: int, texts: Texts) -> State:
-    # A sequence that has ended holds nothing, even if an error kept it from being freed.
+    # A sequence that has ended holds nothing, even if an error has kept its table.
     has_ended = seq.finish_reason is not None
     return {
         "tokens": texts(seq.token_ids[seq.group.num_prompt_tokens :]),

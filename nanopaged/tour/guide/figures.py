@@ -9,8 +9,7 @@ import html
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
-from nanopaged.tour.guide.markdown import Html, slug, table
-from nanopaged.tour.guide.source import fold
+from nanopaged.tour.guide.markdown import Html, fold, slug, table
 
 Rows: TypeAlias = Mapping[str, Mapping[str, float]]  # name -> {column: number}
 
