@@ -73,7 +73,7 @@ def test_the_kv_command_agrees_with_the_engine(capsys):
     printed = capsys.readouterr().out
     with lab.engine(dtype="bfloat16") as llm:
         size = kv.token_bytes(llm)
-    assert f"= {size:,} bytes\n" in printed and "each for 2 of the 4 query" in printed
+    assert f"= {size:,} bytes\n" in printed and "serves 2 of 4 query" in printed
     assert f"{0.5 * kv.GIB // (100 * size):,.0f} sequences" in printed
 
 
