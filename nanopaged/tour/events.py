@@ -18,6 +18,7 @@ Event = tuple[str, str]  # its kind, and a sentence
 
 # What is told of many things at once has one sentence a phase, with a list.
 LISTS = {
+    "arrive": "New in the queue: {0}.",
     "sample": "The step has sampled the next token of {0}.",
     "compute": "The step will compute {0}.",
     "grow": "For the tokens of this step, {0}.",

@@ -31,7 +31,6 @@ from nanopaged.tour.words import count
 MANY_FRAMES, MOST_FRAMES = 2_000, 4_000
 MANY_CHARACTERS, MOST_CHARACTERS = 10_000_000, 20_000_000  # before compression
 NUM_FINISHED = 6  # requests that are shown after their end
-NUM_ARRIVALS = 4  # requests that arrive at once, and are told one by one
 
 
 def trace(llm: LLM, path: str | Path | None = None, title: str = "A run of nanopaged"
@@ -111,10 +110,12 @@ class Trace(AbstractContextManager["Trace"]):
         new = [id for id in self._scheduler.unfinished if id not in self._known]
         self._known |= self._scheduler.unfinished
         for request_id in new:
-            self.groups[request_id] = group_state(
-                self._known[request_id], self.pieces.texts)
-        if phase != "start":
-            self._tell_arrivals(new)
+            group = group_state(self._known[request_id], self.pieces.texts)
+            self.groups[request_id] = group
+            if phase != "start":
+                tokens = count(len(group["prompt"]), "prompt token")
+                self._events.add(
+                    "arrive", f"request {request_id} ({group['kind']}, {tokens})")
         state = take_state(self._scheduler, self._known, self._events.now,
                            self.pieces.texts)
         text = json.dumps(state, separators=(",", ":"))
@@ -131,16 +132,6 @@ class Trace(AbstractContextManager["Trace"]):
             self._packed += self._packer.compress(text.encode() + b"\n")
         elif has_changed:
             self.num_left_out += 1
-
-    def _tell_arrivals(self, new: list[str]) -> None:
-        for request_id in new[:NUM_ARRIVALS]:
-            group = self.groups[request_id]
-            tokens = count(len(group["prompt"]), "prompt token")
-            self._events.say("arrive", f"Request {request_id} ({group['kind']}) joins "
-                             f"the queue with {tokens}.")
-        if len(new) > NUM_ARRIVALS:
-            self._events.say("arrive", f"{len(new) - NUM_ARRIVALS} more requests join "
-                             "the queue.")
 
     def _has_room(self, events: list[Event]) -> bool:
         num_frames, num_characters = len(self.frames), self._num_characters
