@@ -57,7 +57,7 @@ class Events:
                 sentence = LISTS[kind].format(join(items), sentence)
             events.append((kind, sentence))
         self._said = []
-        return events
+        return sorted(events, key=lambda event: event[0] == "compute")  # that is last
 
     def say(self, kind: str, sentence: str) -> None:
         self._said.append((kind, sentence))

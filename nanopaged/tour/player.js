@@ -665,6 +665,8 @@ class Player {
         h(number === at ? "mark" : "span", `${line}\n`)))),
       h("p.np-paper", /^\d/.test(paper)
         ? [h("a", {href: PAPER, rel: "noreferrer"}, "The paper"), `, section ${paper}`] : paper));
+    const [marked, box] = [this.source.querySelector("mark"), this.source.querySelector("pre")];
+    box.scrollTop += marked.getBoundingClientRect().top - box.getBoundingClientRect().top - 50;
   }
 
   // -- One block, wherever it is drawn

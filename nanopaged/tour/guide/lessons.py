@@ -283,9 +283,9 @@ def fork() -> Values:
     copies = samples.batches[1].copies
     shared = copies[0][0]
     samples.trace.ask(
-        2, f"All three sequences hold block {shared}, which has room for one more "
-        f"token, and each is about to write there. How many copies of block {shared} "
-        "will be made?", ["none", "one", "two", "three"], "two",
+        2, f"All three sequences hold block {shared}, which is not full, and each is "
+        f"about to write there. How many copies of block {shared} will be made?",
+        ["none", "one", "two", "three"], ["none", "one", "two", "three"][len(copies)],
         "By the time the last one writes, it is the only holder.")
     saved, papers = paper.sharing()
     return {
