@@ -6,7 +6,7 @@
     python bench.py decode --vs transformers  # tokens/s by batch size, and of prefill
     python bench.py host                      # what a step costs outside the model
     python bench.py prefix                    # a prompt whose first tokens are cached
-    python bench.py memory --plots DIR        # the paper's memory results, and ours
+    python bench.py memory --plots DIR        # the paper's results, and ours, simulated
     python bench.py --threads 4 --engine '{"block_size": 32, "dtype": "float32"}'
     python bench.py decode --shape tiny --repeats 1 --json FILE  # takes seconds
 
@@ -38,7 +38,8 @@ import torch
 import transformers
 
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
-from nanopaged.tour import memory
+from nanopaged.tour.guide.figures import standalone
+from nanopaged.tour.guide.paper import FIGURES
 from nanopaged.tour.limits import machine_limits, time_floor
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import check_writable
@@ -400,12 +401,15 @@ def bench_prefix(args: Args) -> Figures:
 
 
 def bench_memory(args: Args) -> Figures:
-    """The paper's Figures 2, 13, 15, 18 and 19: its numbers, and ours."""
-    figures = memory.measure(args.requests or 2000, args.repeats, args.seed)
-    for title, rows in memory.tables(figures):
-        show(title, rows)
-    if args.plots:
-        memory.draw_plots(figures, args.plots)
+    """The paper's Figures 2 and 12 to 18: its numbers, and ours, simulated."""
+    figures: Figures = {}
+    for name in args.figures:
+        for key, result in FIGURES[name](*args.seconds).items():
+            show(result.title, result.rows)
+            figures[key] = result.rows
+            if args.plots and result.chart:
+                picture = standalone(result.chart)
+                (args.plots / f"{key}.svg").write_text(picture, "utf-8")
     return figures
 
 
@@ -471,6 +475,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vs", choices=["transformers"], help="workload, decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="memory: SVG files")
+    parser.add_argument(
+        "--figures", nargs="+", choices=FIGURES, default=["memory", "latency"],
+        help="memory: the paper's 2 and 13, 12, 14 with 16 and 17, 15, 18")
     parser.add_argument("--full", action="store_true", help="nano-vllm's workload")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.6)
     parser.add_argument("--seed", type=int, default=0)
@@ -478,7 +485,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     number("--repeats", default=3, help="measured runs, of which the median counts")
     number("--vs-batch", default=16, help="static batches of transformers")
     number("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU")
-    number("--requests", help="default: 32; memory: 2000")
+    number("--requests", help="default: 32")
+    number("--seconds", nargs=1, default=(), help="memory: of the server's time")
     number("--input-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--output-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--batch-sizes", nargs="+", default=[1, 8, 16, 32], help="decode")
@@ -497,8 +505,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--model: there is no config.json in {args.model}")
         if any(low > high for low, high in (args.input_len, args.output_len)):
             raise ValueError("--input-len, --output-len: MIN must not be above MAX")
-        if args.plots and not find_spec("matplotlib"):
-            raise ValueError("--plots needs matplotlib: pip install nanopaged[bench]")
         if args.json:
             check_writable(args.json)
         if args.plots:

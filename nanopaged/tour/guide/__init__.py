@@ -118,7 +118,8 @@ def make_page(progress: Callable[[int, int, str], None]) -> str:
             f"{render(chapter.name, values)}\n</section>")
 
     return HEAD.format(title="nanopaged: a guided tour") + PAGE.format(
-        style=TEXTS.joinpath("guide.css").read_text(encoding="utf-8"),
+        style="".join(TEXTS.joinpath(name).read_text(encoding="utf-8")
+                      for name in ("guide.css", "figures.css")),
         assets=assets(),
         opening=render("opening", {"minutes": start}),
         contents="\n".join(contents),

@@ -356,7 +356,6 @@ def fork() -> Values:
                       BeamSearchParams(beam_width=3, max_tokens=8))
         best = beams.outputs[0].outputs[0]
 
-    saved, papers = paper.sharing()
     return {
         "player": samples.player,
         "children": Html(part("beam_search.advance_beams", "# Now every child",
@@ -368,17 +367,12 @@ def fork() -> Values:
         "num_copies": len(copies),
         "best": repr(best.text),
         "best_logprob": f"{best.cumulative_logprob:.2f}",
-        "figure": figures.bars(
-            "Blocks saved by sharing (the paper's Figure 15).", saved,
-            "By the number of sequences a request has, compared with blocks of its own "
-            "for each of them. The engine's scheduler and block manager at full load. "
-            "Modelled: the beams branch by probabilities that the bundled model gave.",
-            papers, "%", digits=0),
+        "figure": paper.sharing(seconds=15)["sharing"].chart,
     }
 
 
 def full() -> Values:
-    return preempted_runs() | paper.costs_of_preemption() | paper.costs_of_block_sizes()
+    return preempted_runs() | paper.full_pool()
 
 
 def preempted_runs() -> Values:
