@@ -1,18 +1,19 @@
-"""Measure nanopaged beside transformers, and against what the machine can do at best.
+"""Measure how fast nanopaged is, and compare it with transformers and with the machine.
 
     python bench.py                           # 32 requests, random Qwen3-0.6B weights
-    python bench.py --vs transformers         # transformers, too, and the ratio
-    python bench.py --full                    # nano-vllm's workload; wants a GPU
-    python bench.py decode --vs transformers  # tokens/s by batch size, and of prefill
-    python bench.py host                      # what a step costs outside the model
-    python bench.py prefix                    # a prompt whose first tokens are cached
+    python bench.py --vs transformers         # transformers too, and the ratio
+    python bench.py --full                    # nano-vllm's workload; use a GPU for this
+    python bench.py decode --vs transformers  # tokens/s by batch size, and for prompts
+    python bench.py host                      # the time of a step outside the model
+    python bench.py prefix                    # a prompt whose beginning is cached
     python bench.py memory --plots DIR        # the paper's results, and ours, simulated
     python bench.py --threads 4 --engine '{"block_size": 32, "dtype": "float32"}'
-    python bench.py decode --shape tiny --repeats 1 --json FILE  # takes seconds
+    python bench.py decode --shape tiny --repeats 1 --json FILE  # a quick try
 
-Random weights cost what trained ones cost. Figures are medians of `--repeats` runs
-after a warm-up; ratios come from one process on one machine. What needs a GPU (kernels,
-timelines) is in `tests/gpu/run.py`.
+Weights are random unless --engine says otherwise; trained ones would take as long. Each
+figure is the median of `--repeats` runs after a warm-up. Both sides of a ratio are
+measured in the same process. What only a GPU can tell (single kernels, timelines) is
+measured by `tests/gpu/run.py`.
 """
 
 import argparse
@@ -66,7 +67,7 @@ PREFILL_BATCH = 32
 
 
 def write_config(folder: str, sizes: dict[str, int]) -> str:
-    """A model directory with nothing but a config.json: enough for random weights."""
+    """Make a model directory with only a config.json, enough for random weights."""
     config = transformers.Qwen3Config(
         architectures=["Qwen3ForCausalLM"], dtype="bfloat16", tie_word_embeddings=True,
         max_position_embeddings=4096, **sizes)
@@ -79,7 +80,7 @@ def make_engine(args: Args, **changes: Any) -> LLM:
     llm = LLM(**(defaults | args.engine | changes))
     if args.steps_ahead is not None:
         llm.runs_ahead = bool(args.steps_ahead)
-    # Fault in the pages of the KV pool, as on a server that has run for a while.
+    # Touch the memory of the KV pool once, as a server has after running for a while.
     llm.runner.kv_caches.zero_()
     return llm
 
@@ -89,10 +90,10 @@ def random_prompt(length: int, vocab_size: int) -> list[int]:
 
 
 def draw_requests(args: Args, vocab_size: int) -> Requests:
-    """nano-vllm's draws in nano-vllm's order: the same lengths."""
+    """Draw in the same order as nano-vllm's benchmark, to get the same lengths."""
     random.seed(args.seed)
     prompts = [random_prompt(random.randint(*args.input_len), vocab_size)
-               for _ in range(args.requests or 32)]
+               for _ in range(args.requests)]
     return [(prompt, random.randint(*args.output_len)) for prompt in prompts]
 
 
@@ -102,7 +103,9 @@ def warm_up_requests(vocab_size: int) -> Requests:
 
 
 def sampling(length: int, temperature: float = 0.0, salt: str = "") -> SamplingParams:
-    """For exactly `length` tokens; other salts share no cached blocks with these."""
+    """Parameters for exactly `length` tokens. Cached blocks are found only by requests
+    with the same salt.
+    """
     return SamplingParams(
         temperature=temperature, max_tokens=length, ignore_eos=True, cache_salt=salt)
 
@@ -117,23 +120,23 @@ def generate(llm: LLM, requests: Requests, *more: Any) -> list[RequestOutput]:
 
 
 class Transformers:
-    """transformers with the same shape, dtype, device and threads."""
+    """transformers, with the same shape, dtype, device, and number of threads."""
 
     def __init__(self, args: Args, llm: LLM) -> None:
         self.temperature, self.batch_size = args.temperature, args.vs_batch
-        logging.disable(logging.ERROR)  # it asks for psutil
+        logging.disable(logging.ERROR)  # it warns that psutil is missing
         config = transformers.AutoConfig.from_pretrained(args.model)
         loader: Any = transformers.AutoModelForCausalLM
         model = loader.from_config(config, dtype=llm.runner.dtype)
         self.model = model.to(llm.runner.device).eval()
 
     def run_batch(self, prompts: list[list[int]], length: int) -> list[float]:
-        """Run one left-padded batch; returns when each of `length` tokens was there."""
+        """Run a batch, padded on the left. Returns the times at which tokens came."""
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
         times: list[float] = []
-        clock = SimpleNamespace(  # is given the prompt, and then each token
+        clock = SimpleNamespace(  # it is called with the prompt, then with each token
             put=lambda _: times.append(time.perf_counter()), end=lambda: None)
         self.model.generate(
             ids.to(self.model.device), attention_mask=mask.to(self.model.device),
@@ -142,7 +145,7 @@ class Transformers:
         return times[1:]
 
     def static(self, requests: Requests) -> float:
-        """Seconds for all; each batch runs until its longest output is complete."""
+        """Seconds for all requests; each batch runs until its longest output ends."""
         began = time.perf_counter()
         for first in range(0, len(requests), self.batch_size):
             batch = requests[first : first + self.batch_size]
@@ -151,12 +154,14 @@ class Transformers:
         return time.perf_counter() - began
 
     def continuous(self, requests: Requests) -> float:
-        """Seconds for all by continuous batching, once it has been set up.
+        """Seconds for all requests with continuous batching, without its setup.
 
-        This is the body of `generate_batch`, which knows one length for all outputs.
+        This does what `generate_batch` does, which cannot give each output a length of
+        its own.
         """
-        # On a CPU every layer multiplies all queries of a step with all keys, and the
-        # pool takes 60% of the memory: a small budget and a small pool suit it best.
+        # On a CPU, every layer multiplies all queries of a step by all keys, and by
+        # default the pool takes 60% of the memory. It is fastest with few tokens in a
+        # step and a small pool.
         options: Figures = {}
         if self.model.device.type == "cpu":
             blocks = 8 + sum(-(-(len(p) + length) // 32) for p, length in requests)
@@ -184,14 +189,14 @@ class Transformers:
         return transformers.GenerationConfig(
             max_new_tokens=length, eos_token_id=-1, pad_token_id=0,
             do_sample=self.temperature > 0, temperature=self.temperature or 1.0,
-            top_k=0 if self.temperature else 50)  # 0: all, less work than its default
+            top_k=0 if self.temperature else 50)  # 0 keeps all tokens, which is faster
 
 
 # -- the measurements ------------------------------------------------------------------
 
 
 def repeat(run: Callable[..., float], warm_up: Any, real: Any, repeats: int) -> Figures:
-    """The median of `run(real)`, after `run(warm_up)`. A failure is a finding, too."""
+    """The median of `run(real)` after `run(warm_up)`, or the error that ended it."""
     try:
         run(warm_up)
         runs = [run(real) for _ in range(repeats)]
@@ -201,14 +206,14 @@ def repeat(run: Callable[..., float], warm_up: Any, real: Any, repeats: int) -> 
 
 
 def bench_workload(args: Args) -> Figures:
-    """The nano-vllm workload."""
+    """Serve random requests, all at once, as nano-vllm's benchmark does."""
     llm = make_engine(args)
     vocab_size = llm.model_config.vocab_size
     requests = draw_requests(args, vocab_size)
     generate(llm, warm_up_requests(vocab_size), args.temperature)
     runs = [serve(llm, requests, args.temperature) for _ in range(args.repeats)]
     runs.sort(key=lambda run: run["seconds"])
-    figures = runs[len(runs) // 2]  # the median; of two the slower one
+    figures = runs[len(runs) // 2]  # the median; of two runs, the slower one
 
     limits = machine_limits(llm.runner.device, llm.runner.dtype)
     figures = figures | limits | time_floor(requests, llm, limits)
@@ -228,35 +233,34 @@ def bench_workload(args: Args) -> Figures:
             run["output_tokens_per_s"] = figures["tokens_out"] / run["median"]
             run["ratio"] = run["median"] / figures["seconds"]
         rates[name] = run
-    show("transformers; ratio: how much faster nanopaged is", rates)
+    show("transformers (ratio: nanopaged is this many times as fast)", rates)
     return figures | {"transformers": rates}
 
 
 def serve(llm: LLM, requests: Requests, temperature: float) -> Figures:
     before = asdict(llm.stats())
     began = time.perf_counter()
-    outputs = generate(llm, requests, temperature, str(began))  # nothing is cached yet
+    salt = str(began)  # a new one, so that nothing is cached
+    outputs = generate(llm, requests, temperature, salt)
     seconds = time.perf_counter() - began
     spent = {name: now - before[name] for name, now in asdict(llm.stats()).items()}
 
-    metrics = [output.metrics for output in outputs]
     return {
         "seconds": seconds,
         "steps": spent["steps"],
         "tokens_in": sum(len(output.prompt_token_ids) for output in outputs),
         "tokens_out": spent["output_tokens"],
         "output_tokens_per_s": spent["output_tokens"] / seconds,
-        "first_token_s": median(m.first_token_time - m.arrival_time for m in metrics),
         "preemptions": spent["preemptions_recompute"] + spent["preemptions_swap"],
     }
 
 
 def bench_decode(args: Args) -> Figures:
-    """Decode tokens/s by batch size, and prefill tokens/s."""
+    """Tokens generated per second, by batch size, and prompt tokens per second."""
     most = max(*args.batch_sizes, PREFILL_BATCH)
     llm = make_engine(
         args, enable_prefix_caching=False, max_num_seqs=most,
-        max_num_batched_tokens=most * args.prompt_len)  # all prompts in one step
+        max_num_batched_tokens=most * args.prompt_len)  # so all prompts run in one step
     vocab_size = llm.model_config.vocab_size
     random.seed(args.seed)
     prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(most)]
@@ -276,7 +280,7 @@ def bench_decode(args: Args) -> Figures:
 
 
 def run_batch(llm: LLM, prompts: list[list[int]], length: int) -> list[float]:
-    """Returns when each of `length` tokens was there, for the whole batch."""
+    """Run a batch. Returns the time at which all sequences had their next token."""
     for prompt in prompts:
         llm.add_request(prompt, sampling(length))
     times = []
@@ -284,7 +288,7 @@ def run_batch(llm: LLM, prompts: list[list[int]], length: int) -> list[float]:
         if len(llm.step()) == len(prompts):
             times.append(time.perf_counter())
     if len(times) != length:
-        raise ValueError("the sequences did not run together: raise num_blocks")
+        raise ValueError("the pool is too small for this batch: raise num_blocks")
     return times
 
 
@@ -308,12 +312,12 @@ def measure_rates(args: Args, prompts: list[list[int]], run_batch: RunBatch) -> 
 
 
 class Watcher:
-    """Observes an engine and its model: the seconds of every part of every step."""
+    """Measures how many seconds each part of each step takes."""
 
     def __init__(self, llm: LLM) -> None:
         self.steps: list[Figures] = []
         self.last = 0.0
-        self.sent: list[int] = []  # bytes, by ranks that only pretend
+        self.sent: list[int] = []  # bytes that would go to another rank
         self.ranks = copy(llm.ranks)
         vars(self.ranks).update(size=2, broadcast=lambda x: self.sent.append(x.nbytes))
         observers(llm).append(self.observe)
@@ -322,7 +326,7 @@ class Watcher:
         model.register_forward_hook(lambda *_: self.note("model_s"))
 
     def note(self, name: str) -> None:
-        """Call the time since the last note `name`."""
+        """Store the time since the last note under `name`."""
         now = time.perf_counter()
         self.steps[-1][name] = now - self.last
         self.last = time.perf_counter()
@@ -335,16 +339,16 @@ class Watcher:
             self.note("schedule_s")
             self.sent.clear()
             self.ranks.send(batch)
-            self.note("message_s")  # what it takes to tell other ranks
+            self.note("message_s")  # the time to tell other ranks what to run
             self.steps[-1]["message_bytes"] = sum(self.sent)
         else:
             self.note({"executed": "sampler_s", "updated": "update_s"}[phase])
 
 
 def bench_host(args: Args) -> Figures:
-    """What a decode step costs outside the model, by number of running sequences.
+    """Time a decode step outside the model, by number of running sequences.
 
-    The model is as small as models get; its time does not count, nor the sampler's.
+    The model is as small as possible. Its time and the sampler's are not counted.
     """
     smallest = SHAPES["tiny"] | {"num_hidden_layers": 1, "vocab_size": 16}
     args.model = write_config(args.folder, smallest)
@@ -352,13 +356,13 @@ def bench_host(args: Args) -> Figures:
     for size in args.host_sizes:
         llm = make_engine(
             args, max_num_seqs=size, enforce_eager=True,
-            # All are admitted before the first one ends, and nobody waits for blocks.
+            # Admit all sequences before the first one ends, with blocks for all.
             max_num_batched_tokens=max(8192, size * (args.prompt_len // 4 + 1)),
             num_blocks=256 + size * (args.prompt_len + args.tokens) // 14)
         llm.runs_ahead = False
         figures[str(size)] = host_costs(llm, size, args)
         llm.shutdown()
-    show(f"a decode step, {args.prompt_len} tokens and more a sequence", figures)
+    show(f"a decode step, sequences of {args.prompt_len} tokens or more", figures)
     return figures
 
 
@@ -368,7 +372,7 @@ def host_costs(llm: LLM, size: int, args: Args) -> Figures:
     for _ in range(size):
         llm.add_request(random_prompt(args.prompt_len, 16), sampling(args.tokens))
 
-    steps = []  # those in which all sequences decode and none ends
+    steps = []  # only those in which all sequences decode and none ends
     while llm.has_unfinished_requests():
         lengths = [len(output.outputs[0].token_ids) for output in llm.step()]
         if len(lengths) == size and min(lengths) > 1 and max(lengths) < args.tokens:
@@ -380,7 +384,7 @@ def host_costs(llm: LLM, size: int, args: Args) -> Figures:
 
 
 def bench_prefix(args: Args) -> Figures:
-    """Two prompts with the same beginning, one after the other."""
+    """Time the first token of two prompts that begin alike, one after the other."""
     llm = make_engine(args)
     vocab_size = llm.model_config.vocab_size
     random.seed(args.seed)
@@ -390,26 +394,25 @@ def bench_prefix(args: Args) -> Figures:
         prefix = random_prompt(args.prefix_len, vocab_size)
         for run in figures.values():
             prompt = prefix + random_prompt(32, vocab_size)
-            (output,) = generate(llm, [(prompt, 2)])
-            times = output.metrics
-            run["runs"].append(times.first_token_time - times.arrival_time)
+            began = time.perf_counter()
+            (output,) = generate(llm, [(prompt, 1)])
+            run["runs"].append(time.perf_counter() - began)
             run["first_token_s"] = median(run["runs"])
             run["computed_tokens"] = len(prompt) - output.num_cached_tokens
     llm.shutdown()
-    show(f"{args.prefix_len} common tokens, then 32 of one's own", figures)
+    show(f"prompts of {args.prefix_len} common tokens and 32 others", figures)
     return figures
 
 
 def bench_memory(args: Args) -> Figures:
-    """The paper's Figures 2 and 12 to 18: its numbers, and ours, simulated."""
+    """Simulate the paper's Figures 2 and 12 to 18, and show its numbers beside ours."""
     figures: Figures = {}
     for name in args.figures:
-        for key, result in FIGURES[name](*args.seconds).items():
+        for key, result in FIGURES[name]().items():
             show(result.title, result.rows)
             figures[key] = result.rows
             if args.plots and result.chart:
-                picture = standalone(result.chart)
-                (args.plots / f"{key}.svg").write_text(picture, "utf-8")
+                args.plots.joinpath(f"{key}.svg").write_text(standalone(result.chart))
     return figures
 
 
@@ -422,7 +425,7 @@ COMMANDS = {
 
 
 def show(title: str, rows: Figures) -> None:
-    """Print a table, {row: {column: number or text}}; what is neither is left out."""
+    """Print a table, {row: {column: number or text}}, without any other values."""
     columns = dict.fromkeys(k for row in rows.values() for k in row if cell(row[k]))
     table = [["", *columns]]
     for name, row in rows.items():
@@ -441,7 +444,7 @@ def cell(value: Any) -> str:
 
 
 def machine() -> Figures:
-    """What the figures were measured with."""
+    """The machine and the versions that the figures were measured with."""
     packages = ("torch", "triton", "numba", "transformers", "nanopaged")
     versions = {name: version(name) for name in packages if find_spec(name)}
     info = Path("/proc/cpuinfo")
@@ -463,36 +466,35 @@ def at_least(low: int, kind: type = int) -> Callable[[str], Any]:
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """The arguments; what cannot work is an error here, before anything runs."""
+    """Parse and check the arguments, so that errors come before anything runs."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [COMMAND] [OPTIONS]", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     number = partial(parser.add_argument, type=at_least(1))
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="workload")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
-    parser.add_argument("--model", help="a directory whose config.json gives the shape")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON")
-    parser.add_argument("--vs", choices=["transformers"], help="workload, decode")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every figure")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="memory: SVG files")
-    parser.add_argument(
-        "--figures", nargs="+", choices=FIGURES, default=["memory", "latency"],
-        help="memory: the paper's 2 and 13, 12, 14 with 16 and 17, 15, 18")
+    parser.add_argument("--model", help="directory with a config.json")
+    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON",
+                        help="keyword arguments of LLM")
+    parser.add_argument("--vs", choices=["transformers"], help="for workload, decode")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="for memory")
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, help="for memory",
+                        default=["memory", "latency"])
     parser.add_argument("--full", action="store_true", help="nano-vllm's workload")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.6)
     parser.add_argument("--seed", type=int, default=0)
-    number("--threads", help="of torch and the Numba kernel")
-    number("--repeats", default=3, help="measured runs, of which the median counts")
-    number("--vs-batch", default=16, help="static batches of transformers")
+    number("--threads", help="for torch and the Numba kernel")
+    number("--repeats", default=3, help="number of measured runs")
+    number("--vs-batch", default=16, help="batch size of transformers")
     number("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU")
-    number("--requests", help="default: 32")
-    number("--seconds", nargs=1, default=(), help="memory: of the server's time")
+    number("--requests", default=32)
     number("--input-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--output-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
-    number("--batch-sizes", nargs="+", default=[1, 8, 16, 32], help="decode")
+    number("--batch-sizes", nargs="+", default=[1, 8, 16, 32], help="for decode")
     number("--host-sizes", nargs="+", default=[1, 16, 64, 256, 1024, 4096])
-    number("--prompt-len", default=128, help="decode, host")
-    number("--tokens", type=at_least(8), default=64, help="decode, host: generated")
+    number("--prompt-len", default=128, help="for decode, host")
+    number("--tokens", type=at_least(8), default=64, help="for decode, host")
     number("--prefix-len", default=1024)
     args = parser.parse_args(argv)
     if args.full:
@@ -504,7 +506,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         if args.model and not Path(args.model, "config.json").is_file():
             raise ValueError(f"--model: there is no config.json in {args.model}")
         if any(low > high for low, high in (args.input_len, args.output_len)):
-            raise ValueError("--input-len, --output-len: MIN must not be above MAX")
+            raise ValueError("--input-len, --output-len: MIN must be at most MAX")
         if args.json:
             check_writable(args.json)
         if args.plots:
@@ -515,10 +517,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns 1 if a peer failed."""
+    """Run one command. Returns 1 if transformers failed, otherwise 0."""
     args = parse(argv)
     if args.threads:
-        torch.set_num_threads(args.threads)  # the Numba kernel takes as many
+        torch.set_num_threads(args.threads)  # the Numba kernel uses the same number
     report = {"arguments": vars(args).copy(), "machine": machine()}
     print(json.dumps(report["machine"]))
     with tempfile.TemporaryDirectory() as args.folder:

@@ -1,15 +1,17 @@
-"""Stream answers to a few prompts, then see what the KV cache did.
+"""Answer a few prompts, word by word, then show what the KV cache did.
 
     python example.py                                 # the bundled model, offline
-    python example.py --model Qwen/Qwen3-0.6B --chat  # a hub id, or a directory
-    python example.py --trace run.html                # and a page that shows every step
+    python example.py --model Qwen/Qwen3-0.6B --chat  # from the Hugging Face hub
+    python example.py --trace run.html                # write a page of every step
 """
 
 import argparse
 import logging
+import os
 import sys
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.tour import trace
@@ -24,11 +26,10 @@ def main() -> None:
     args = parse_arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
-    try:
+    with one_sentence():
         llm = LLM(args.model, seed=args.seed)
-    except (OSError, ValueError) as error:
-        sys.exit(f"example.py: {error}")
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
     with trace(llm, args.trace) if args.trace else nullcontext():
         if args.chat:
@@ -44,8 +45,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("prompts", nargs="*", help="default: some that suit the model")
-    parser.add_argument("--model", help="directory or hub id; default: the bundled one")
+    parser.add_argument(
+        "prompts", nargs="*", type=utf8, metavar="PROMPT",
+        help="default: a few that suit the model")
+    parser.add_argument(
+        "--model", help="a directory, or an id on the hub; default: the bundled model")
     parser.add_argument("--chat", action="store_true", help="use the chat template")
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -62,9 +66,27 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
+def utf8(argument: str) -> str:
+    """Read an argument as UTF-8, even if the locale is ASCII.
+
+    Python then hides each byte that it cannot decode in a "surrogate" character.
+    """
+    return argument.encode("utf-8", "surrogateescape").decode("utf-8")
+
+
+@contextmanager
+def one_sentence() -> Iterator[None]:
+    """End with a sentence, not a traceback, if the model or a prompt is refused."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        sys.exit(f"example.py: {error}")
+
+
 def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:
     chats = [[{"role": "user", "content": question}] for question in questions]
-    outputs = llm.chat(chats, params)
+    with one_sentence():
+        outputs = llm.chat(chats, params)
     for question, output in zip(questions, outputs, strict=True):
         print(f"\n> {question}\n{output.outputs[0].text}")
 
@@ -72,12 +94,14 @@ def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:
 def stream(
     llm: LLM, prompts: list[str], params: SamplingParams
 ) -> list[RequestOutput]:
-    """Run all prompts in one batch, and print the first while its tokens arrive."""
+    """Answer all prompts in one batch, and print the first answer as it grows."""
+    with one_sentence():
+        growing = llm.stream(prompts, params)  # this checks them; no step runs yet
     print(prompts[0], end="", flush=True)
     latest: dict[int, RequestOutput] = {}
     num_shown = 0
     started = time.perf_counter()
-    for output in llm.stream(prompts, params):
+    for output in growing:
         latest[int(output.request_id)] = output
         text = latest[min(latest)].outputs[0].text
         print(text[num_shown:], end="", flush=True)
@@ -93,22 +117,23 @@ def stream(
 
 
 def show_prefix_cache(llm: LLM, outputs: list[RequestOutput]) -> None:
-    """Send a long prompt twice: the second time, its blocks are in the cache."""
+    """Send a long prompt twice. The second time, its blocks are in the cache."""
     text = "".join(f"{output.prompt}{output.outputs[0].text}" for output in outputs)
     token_ids = llm.tokenizer(text).input_ids[: llm.runner.max_model_len - 2]
     one_token = SamplingParams(temperature=0, max_tokens=1)
     for attempt in ("first", "second"):
+        started = time.perf_counter()
         (output,) = llm.generate([token_ids], one_token, use_tqdm=False)
-        seconds = output.metrics.first_token_time - output.metrics.arrival_time
+        seconds = time.perf_counter() - started
         print(
-            f"{len(token_ids)} prompt tokens for the {attempt} time: "
-            f"{output.num_cached_tokens} cached, "
-            f"{1000 * seconds:.1f} ms to the first token"
+            f"A prompt of {len(token_ids)} tokens, sent for the {attempt} time: "
+            f"{output.num_cached_tokens} of them are in the cache, and the first "
+            f"new token takes {1000 * seconds:.1f} ms."
         )
 
 
 def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
-    """Stop in the middle of the same requests, and look at the pool of blocks."""
+    """Send the first requests again, stop halfway, and look at the pool of blocks."""
     for prompt in prompts:
         llm.add_request(prompt, params)
     for _ in range(20):
@@ -116,11 +141,18 @@ def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
 
     stats = llm.stats()
     print(
-        f"After 20 steps of the same requests: {stats.blocks_used} of "
-        f"{stats.blocks_total} blocks are in use, and {stats.blocks_cached} are cached;"
-        f" so far {stats.prefix_hit_tokens} prompt tokens were found there."
+        f"20 steps into the same requests: {stats.blocks_used} of "
+        f"{stats.blocks_total} blocks are in use, and {stats.blocks_cached} are in the "
+        f"prefix cache, which has saved {stats.prefix_hit_tokens} prompt tokens so far."
     )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whatever reads our output, such as `head`, has seen enough. Python flushes
+        # stdout once more at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

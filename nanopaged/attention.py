@@ -1,24 +1,23 @@
 """Attention over the paged cache: what a step must know about it, and the backends.
 
-K and V of this step's tokens are stored first, then attention reads everything through
-the block tables. So a prompt's first chunk, its later chunks, a cached prefix and a
-decode are one and the same case: some queries at known positions, and the keys from
-position 0 to theirs.
+In every layer the K and V of the step's tokens are stored first. Then attention reads
+all K and V through the block tables. So there is only one case: some queries at known
+positions, each of which sees the keys from position 0 to its own. The first chunk of a
+prompt, its later chunks, what follows a cached prefix and a decode are all like that.
 
 Shapes, here and everywhere:
 
-    num_tokens     tokens of the flat batch, one sequence after the other. (A recorded
-                   graph is padded with sequences of one token, which have a block of
-                   their own.)
-    num_seqs       entries of the batch: here, each is called a sequence
+    num_tokens     tokens of the flat batch, one sequence after the other
+    num_seqs       sequences in the batch, which are the batch's entries. (For a CUDA
+                   graph there are more: padding, in sequences of one token)
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim] each
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_seqs, max_blocks]: physical block of a logical block; after the
-                   last one comes the block that is for padding
+    block_tables   [num_seqs, max_blocks]: the physical block of each logical block; the
+                   rest of a row is filled with the block that padding writes to
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
@@ -47,19 +46,29 @@ Ints: TypeAlias = NDArray[np.integer[Any]]
 
 @dataclass
 class Metadata:
-    """What attention must know about a step, the same in all layers."""
+    """A step as the model and its attention see it, the same in all layers. The first
+    two are on the host, and the tensors are on the device.
+    """
 
-    positions: Tensor  # [num_tokens]: of a token in its sequence
-    slots: Tensor  # [num_tokens]
-    block_tables: Tensor  # [num_seqs, max_blocks]
     counts: Ints  # [num_seqs]: how many tokens of each sequence are computed
     ends: Ints  # [num_seqs]: how many keys it has then
-    plan: list[Tensor]  # what the backend's own `plan` has made of counts and ends
+    token_ids: Tensor  # [num_tokens]
+    positions: Tensor  # [num_tokens]: where each token is in its sequence
+    slots: Tensor  # [num_tokens]
+    plan: Tensor  # integers: whatever the backend's own `plan` returns
+    block_tables: Tensor  # [num_seqs, max_blocks]
+    last_indices: Tensor  # [num_samples]: the tokens after which one is sampled
+
+
+def divide_up(number: Any, divisor: Any) -> Any:
+    """Divide and round up: 10 tokens need divide_up(10, 4) = 3 blocks of 4."""
+    return -(-number // divisor)
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Number the things of several owners, each from 0: counts [2, 3] -> owners
-    [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
+    """Owner i has counts[i] things. Returns the owner of each thing, and its number
+    among the owner's things: counts [2, 3] -> owners [0, 0, 1, 1, 1], numbers
+    [0, 1, 0, 1, 2].
     """
     owners = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
@@ -78,7 +87,7 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
-    min_queries = 1  # `attend` leaves out sequences with fewer
+    min_queries = 1  # `attend` leaves out sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -90,9 +99,9 @@ class TorchAttention:
         self.dtype = dtype
         self.device = device
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
-        """What else a backend must know on the device: here nothing."""
-        return []
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+        """What else the backend must know on the device: here nothing."""
+        return counts[:0]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Put K and V into their slots."""
@@ -110,16 +119,16 @@ class TorchAttention:
         out = q.new_empty(q.shape)
         counts = metadata.counts
         for seq in np.flatnonzero(counts >= self.min_queries):
-            num_keys = int(metadata.ends[seq])
-            table = metadata.block_tables[seq, : -(-num_keys // self.block_size)]
+            count, num_keys = int(counts[seq]), int(metadata.ends[seq])
+            tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
+            table = metadata.block_tables[seq, : divide_up(num_keys, self.block_size)]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
             blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
-            # [1, num_kv_heads, num_keys, head_dim] each. After the last key there are
-            # old values: a NaN there would spread.
+            # [1, num_kv_heads, num_keys, head_dim] each, without the rest of the last
+            # block: it holds old values, and a NaN among them would spread.
             k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]
-            # [1, num_heads, num_queries, head_dim]; the last query sees all keys
-            tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
-            mask = causal_lower_right(int(counts[seq]), num_keys)
+            # [1, num_heads, count, head_dim]; the last query sees all keys
+            mask = causal_lower_right(count, num_keys)
             attended = F.scaled_dot_product_attention(
                 q[None, tokens].transpose(1, 2), k, v, mask, scale=self.scale,
                 enable_gqa=True)
@@ -144,81 +153,86 @@ class NumbaAttention(TorchAttention):
         self.kernels: Any = cpu_kernels
         self.kernels.keep_freed_memory()
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
-        """The sequences that decode, and their tokens in the flat batch."""
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+        """[2, num_decodes]: the sequences that decode, and their tokens."""
         seqs = np.flatnonzero(counts == 1)
-        return [seqs, np.cumsum(counts)[seqs] - 1]
+        return np.stack((seqs, np.cumsum(counts)[seqs] - 1))
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
         seqs, tokens = metadata.plan
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
-        results = torch.empty_like(queries)
-        if self.dtype == torch.bfloat16:  # unknown to NumPy: it gets the bits
+        if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
-        num_keys = self.num_kv_heads * metadata.ends[seqs].sum()
-        self.kernels.paged_attention(
-            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            seqs.numpy(), metadata.ends, results.numpy())
-        out[tokens] = results.flatten(1).to(q.dtype)
+        attended = self.kernels.paged_attention(
+            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            seqs.numpy(), metadata.ends)
+        out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
 
 
 class TritonAttention(TorchAttention):
     """On a GPU: everything by the kernels of `kernels.py`.
 
-    With other contents in the metadata's tensors, the same calls compute other decodes
-    of as many sequences: CUDA graphs rest on this.
+    What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
+    of decodes can be replayed with other contents of the tensors.
     """
 
-    def __init__(self, *shape: Any) -> None:
-        super().__init__(*shape)
+    name = "triton"  # as `attention_backend` has it
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         from triton import knobs, next_power_of_2
 
         from nanopaged import kernels
 
         self.kernels = kernels
-        can_run = knobs.runtime.interpret  # as in tests
-        num_processors = 4
+        can_run, num_processors = knobs.runtime.interpret, 4  # as in tests
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend", "'torch' (on an older GPU with "
-              "dtype='float16') below compute capability 8.0", "triton")
+        check(can_run, "attention_backend",
+              "'auto' without a GPU of compute capability 8.0", self.name)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
+        # The speed of decoding depends on how much of K and V is on its way at any
+        # time: an H200 needs 4.8 TB/s x 1 us = 4.8 MB, 36 KB for each of its 132
+        # multiprocessors. A program reads rounds of 16 KB of K and 16 KB of V (64 keys
+        # of head_dim 128 in bfloat16). While it computes one round, the next one is on
+        # its way. Three such programs fit into a multiprocessor.
         row_bytes = self.dim * self.dtype.itemsize
-        self.keys = max(16, min(128, kernels.TILE_BYTES // row_bytes))
-        # Rows of a tile: large ones are for chunks. They fill all of a multiprocessor's
-        # registers, where three small ones run at the same time.
+        self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
+        self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
+        # Large tiles are for chunks. One fills all registers of a multiprocessor.
+        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
         self.few_rows: int = next_power_of_2(max(16, self.group_size))
-        self.many_rows = max(self.few_rows, 128 if row_bytes <= 256 else 32)
-        # How many programs of a KV head run at the same time if tiles are small.
-        self.num_places = -(-3 * num_processors // self.num_kv_heads)
+        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
-    def pick_rows(self, counts: Ints) -> int:
-        """Large tiles would be mostly empty where sequences have few queries."""
+    def rows_per_tile(self, counts: Ints) -> int:
+        """A row is one query of one head. Large tiles would be mostly empty where
+        sequences have few queries.
+        """
         is_large = counts.mean() * self.group_size > self.few_rows
         return self.many_rows if is_large else self.few_rows
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
-        """The work of a step, cut up for the programs of the kernel.
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+        """Cut a step into items of work, one for each program of a KV head.
 
-        A tile is some neighbouring queries of one sequence, which are computed
-        together. The keys of a long tile are divided into parts: else a step would take
-        as long as its longest sequence. A part has at most half of what each program
-        would read if all read equally much, rounded up to whole rounds of the kernel's
-        loop, of `self.keys` keys each.
+        A tile is a few consecutive queries of one sequence. The keys of a long tile are
+        cut into parts, which different programs read and `merge_parts` joins; otherwise
+        a step would take as long as its longest sequence. All parts of a step have the
+        same size: half of the keys that each program would read if all of those that
+        run at once read equally many, rounded up to whole rounds.
 
-        Returns items of work, [num_items, 6], with these columns: where the block table
-        begins among all tables, one after another; the tile's first token, the position
-        of that, and the position after the last one, which is how many keys the tile
-        has; the first key of the part, and the end of its keys.
+        Returns [num_items, 6]. The columns: 0 where the tile's block table begins, if
+        all tables are one after another; 1 the tile's first token; 2 the position of
+        that token; 3 the end of the tile's keys; 4 the first key of this part; 5 the
+        end of this part.
 
-        An example: if 2 programs per KV head run at the same time, and read 64 keys in
-        a round, two decodes have 16 and 2 rounds to go, 18 in all, or 9 for each
-        program. So a part has at most 5, and the first decode has four parts
-        (block_size is 16, so table_size is 63):
+        For example, let 2 programs of a KV head run at once, and let a round have 64
+        keys. Two decodes have 1000 and 100 keys, which is 550 for each program. Half of
+        that is 275, or 5 rounds, so a part has 320 keys, and the first decode has four
+        parts (block_size is 16, so a block table has 63 places):
 
             [[0, 0, 999, 1000,   0,  320],
              [0, 0, 999, 1000, 320,  640],
@@ -226,28 +240,26 @@ class TritonAttention(TorchAttention):
              [0, 0, 999, 1000, 960, 1000],
              [63, 1, 99,  100,   0,  100]]
 
-        Empty items follow, so that shapes depend on the counts alone, as graphs need
-        it.
+        Items without keys follow, so that the shape depends on the counts alone.
         """
-        size = self.pick_rows(counts) // self.group_size
-        seqs, numbers = spread(-(-counts // size))
-        first = numbers * size  # query of each tile
-        tokens = (np.cumsum(counts) - counts)[seqs] + first
-        positions = (ends - counts)[seqs] + first
-        num_keys = np.minimum(positions + size, ends[seqs])
+        queries_per_tile = self.rows_per_tile(counts) // self.group_size
+        seqs, numbers = spread(counts)
+        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # first ones of tiles
+        seqs = seqs[tokens]
+        positions = (ends - counts)[seqs] + numbers[tokens]
+        num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
         tiles = np.stack((seqs * table_size, tokens, positions, num_keys), 1)
-        # Long ones first: one that starts last would keep all others waiting.
-        tiles = tiles[np.argsort(-num_keys, kind="stable")]
 
-        num_keys = tiles[:, 3]
-        rounds = -(-num_keys // self.keys)
-        part_keys = -(-rounds.sum() // (2 * self.num_places)) * self.keys
-        tile, number = spread(-(-num_keys // part_keys))
-        first_keys = number * part_keys
-        end_keys = np.minimum(first_keys + part_keys, num_keys[tile])
-        items = np.zeros((len(tiles) + 2 * self.num_places, 6), np.int64)
-        items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
-        return [items]
+        num_parts = 2 * self.programs_at_once  # and at most one more for each tile
+        rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
+        part_keys = rounds * self.keys_per_round
+        owners, parts = spread(divide_up(num_keys, part_keys))
+        first_keys = parts * part_keys
+        end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
+        items = np.zeros((len(tiles) + num_parts, 6), np.int64)
+        items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
+        # Long tiles first: one that starts last would keep all others waiting.
+        return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         self.kernels.store[(len(k),)](
@@ -255,59 +267,62 @@ class TritonAttention(TorchAttention):
             self.head_dim, self.block_size)
 
     def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        # All at once: within a pool nothing is copied from a block that is written, as
-        # somebody still holds every block that is copied.
-        size, step = source[0, 0].numel(), 2048
-        self.kernels.copy_blocks[len(moves), len(source), -(-size // step)](
+        # All at once. Within one pool, no block is both read and written: those that
+        # are read still belong to a sequence, and those that are written were free.
+        size = source[0, 0].numel()
+        self.kernels.copy_blocks[len(moves), len(source), divide_up(size, 2048)](
             source, target, to_device(moves, self.device), source.shape[1],
-            target.shape[1], size, step)
+            target.shape[1], size)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        [items] = metadata.plan
-        rows = self.pick_rows(metadata.counts)
+        items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         grid = len(items), self.num_kv_heads
         out = q.new_empty(q.shape)
         parts = torch.empty(*grid, rows, self.head_dim, device=q.device)
-        lse = torch.empty(*grid, rows, device=q.device)
+        log_sums = torch.empty(*grid, rows, device=q.device)
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
         self.kernels.paged_attention[grid](
-            q, kv_cache, metadata.block_tables, items, out, parts, lse, self.scale,
-            q.stride(0), *sizes, self.block_size, self.keys, num_warps=num_warps)
+            q, kv_cache, metadata.block_tables, items, out, parts, log_sums, self.scale,
+            q.stride(0), *sizes, self.block_size, self.keys_per_round,
+            num_warps=num_warps)
         self.kernels.merge_parts[grid](
-            parts, lse, items, out, *sizes, num_warps=num_warps)
+            parts, log_sums, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
 
 
 class FlashAttention(TritonAttention):
-    """Computes steps with prompts by FlashAttention-2 (Dao 2023), of flash-attn.
+    """Steps with chunks of prompts by FlashAttention-2 (Dao 2023), of flash-attn.
 
-    It reads the pool in place, too. It needs a block_size that is a multiple of 256,
-    and a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are left
-    to Triton.
+    It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
+    a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are Triton's.
     """
 
-    def __init__(self, *shape: Any) -> None:
-        super().__init__(*shape)
+    name = "flash"
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         from flash_attn import flash_attn_varlen_func
 
         self.flash: Any = flash_attn_varlen_func
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> list[Ints]:
+    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
         if counts.max() == 1:
             return super().plan(counts, ends, table_size)
-        # Where sequences begin, and where their keys would if they were in one piece.
-        return [np.cumsum([0, *counts]), np.cumsum([0, *ends])]
+        # [2, num_seqs + 1]: where the queries of each sequence begin, and where its
+        # keys would begin if all keys were one after another; at last, the totals.
+        return np.cumsum(np.pad((counts, ends), ((0, 0), (1, 0))), 1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        if metadata.counts.max() == 1:
+        counts, ends = metadata.counts, metadata.ends
+        if counts.max() == 1:
             return super().attend(q, kv_cache, metadata)
-        starts = [bounds.int() for bounds in metadata.plan]
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
-        longest = int(metadata.counts.max()), int(metadata.ends.max())
-        out = self.flash(q, k, v, *starts, *longest, softmax_scale=self.scale,
-                         causal=True, block_table=metadata.block_tables.int())
+        out = self.flash(
+            q, k, v, *metadata.plan.int(), int(counts.max()), int(ends.max()),
+            softmax_scale=self.scale, causal=True,
+            block_table=metadata.block_tables.int())
         return torch.flatten(out, 1)
 
 
@@ -315,15 +330,17 @@ BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
             "triton": TritonAttention, "flash": FlashAttention}
 
 
-def make_backend(name: str, *shape: Any) -> TorchAttention:
+def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
+                 device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    *_, dtype, device = shape
-    if name == "auto":
+    if name == "auto" and device.type == "cuda":
+        is_recent = torch.cuda.get_device_properties(device).major >= 8
+        name = "triton" if is_recent else "torch"
+    elif name == "auto":
         can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        on_cpu = "numba" if can_use_numba else "torch"
-        name = "triton" if device.type == "cuda" else on_cpu
+        name = "numba" if can_use_numba else "torch"
     try:
-        return BACKENDS[name](*shape)  # type: ignore[no-any-return]
+        return BACKENDS[name](model_config, block_size, dtype, device)  # type: ignore[no-any-return]
     except ImportError as error:
         raise ValueError("attention_backend must be 'torch', or one whose package is "
                          f"installed, got {name!r}: {error}") from error

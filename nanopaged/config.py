@@ -7,8 +7,9 @@ makes a changed copy.
 
 from contextlib import suppress
 from dataclasses import dataclass, fields
+from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import type_validator
 
@@ -17,7 +18,8 @@ LEAST = {
     "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
     "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
     "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
-MOST = {"top_p": 1, "length_penalty": 10, "gpu_memory_utilization": 1}
+MOST = {"temperature": 1e30, "top_p": 1, "length_penalty": 10,
+        "gpu_memory_utilization": 1}
 
 
 def check(is_right: bool, name: str, expected: object, value: object,
@@ -40,11 +42,9 @@ class Checked:
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            is_choice = get_origin(field.type) is Literal
-            expected = getattr(field.type, "__name__", field.type)
-            check(has_type(value, field.type), field.name,
-                  f"one of {get_args(field.type)}" if is_choice else expected, value,
-                  ValueError if is_choice else TypeError)
+            expected = formatannotation(field.type)
+            error = ValueError if expected.startswith("Literal") else TypeError
+            check(has_type(value, field.type), field.name, expected, value, error)
             if isinstance(value, int | float):
                 low, high = LEAST.get(field.name, 0), MOST.get(field.name, 2**63 - 1)
                 check(value >= low, field.name, f"at least {low}", value)

@@ -1,88 +1,92 @@
-"""PagedAttention in plain loops, by Numba: read this before Triton's `kernels.py`.
+"""PagedAttention in plain loops, compiled by Numba: read this before `kernels.py`.
 
-`NumbaAttention` in `attention.py` calls it; the shapes are explained there. Under
-`NUMBA_DISABLE_JIT=1` this is plain Python, and a debugger steps through it.
+This computes the decodes of a step on a CPU. A decode has one query, which attends to
+all keys of its sequence. `NumbaAttention` in `attention.py` calls it; the shapes are
+explained there. With `NUMBA_DISABLE_JIT=1` it is plain Python, and a debugger can step
+through it.
 
-A query q_i attends to the blocks of its sequence, one after the other: K_j and V_j are
-the keys and values of block j. This is equation 4 of the paper:
+Equation 4 of the paper says what a query q_i computes. K_j and V_j are the keys and
+values of block j, and d is head_dim:
 
     A_ij = exp(q_i^T K_j / sqrt(d)) / sum over blocks t of exp(q_i^T K_t / sqrt(d))
     o_i  = sum over blocks j of A_ij V_j
 
-where the sum over a block is also one over its keys. The denominator is known only
-after the last block. So numerator and denominator are both summed up, relative to the
-highest score so far, and divided at the end. This is the online softmax of Milakov and
-Gimelshein.
+where a sum over blocks also runs over the keys in each block. The denominator is known
+only after the last block, so the loop adds up the numerator (`acc`) and the denominator
+(`total`) separately, and divides at the end. The exponential of a high score would
+overflow, so both are relative to the highest score so far. When a block has a higher
+one, they shrink. This is the online softmax of Milakov and Gimelshein.
+
+For example, let one block hold keys with the scores 1 and 3, and the next block a key
+with the score 5:
+
+    first block    total = e^(1-3) + e^(3-3)           acc = e^-2 v_1 + v_2
+    shrink         total = e^(3-5) (e^-2 + 1)          acc = e^-4 v_1 + e^-2 v_2
+    second block   total = e^-4 + e^-2 + e^(5-5)       acc = e^-4 v_1 + e^-2 v_2 + v_3
 """
 # mypy: ignore-errors
 
 import ctypes
-import math
+import os
+from collections import deque
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
 from numba import njit
 
-# Sums may be reordered, or else they could not use vector instructions. The flags that
-# assume there is no NaN and no infinity are left out.
-FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-PROCESS = ctypes.CDLL(None)  # the functions of all its libraries
 
-
-@njit(cache=True, nogil=True, fastmath=FASTMATH, error_model="numpy")
-def run_programs(first, stride, q, kv_cache, block_tables, seqs, ends, out):
-    """Run the programs first, first + stride, first + 2 * stride, .. A program, as
-    Triton calls it, here computes one KV head of one decode (a sequence of one query).
+# The flags allow sums in any order, which vector instructions need. Flags that rule out
+# NaN and infinity are left out.
+@njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def run_programs(stride, q, kv_cache, block_tables, seqs, ends, out, first):
+    """Run the programs first, first + stride, first + 2 * stride, ... A program, as
+    Triton calls it, here computes one KV head of one decode.
 
     q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
-                  divided by sqrt(d) already
+                  already divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
-    seqs          [num_decodes]: the sequence of each
-    ends          [num_seqs]: number of keys; nothing after them is read
+    seqs          [num_decodes]: the sequence of each decode
+    ends          [num_seqs]: how many keys a sequence has; nothing after them is read
     """
     num_decodes, num_kv_heads, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     scores = np.empty(block_size, np.float32)
-    highest = np.empty(group_size, np.float32)
-    total = np.empty(group_size, np.float32)
-    acc = np.empty((group_size, head_dim), np.float32)
 
-    # The heads of a long sequence go to different threads.
     for program in range(first, num_decodes * num_kv_heads, stride):
-        decode = program // num_kv_heads
-        kv_head = program % num_kv_heads
+        decode, kv_head = divmod(program, num_kv_heads)
         block_table = block_tables[seqs[decode]]
         end = ends[seqs[decode]]
-        highest[:] = -1e30  # not -inf: that minus itself is not a number
-        total[:] = 0
-        acc[:] = 0
+        highest = np.full(group_size, -1e30, np.float32)  # -inf minus -inf is NaN
+        total = np.zeros(group_size, np.float32)
+        acc = np.zeros((group_size, head_dim), np.float32)
 
         for j in range((end + block_size - 1) // block_size):
-            k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
-            v = kv_cache[block_table[j], 1, kv_head]
+            k, v = kv_cache[block_table[j], :, kv_head]  # [block_size, head_dim] each
             num_keys = min(block_size, end - j * block_size)
 
-            # All heads of the group use the block while it is in the processor's cache.
+            # All query heads of the group use the block while it is in the processor's
+            # cache. One head after the other would take about twice as long.
             for g in range(group_size):
-                query = q[decode, kv_head, g]
                 higher = highest[g]
                 for key in range(num_keys):
                     score = np.float32(0)
                     for dim in range(head_dim):
-                        score += query[dim] * to_float32(k[key, dim])
+                        score += q[decode, kv_head, g, dim] * to_float32(k[key, dim])
                     scores[key] = score
                     higher = max(higher, score)
 
                 # The sums so far are relative to a lower score: shrink them.
-                shrink = math.exp(highest[g] - higher)
+                shrink = np.exp(highest[g] - higher)
                 highest[g] = higher
                 total[g] *= shrink
                 for dim in range(head_dim):
                     acc[g, dim] *= shrink
 
                 for key in range(num_keys):
-                    prob = math.exp(scores[key] - higher)
+                    prob = np.exp(scores[key] - higher)
                     total[g] += prob
                     for dim in range(head_dim):
                         acc[g, dim] += prob * to_float32(v[key, dim])
@@ -98,39 +102,55 @@ def to_float32(number):
     return number
 
 
-def keep_freed_memory():
-    """Let glibc's malloc keep what is freed: the next step needs it again.
+# -- The rest is about speed, and can be skipped ---------------------------------------
 
-    By default large pieces go back to the system, and getting their pages again takes a
-    tenth of every step. See M_TRIM_THRESHOLD (-1) and M_MMAP_THRESHOLD (-3) in
-    mallopt(3).
+# Keep the compiled code for the next start, unless there is no folder where it can be
+# written (RuntimeError) or the function is plain Python (AttributeError).
+with suppress(RuntimeError, AttributeError):
+    run_programs.enable_caching()
+
+PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
+
+
+def paged_attention(q, kv_cache, block_tables, seqs, ends):
+    """Run all programs on torch's threads; see `run_programs` for the arguments.
+
+    After each operation torch's threads keep spinning for some milliseconds, ready for
+    the next one. Threads of our own would compete with them for the cores. So torch's
+    threads run the kernel: each takes a share of the programs, then the next share,
+    until none is left. A share has a fixed cost, so if there are few keys, there is
+    only one share.
+
+    The threads must not run any Python code. Python would call signal handlers there,
+    and an exception from a handler, such as Ctrl-C, would get lost in the C code that
+    started the thread's work. So they run `extend`, which pulls the shares through
+    `map`: both are written in C.
     """
-    for parameter in (-1, -3):
-        PROCESS.mallopt(parameter, 1 << 30)
-
-
-def paged_attention(num_keys, *arrays):
-    """All decodes of a step, which read about `num_keys` keys. The other arguments are
-    those of `run_programs`.
-
-    After an operation torch's threads do not sleep, they spin for some milliseconds.
-    Threads of our own would have to fight them for the cores, so the kernel runs on the
-    very same threads: each takes the next share of the programs until none are left.
-    A call takes its time, too, so a few keys are one share.
-    """
+    out = np.empty_like(q)
+    num_keys = q.shape[1] * ends[seqs].sum()  # of all programs together
     num_shares = torch.get_num_threads() * min(4, num_keys // 2048) or 1
-    firsts = iter(range(num_shares))
-    errors = []
+    run = partial(run_programs, num_shares, q, kv_cache, block_tables, seqs, ends, out)
+    done = deque()
+    work = partial(done.extend, map(run, range(num_shares)))
+    if num_shares > 1:
+        # This is what "#pragma omp parallel" calls, in the OpenMP library that torch
+        # uses. The first 0 stands for all of its threads.
+        PROCESS.GOMP_parallel(ctypes.CFUNCTYPE(None)(work), None, 0, 0)
+    work()  # on this thread, if any shares are left
+    if len(done) < num_shares:
+        raise RuntimeError("the CPU kernel failed; Python has printed the reason")
+    return out
 
-    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    def work(_):
-        try:
-            for first in firsts:
-                run_programs(first, num_shares, *arrays)
-        except BaseException as error:  # Ctrl-C, too: C code would drop it
-            errors.append(error)
 
-    # What a compiler makes of "#pragma omp parallel", from torch's own library.
-    PROCESS.GOMP_parallel(work, None, 0, 0)  # the first 0: all of torch's threads
-    if errors:
-        raise errors[0]
+def keep_freed_memory():
+    """Let glibc's malloc keep freed memory, because the next step needs it again.
+
+    By default large pieces go back to the system, and getting them again takes a tenth
+    of every step.
+    """
+    PROCESS.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+    PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+
+
+# A forked child has only one thread, but torch would wait for all that its parent had.
+os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -1,14 +1,15 @@
 """Triton kernels: attention over the paged cache, and what writes to it.
 
 Read `cpu_kernels.py` first: it has the same steps in plain loops. `attention.py`
-launches these kernels, and has the glossary of the shapes. With `TRITON_INTERPRET=1`
-they run on a CPU, one program after another, for tests and debuggers; in float32 or
-float16, because the interpreter cannot multiply bfloat16.
+launches these kernels and explains the shapes. With `TRITON_INTERPRET=1` they run on a
+CPU, one program after another, for tests and debuggers; in float32 or float16, because
+the interpreter cannot multiply bfloat16.
 
-A kernel is the code of one program of a grid; `tl.program_id` says which. Its arguments
-come in three groups: pointers to the first elements of tensors, numbers, and
-meta-parameters, which are compiled in. Sizes of `tl.arange` must be powers of two, so
-DIM is head_dim rounded up, and masks cut it off.
+A kernel is the code of one program. It is launched on a grid of many programs, and
+`tl.program_id` says which one this is. Its arguments come in three groups: pointers to
+the first elements of tensors, numbers, and constants that are compiled in, in capital
+letters. A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes
+must be powers of two, so DIM is head_dim rounded up, and masks leave out the rest.
 """
 # mypy: ignore-errors
 
@@ -16,28 +17,25 @@ import triton
 import triton.language as tl
 from triton.language import constexpr
 
-# The speed of decoding depends on how much of K and V is on its way at any time: an
-# H200 needs 4.8 TB/s x 1 us = 4.8 MB, 36 KB for each of its 132 multiprocessors. A
-# program has two tiles of K and two of V, of this size, in shared memory: while it
-# computes one, the next loads. Three such programs fit into a multiprocessor.
-TILE_BYTES = 16 << 10  # 64 keys of head_dim 128 in bf16
 LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
 
 
 @triton.jit(do_not_specialize=["slots"])
 def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
           HEAD_DIM: constexpr, BLOCK_SIZE: constexpr):
-    """Put a token's K and V into its slot: grid [num_tokens].
+    """Put a token's K and V into its slot.
 
-    k, v      [num_tokens, num_kv_heads, head_dim]; SIZE is that of a token's heads
+    Grid: [num_tokens].
+
+    k, v      [num_tokens, num_kv_heads, head_dim]; SIZE is num_kv_heads * head_dim
     slots     [num_tokens]
     kv_cache  [num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
     token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, triton.next_power_of_2(SIZE))  # element of one head after another
+    at = tl.arange(0, triton.next_power_of_2(SIZE))  # elements of all heads
     mask = at < SIZE
-    slot = tl.load(slots + token)  # 64 bits: 32 cannot count a pool's elements
-    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # in the block's K, or its V
+    slot = tl.load(slots + token)  # in 64 bits: a pool has too many elements for 32
+    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # of the block's K, or its V
     k_at = kv_cache + slot // BLOCK_SIZE * 2 * SIZE * BLOCK_SIZE
     k_at += row * HEAD_DIM + at % HEAD_DIM
     v_at = k_at + SIZE * BLOCK_SIZE
@@ -47,10 +45,10 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
 
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
 def copy_blocks(source, target, moves, source_blocks, target_blocks,
-                SIZE: constexpr, STEP: constexpr):
+                SIZE: constexpr):
     """Copy blocks of all layers, also from and to pinned memory of the CPU.
 
-    Grid: [num_moves, num_layers, pieces of a block], each piece having STEP elements.
+    Grid: [num_moves, num_layers, pieces of a block], where a piece has 2048 elements.
 
     source, target  [num_layers, source_blocks or target_blocks, SIZE]
     moves           [num_moves, 2]: a block of the source and one of the target
@@ -59,17 +57,17 @@ def copy_blocks(source, target, moves, source_blocks, target_blocks,
     layer = tl.program_id(1).to(tl.int64)
     source += (layer * source_blocks + tl.load(move)) * SIZE
     target += (layer * target_blocks + tl.load(move + 1)) * SIZE
-    at = tl.program_id(2) * STEP + tl.arange(0, STEP)
+    at = tl.program_id(2) * 2048 + tl.arange(0, 2048)
     tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
 
 
 @triton.jit
 def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
                ROWS: constexpr, DIM: constexpr):
-    """Where this program's rows are in q or out, and which of their elements exist.
+    """Where this program's tile is in q or out, and which of its elements exist.
 
-    A row is a query of one head of the group, query * GROUP + head: K and V are read
-    once for all of them.
+    A tile has a row for each query of each head of the group: the row's number is
+    query * GROUP + head. All of them use K and V that are read once.
     """
     token = tl.load(items + 1)
     num_queries = tl.load(items + 3) - tl.load(items + 2)
@@ -77,18 +75,18 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     dim = tl.arange(0, DIM)[None, :]
     query = row // GROUP
     head = tl.program_id(1) * GROUP + row % GROUP
-    # 64 bits for the place of the tile, 32 for places in it: that saves registers.
+    # The tile's own address needs 64 bits, places within it 32, which saves registers.
     at = query * stride + head * HEAD_DIM + dim
     mask = (query < num_queries.to(tl.int32)) & (dim < HEAD_DIM)
     return tensor + token * stride + at, mask
 
 
 @triton.jit(do_not_specialize=["block_tables", "items"])
-def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_stride,
-                    NUM_KV_HEADS: constexpr, GROUP: constexpr, HEAD_DIM: constexpr,
-                    ROWS: constexpr, DIM: constexpr, BLOCK_SIZE: constexpr,
-                    KEYS: constexpr):
-    """A tile of queries and one KV head: one pass over its keys, or a part of them.
+def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scale,
+                    q_stride, NUM_KV_HEADS: constexpr, GROUP: constexpr,
+                    HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr,
+                    BLOCK_SIZE: constexpr, KEYS: constexpr):
+    """One item of work, a tile of queries and a part of its keys, for one KV head.
 
     Grid: [num_items, num_kv_heads].
 
@@ -96,9 +94,9 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_seqs, max_blocks]
     items         [num_items, 6]: see `TritonAttention.plan`
-    out           [num_tokens, num_heads, head_dim]: results of whole tiles
-    parts         [num_items, num_kv_heads, ROWS, head_dim]: those of parts, in float32
-    lse           [num_items, num_kv_heads, ROWS]: log2 of a part's sum
+    out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
+    parts         [num_items, num_kv_heads, ROWS, head_dim]: other results, in float32
+    log_sums      [num_items, num_kv_heads, ROWS]: log2 of what they were divided by
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -116,16 +114,16 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
     q_at, mask = place_tile(q, items, q_stride, GROUP, HEAD_DIM, ROWS, DIM)
     q_tile = tl.load(q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
-    # Positions of keys. They are unsigned, and BLOCK_SIZE is a power of two, so that
-    # the division compiles to a shift.
+    # Positions of keys. They are unsigned so that the division by BLOCK_SIZE, which is
+    # a power of two, becomes a shift.
     key = (first_key + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
-    highest = tl.full([ROWS], -1e30, tl.float32)  # -inf minus itself is not a number
-    total = tl.full([ROWS], 1e-30, tl.float32)  # a row that sees no key weighs nothing
+    highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
+    total = tl.full([ROWS], 1e-30, tl.float32)  # not 0, for rows that see no key
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(first_key, end, KEYS):
-        # Look up where each key is: this is what paging costs.
+        # Find each key by its block: this is what paging costs.
         first_row = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
         kv_row = first_row + key % BLOCK_SIZE
         k_at = kv_cache + kv_row[:, None] * HEAD_DIM + dim[None, :]
@@ -136,12 +134,12 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
 
         scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
         scores *= LOG2_E * scale
-        # A query sees keys up to its own position, and none after the end of the item.
+        # A query sees keys up to its own position, and none after the end of the part.
         seen = key[None, :] < tl.minimum(position + query[:, None] + 1, end)
         scores = tl.where(seen, scores, -float("inf"))
 
         # Online softmax (Milakov and Gimelshein): sums are relative to the highest
-        # score so far. If there is a higher one, what was summed shrinks.
+        # score so far. If a higher one comes, what has been summed shrinks.
         higher = tl.maximum(highest, tl.max(scores, 1))
         probs = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -150,8 +148,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
         acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
         highest = higher
 
-        # Look ahead: if the addresses of K came from a load in the same round, that
-        # round could not be pipelined.
+        # Look up the blocks of the next round now: the loads of K and V can only be
+        # issued ahead of time if their addresses are already known.
         key += KEYS
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
@@ -164,13 +162,14 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, lse, scale, q_
         first_row = (item * NUM_KV_HEADS + kv_head) * ROWS
         at = row[:, None] * HEAD_DIM + dim[None, :]
         tl.store(parts + first_row * HEAD_DIM + at, result, mask=mask)
-        tl.store(lse + first_row + row, highest + tl.log2(total))
+        tl.store(log_sums + first_row + row, highest + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=["items"])
-def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
+def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
                 HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr):
-    """The mean of a tile's parts, weighted by their sums (log-sum-exp).
+    """The result of a tile whose keys are in several parts: the mean of the parts'
+    results, weighted by what they were divided by (a log-sum-exp merge).
 
     Grid and arguments are those of `paged_attention`. The program of a tile's first
     part merges all of them, and the others do nothing.
@@ -179,9 +178,9 @@ def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexp
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # where a part ends: the length of a first one
+    part_keys = tl.load(items + 5)  # where the first part ends is how long it is
     if (first_key > 0) | (part_keys == num_keys):
-        return  # it is not the first, or there are no others
+        return  # this is not the first part, or there are no others
 
     stride = NUM_KV_HEADS * GROUP * HEAD_DIM
     out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)
@@ -192,7 +191,7 @@ def merge_parts(parts, lse, items, out, NUM_KV_HEADS: constexpr, GROUP: constexp
     for item in range(first, first + tl.cdiv(num_keys, part_keys)):
         first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
         part = tl.load(parts + first_row * HEAD_DIM + at, mask=mask)
-        log = tl.load(lse + first_row + row)
+        log = tl.load(log_sums + first_row + row)
         higher = tl.maximum(log_sum, log)
         both = higher + tl.log2(tl.exp2(log_sum - higher) + tl.exp2(log - higher))
         acc *= tl.exp2(log_sum - both)[:, None]

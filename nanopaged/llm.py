@@ -154,11 +154,9 @@ class LLM(AbstractContextManager["LLM"]):
         params = params if isinstance(params, list) else [params] * len(prompts)
         check(len(params) == len(prompts), "sampling_params",
               f"one for all prompts, or {len(prompts)}, one for each", params)
-        groups = []
-        for prompt, param in zip(prompts, params, strict=True):
-            fields = prompt if isinstance(prompt, dict) else {"prompt": prompt}
-            groups.append(self._make_group(param, **fields))
-        return groups
+        prompts = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
+        return [self._make_group(param, **prompt)
+                for prompt, param in zip(prompts, params, strict=True)]
 
     def _make_group(self, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
                     cache_salt: Any = None) -> SequenceGroup:

@@ -1,18 +1,21 @@
-"""From a directory or a hub id to config, tokenizer (by transformers) and weights.
+"""From a directory or a hub id to the config, the tokenizer and the weights.
 
-Every tensor of a checkpoint is accounted for: none is missing, and none is left over
-but what follows from the others.
+transformers reads the first two. Of the weights, every tensor is accounted for: it is
+an error if one is missing, or if one is left over that could change an answer.
 """
 
-from contextlib import suppress
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
@@ -20,26 +23,29 @@ from nanopaged.model import CausalLM, Linear, pack
 from nanopaged.parallel import Ranks
 
 BUNDLED = Path(__file__).parent / "shakespeare"
-WEIGHTS = "model*.safetensors"
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-# Angles depend on positions alone, not on the length of the sequence.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# What config.json may say. There are more ways to rotate Q and K, but with these the
+# angles depend on the position alone, and not on the length of the sequence.
+KNOWN = {
+    "model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",),
+    "rope_type": ("default", "linear", "llama3", "yarn"), "is_causal": (None, True),
+    "layer_types": (None, "full_attention", "sliding_attention")}
+WEIGHTS = "model*.safetensors*"
 
 
 def load_config(name: str | Path) -> Any:
-    """transformers' config, if the decoder can compute what it says.
-
-    In transformers 5, `rope_parameters` has everything about positions.
-    """
-    config = transformers.AutoConfig.from_pretrained(name)
+    """transformers' config, if `model.py` can compute what it says."""
+    with reading(f"config.json of {name}"):
+        config = AutoConfig.from_pretrained(name)
     facts = config.to_dict()
+    # In transformers 5, this has all that the config says about positions.
     facts |= facts.get("rope_parameters", {})
-    for field, known in (("model_type", FAMILIES), ("hidden_act", ("silu",)),
-                         ("rope_type", ROPE_TYPES), ("is_causal", (None, True))):
+    for field, known in KNOWN.items():
         value = facts.get(field)
-        check(value in known, f"{field} in config.json", f"one of {known}", value)
-    if getattr(config, "head_dim", None) is None:
-        config.head_dim = config.hidden_size // config.num_attention_heads
+        values = value if isinstance(value, list) else [value]
+        check(set(values) <= set(known), f"{field} in config.json",
+              f"one of {known}", value)
+    size = config.hidden_size // config.num_attention_heads
+    config.head_dim = facts.get("head_dim") or size
     return config
 
 
@@ -48,33 +54,58 @@ def load_tokenizer(name: str | Path) -> Any:
     path = Path(name)
     if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
         return None
-    # With clean-up, the text of a token would depend on what follows it.
-    return transformers.AutoTokenizer.from_pretrained(
-        name, clean_up_tokenization_spaces=False)
+    with reading(f"the tokenizer of {name}"):
+        # With clean-up, the text of a token would depend on the tokens after it.
+        return AutoTokenizer.from_pretrained(name, clean_up_tokenization_spaces=False)
 
 
 def load_generation_config(name: str | Path,
                            model_config: Any) -> tuple[list[int], SamplingParams]:
-    """The ids of all EOS tokens, and the parameters for requests without any."""
-    fields = {"eos_token_id": model_config.eos_token_id}
-    with suppress(OSError):  # if the model has no generation_config.json
-        # It may name several EOS tokens where config.json has one or none.
-        fields |= transformers.GenerationConfig.from_pretrained(name).to_diff_dict()
+    """The ids of all EOS tokens, and the parameters for requests that have none.
+
+    A generation_config.json is optional. It may name several EOS tokens where
+    config.json has one or none.
+    """
+    fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
+    with reading(f"generation_config.json of {name}"):
+        with suppress(OSError):  # there is no such file
+            fields |= GenerationConfig.from_pretrained(name).to_diff_dict()
+        top_k, top_p = fields.pop("top_k", 0), fields.pop("top_p", 1.0)
+        params = SamplingParams(
+            temperature=fields.pop("temperature", 1.0),
+            top_k=0 if top_k == -1 else top_k,  # -1 is another way to keep all tokens
+            top_p=top_p or 1e-6,  # 0 is another way to keep only the most likely one
+            max_tokens=fields.pop("max_new_tokens", 16))
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
                if id in range(model_config.vocab_size)]
-    names = fields.keys() & {"temperature", "top_p", "top_k"}
-    params = {name: fields[name] for name in names}
-    return eos_ids, SamplingParams(
-        max_tokens=fields.get("max_new_tokens") or 16, **params)
+    # The other fields have no effect here; with these values they have none anywhere.
+    ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
+               and not field.endswith(("_token_id", "_version"))]
+    if ignored:
+        logging.getLogger("nanopaged").warning(
+            "generation_config.json of %s has unsupported fields: %s", name, ignored)
+    return eos_ids, params
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Let the errors of a library say what it was reading, and what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot read {what} (repair it or download it again): "
+                         f"{error.__cause__ or error!r}") from error
 
 
 # -- Weights ---------------------------------------------------------------------------
 
 @torch.no_grad()
 def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
-    """A rank's share of the model, with the values of a checkpoint; or random ones, for
-    benchmarks: normal with std 0.02, around one for norms.
+    """A rank's share of the model, with the weights of its checkpoint.
+
+    For benchmarks, load_format="dummy" draws them: normal with std 0.02, and around one
+    for norms.
     """
     with backend.device, local_torch_dtype(backend.dtype):
         model = CausalLM(ranks.share, backend, ranks).requires_grad_(False)
@@ -84,58 +115,73 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
             mean = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.normal_(mean, 0.02, generator=generator)
     else:
-        load_checkpoint(model, config.model or BUNDLED, ranks)
+        load_checkpoint(model, BUNDLED if config.model is None else config.model, ranks)
     for module in model.modules():
         if type(module) is Linear:
             pack(module)
     return model
 
 
-def load_checkpoint(model: CausalLM, name: str | Path, ranks: Ranks) -> None:
+def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     """Copy every tensor to its place; ValueError if one is missing or left over."""
-    path = Path(name)
-    if not path.is_dir():
-        path = Path(snapshot_download(str(name), allow_patterns=WEIGHTS))
-    files: dict[str, Path] = {}
-    for file in sorted(path.glob(WEIGHTS)):
-        with safe_open(file, "pt") as tensors:
-            files |= dict.fromkeys(tensors.keys(), file)
+    files = find_tensors(source)
+    head, embeddings = model.lm_head, model.model.embed_tokens
+    if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
-    targets: dict[str, Tensor] = {}
+    targets: dict[str, tuple[Tensor, Any]] = {}
     for name, parameter in model.named_parameters():
-        # For example model.layers.0.self_attn.qkv_proj.weight, which has several parts.
+        # For example model.layers.0.self_attn.qkv_proj.weight. It stacks three matrices
+        # of the checkpoint: `parts` has the names q_proj, k_proj and v_proj, and how
+        # many rows each of them has.
         *_, own_name, kind = name.split(".")
         module = model.get_submodule(name.removesuffix(f".{kind}"))
         parts = getattr(module, "parts", {own_name: len(parameter)})
-        names = [name.replace(own_name, part) for part in parts]  # q_proj, k_proj, ..
-        rows = parameter.split(list(parts.values()))
-        targets |= zip(names, rows, strict=True)
-    missing = sorted(targets.keys() - files.keys())
-    # Some files have a head although it is tied; old ones have the angles of positions.
-    left_over = sorted(name for name in files.keys() - targets.keys()
-                       if name != "lm_head.weight" and ".rotary_emb." not in name)
-    check(not missing and not left_over, f"the weights in {path}",
+        divided = getattr(module, "divided", None)
+        for part, rows in zip(parts, parameter.split([*parts.values()]), strict=True):
+            targets[name.replace(own_name, part)] = rows, divided
+    # Old checkpoints also have the angles by which Q and K are rotated.
+    names = {name for name in files if ".rotary_emb." not in name}
+    check(names == targets.keys(), f"the weights in {source}",
           "the tensors of config.json, no more and no fewer",
-          {"missing": missing, "left over": left_over})
+          {"missing": sorted(targets.keys() - names),
+           "left over": sorted(names - targets.keys())})
 
-    for name, target in targets.items():
-        copy_part(files[name], name, target, ranks)
-        if ranks.rank and name.endswith(("o_proj.bias", "down_proj.bias")):
-            target.zero_()  # the ranks' results are added up: rank 0 adds the bias
+    for name, (target, divided) in targets.items():
+        copy_part(files[name], name, target, divided, ranks)
+    if torch.equal(head.weight, embeddings.weight):  # one copy is enough
+        head.weight = embeddings.weight
 
 
-def copy_part(file: Path, name: str, target: Tensor, ranks: Ranks) -> None:
-    """Copy a rank's part of a tensor: an equal part of each dimension that is divided.
+def find_tensors(source: str | Path) -> dict[str, Path]:
+    """The file that each tensor of a checkpoint is in.
 
-    The file is mapped into memory, so no more is read than is copied. It is opened anew
-    for each tensor, or else all that was read of it would stay in memory.
+    If there are several files, an index says it. Other files may lie beside them.
     """
-    with safe_open(file, "pt") as tensors:
-        tensor = tensors.get_tensor(name)
-        shape = list(tensor.shape)
-        for dim, (size, part) in enumerate(zip(shape, target.shape, strict=False)):
-            if size == part * ranks.size:
-                tensor = tensor.chunk(ranks.size, dim)[ranks.rank]
-        check(tensor.shape == target.shape, f"the shape of {name} in {file}",
-              f"{list(target.shape)} for each rank", shape)
-        target.copy_(tensor)
+    path = Path(source)
+    if not path.is_dir():
+        path = Path(snapshot_download(str(source), allow_patterns=WEIGHTS))
+    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    if index.exists() and not file.exists():
+        places = json.loads(index.read_text())["weight_map"]
+        return {name: path / place for name, place in places.items()}
+    with reading(str(file)), safe_open(file, "pt") as tensors:
+        return dict.fromkeys(tensors.keys(), file)
+
+
+def copy_part(file: Path, name: str, target: Tensor, divided: Any,
+              ranks: Ranks) -> None:
+    """Copy a rank's part of a tensor; `divided` is the dimension that ranks divide.
+
+    The file is mapped into memory, so no more is read than is copied. It is opened
+    again for each tensor. Otherwise all that was read of it would stay in memory.
+    """
+    with reading(str(file)), safe_open(file, "pt") as tensors:
+        tensor = part = tensors.get_tensor(name)
+    if divided in range(tensor.ndim):
+        part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
+    check(part.shape == target.shape, f"the shape of {name} in {file}",
+          f"{list(target.shape)} for each rank", list(tensor.shape))
+    target.copy_(part)
+    if divided == 1 and target.ndim == 1 and ranks.rank > 0:
+        target.zero_()  # the ranks' results are added up: only rank 0 adds the bias

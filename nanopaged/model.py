@@ -1,8 +1,11 @@
-"""One decoder for Llama, Mistral, Qwen2 and Qwen3: the config says how they differ.
+"""One decoder for Llama, Mistral, Qwen2 and Qwen3; their configs say how they differ.
 
-It sees a flat batch of tokens and hands Q, K and V to the attention backend; it does
-not know what a sequence is. Modules have the names of the checkpoints, except where
-several matrices are stacked into one: `Linear.parts` has their names.
+It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
+does not know what a sequence is. Modules are named as in the checkpoints, except where
+one matrix stacks several of the checkpoint's: then `Linear.parts` has their names.
+
+With several ranks, each of them has this model with its share of the heads and of the
+MLP, and `Linear.divided` says how a matrix is divided among them.
 """
 
 from functools import partial
@@ -15,16 +18,17 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotat
 
 from nanopaged.parallel import Ranks
 
-# Between the matrix products every operation is a launch, and a pass over memory. So on
-# GPUs, functions marked by this are compiled into as few kernels as possible. Weights
-# are arguments, so that all layers share them.
+# Between the matrix products, every operation costs a kernel launch and a pass over
+# memory. So on GPUs, torch.compile turns a function marked with this into as few
+# kernels as possible. Such a function takes weights as arguments, so that all layers
+# share the compiled code.
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
 @fused
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, normalised (RMSNorm), and the sum itself: the next residual."""
+    """The sum after RMSNorm, and the sum itself, which is the next residual."""
     residual = x + residual
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
@@ -39,13 +43,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 @fused
 def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
                 sin: Tensor) -> Tensor:
-    """Normalise the heads of Q and K, if there are weights for it, then rotate them
-    (RoFormer).
+    """Normalise the heads of Q and K, if there are weights for that, and rotate them.
 
     x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads,
-    [num_heads, head_dim], and of K's; cos, sin: [num_tokens, 1, head_dim], of angles
-    that grow with the position. The halves of a head turn like (x1, x2) ->
-    (x1 cos - x2 sin, x2 cos + x1 sin).
+    [num_heads, head_dim], and those of K's; cos, sin: [num_tokens, 1, head_dim].
+    The two halves of a head, x1 and x2, become x1 cos - x2 sin and x2 cos + x1 sin. The
+    angles grow with the position (RoFormer).
     """
     if weights:
         x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
@@ -53,15 +56,19 @@ def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
 
 
 class Linear(nn.Linear):
-    """y = x W^T + b, where W stacks the matrices `parts` of the checkpoint: name ->
-    rows.
+    """y = x W^T + b, where W may stack several matrices of the checkpoint.
 
-    One product for Q, K and V reads x once, and is faster than three small ones.
+    parts: their names, and how many rows each of them has. One product for Q, K and V
+        reads x once, so it is faster than three small ones.
+    divided: the dimension of each of them that the ranks divide: 0 for the rows (a rank
+        computes a part of y), 1 for the columns (a rank has a part of x, and the ranks'
+        results are added up). None means that every rank has all of it.
     """
 
-    def __init__(self, in_features: int, bias: bool = False, **parts: int) -> None:
+    def __init__(self, in_features: int, bias: bool = False,
+                 divided: int | None = None, **parts: int) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
+        self.parts, self.divided = parts, divided
 
     def reset_parameters(self) -> None:
         """Draw no random weights: the checkpoint's are loaded."""
@@ -70,8 +77,8 @@ class Linear(nn.Linear):
 def pack(linear: nn.Linear) -> None:
     """On CPUs with bfloat16 instructions, reorder W for oneDNN: 1.3x to 2.7x as fast.
 
-    These operators are private to torch (torch.compile uses them), so nothing else here
-    names them. Where they are missing, nothing changes.
+    torch.compile uses these operators, too. They are private to torch, so they appear
+    only here. Where they are missing, nothing changes.
     """
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     is_bfloat16 = linear.weight.is_cpu and linear.weight.dtype == torch.bfloat16
@@ -87,17 +94,19 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.eps = config.rms_norm_eps
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         size, head_dim = config.hidden_size, config.head_dim
+        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
         has_bias = getattr(config, "attention_bias", False)
-        self.qkv_proj = Linear(size, has_bias or config.model_type == "qwen2",
-                               q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
-        self.o_proj = Linear(q_size, has_bias, o_proj=size)
+        # Qwen2 always has biases for Q, K and V, and its config does not mention them.
+        self.qkv_proj = Linear(
+            size, has_bias or config.model_type == "qwen2", divided=0,
+            q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
+        self.o_proj = Linear(q_size, has_bias, divided=1, o_proj=size)
         self.norm_weights: list[Tensor] = []
-        if config.model_type == "qwen3":
+        if config.model_type == "qwen3":  # it normalises the heads of Q and K
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
-            # Views for all heads, which show what is loaded later.
+            # These views, one row for each head, show what is loaded later.
             self.norm_weights = [self.q_norm.weight.expand(num_heads, -1),
                                  self.k_norm.weight.expand(num_kv_heads, -1)]
 
@@ -119,8 +128,9 @@ class MLP(nn.Module):
         super().__init__()
         size, inner = config.hidden_size, config.intermediate_size
         has_bias = getattr(config, "mlp_bias", False)
-        self.gate_up_proj = Linear(size, has_bias, gate_proj=inner, up_proj=inner)
-        self.down_proj = Linear(inner, has_bias, down_proj=size)
+        self.gate_up_proj = Linear(
+            size, has_bias, divided=0, gate_proj=inner, up_proj=inner)
+        self.down_proj = Linear(inner, has_bias, divided=1, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
@@ -136,9 +146,9 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The decoder and its output head; config: that of a rank's share (`Ranks.share`).
+    """The decoder and its output head. Its config has the sizes of a rank's share.
 
-    The vocabulary is not divided: every rank has all embeddings, and the whole head.
+    The ranks do not divide the vocabulary: each has all embeddings and the whole head.
     """
 
     def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
@@ -160,13 +170,14 @@ class CausalLM(nn.Module):
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
-        kv_caches: the caches of all layers, stacked. The state between two layers is
-        x + residual, which is added up only in the kernel that normalises it. Attention
-        and MLP compute this rank's part of their results, and the parts are added up.
+        kv_caches has one cache for each layer. Between two layers the state is
+        x + residual, and the kernel that normalises the sum also computes it. Attention
+        and MLP compute this rank's part of their results; `all_reduce` adds up the
+        parts of all ranks.
         """
         x: Tensor = self.model.embed_tokens(token_ids)
         residual = torch.zeros_like(x)
-        # cos and sin of the angles, [num_tokens, 1, head_dim] each
+        # The cosines and sines of the angles: [num_tokens, 1, head_dim] each.
         rotation = self.model.rotary_emb(x, metadata.positions[:, None])
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
             x, residual = add_norm(x, residual, layer.input_layernorm.weight, self.eps)

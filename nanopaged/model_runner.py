@@ -1,19 +1,25 @@
 """What touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
 
 The scheduler deals in tokens and block ids. The runner turns its `Batch` into one
-forward pass over one flat batch of tokens. From one step to the next it remembers the
-contents of the pool, and the tokens that the last step sampled.
+forward pass over one flat batch of tokens. From one step to the next it keeps two
+things: the contents of the pool, and the tokens that the last step sampled.
 """
 
 import logging
-import time
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Metadata, make_backend, place_tokens, spread
+from nanopaged.attention import (
+    Metadata,
+    TritonAttention,
+    divide_up,
+    make_backend,
+    place_tokens,
+    spread,
+)
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
@@ -26,53 +32,28 @@ logger = logging.getLogger("nanopaged")
 
 class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: Any, ranks: Ranks) -> None:
-        start = time.perf_counter()
-
-        def log(text: str, *facts: object) -> None:
-            logger.info(f"{time.perf_counter() - start:.1f} s: {text}", *facts)
-
         self.config = config
         self.ranks = ranks
         self.is_gpu = torch.cuda.is_available() and config.device != "cpu"
         check(self.is_gpu or config.device != "cuda", "device",
-              "'cpu', as torch sees no GPU", config.device)
-        self.device = torch.device("cuda" if self.is_gpu else "cpu")
-        compiles = self.is_gpu and not config.enforce_eager
-        self.stance = "default" if compiles else "force_eager"  # of torch.compile
+              "'cpu', because torch sees no GPU", config.device)
+        # With its number, because another thread may have another default.
+        device = f"cuda:{torch.cuda.current_device()}" if self.is_gpu else "cpu"
+        self.device = torch.device(device)
+        self.compiles = self.is_gpu and not config.enforce_eager
         self.dtype = pick_dtype(config.dtype, model_config.dtype, self.device)
         self.backend = make_backend(config.attention_backend, ranks.share,
                                     config.block_size, self.dtype, self.device)
         self.model: Any = load_model(config, self.backend, ranks)
-        log("the model is loaded")
 
-        # Attention within a sliding window is full as long as that is not filled.
+        # Up to the size of its window, attention within a sliding window is the same
+        # as full attention.
         longest = model_config.max_position_embeddings
         longest = min(longest, getattr(model_config, "sliding_window", None) or longest)
         self.max_model_len = config.max_model_len or longest
         check(self.max_model_len <= longest, "max_model_len",
               f"at most {longest} for this model", self.max_model_len)
-
-        # Where the numbers of a step go, see `_prepare`: at most ten for each token,
-        # the block tables, and room to spare. And the tokens that the last step
-        # sampled.
-        max_num_seqs, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self.most_blocks = max_num_seqs * -(-self.max_model_len // config.block_size)
-        num_inputs = 10 * (most_tokens + max_num_seqs) + self.most_blocks + (1 << 16)
-        self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
-        self.last_tokens = self.inputs.new_zeros(max_num_seqs)
-
-        # The first steps are all padding, so a pool with the block for padding will do.
-        self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
-        self.num_blocks = self.num_swap_blocks = 0
-        self._make_pools()
-        self._warm_up()
-        log("first steps have run: %s, %s", type(self.backend).__name__, self.dtype)
-        self._size_pools()
-        self._make_pools()
-        log("KV cache: %d blocks of %d tokens", self.num_blocks, config.block_size)
-        if compiles and config.attention_backend != "torch":
-            self._capture_graphs()
-            log("%d CUDA graphs are recorded", len(self.graphs))
+        self._start()
 
     # -- A step ------------------------------------------------------------------------
 
@@ -83,64 +64,81 @@ class ModelRunner:
         return self.run(batch)
 
     def run(self, batch: Batch) -> SamplerOutput:
-        """This rank's part of a step: move blocks, then one forward pass."""
-        with torch.inference_mode(), torch.compiler.set_stance(self.stance):
+        """This rank's part of a step: move blocks, compute the tokens, and sample.
+
+        Who reads which field of the batch: blocks are moved here, the sampler needs
+        `receivers`, which only rank 0 has, and `_prepare` reads everything else.
+        """
+        # What torch.compile does with the functions that are marked `@fused`.
+        stance = "default" if self.compiles else "force_eager"
+        with (torch.inference_mode(), torch.compiler.set_stance(stance),
+              torch.accelerator.device_index(self.device.index)):
             self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
             self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
             self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
             num_seqs = len(batch.counts)
-            if not num_seqs:  # everybody waits for tokens that are not read yet
+            if num_seqs == 0:  # all sequences wait for tokens that are not read yet
                 return SamplerOutput(self.last_tokens[:0], {})
 
-            # The smallest graph for as many decodes; none (0) if not all decode.
+            # Steps of decodes are padded to the next size that has a graph.
             all_decode = len(batch.token_ids) == num_seqs
-            sizes = [size for size in self.graphs if all_decode and size >= num_seqs]
-            size = min(sizes, default=0)
-            token_ids, metadata, last_indices = self._prepare(batch, size - num_seqs)
-            if size:
+            fitting = [size for size in self.graphs if all_decode and size >= num_seqs]
+            size = min(fitting, default=num_seqs)
+            metadata = self._prepare(batch, padding=size - num_seqs)
+            if fitting:
                 graph, states = self.graphs[size]
                 graph.replay()
             else:
-                states = self._forward(token_ids, metadata)
+                states = self._forward(metadata)
 
-            output = sample(self.model.head(states[last_indices]), batch.receivers)
+            logits = self.model.head(states[metadata.last_indices])
+            output = sample(logits, batch.receivers)
             # Only rank 0 knows the parameters of the requests, so its tokens count.
             tokens = self.ranks.broadcast(output.token_ids)
             self.last_tokens[: len(tokens)] = tokens
             return output
 
-    def _prepare(self, batch: Batch, padding: int) -> tuple[Tensor, Metadata, Tensor]:
-        """Token ids, metadata, and the last indices of entries that sample.
+    def _prepare(self, batch: Batch, padding: int) -> Metadata:
+        """What the forward pass must know, on the device; see `Metadata`.
 
-        Padding consists of sequences of one token. Their K and V go to a block that
-        nobody else has, the pool's last one. All numbers travel in one copy, as each
-        copy takes its time, whatever its size. A graph finds them where they were when
-        it was recorded.
+        `padding` sequences of one token are added. Their K and V go to the pool's last
+        block, number `num_blocks`, which no request ever gets.
         """
-        ends = np.array(batch.ends + [1] * padding)
+        block_size = self.config.block_size
         counts = np.array(batch.counts + [1] * padding)
-        num_blocks = -(-np.array(batch.ends, np.int64) // self.config.block_size)
-        table_size = num_blocks.max(initial=1)
-        tables = np.full((len(ends), table_size), self.num_blocks)
-        tables[spread(num_blocks)] = batch.block_ids
-        # Tables get wider as sequences grow, so no input of a graph comes after them.
-        arrays = [np.array(batch.token_ids + [0] * padding),
-                  *place_tokens(tables, counts, ends, self.config.block_size),
-                  *self.backend.plan(counts, ends, table_size), tables,
-                  (np.cumsum(counts) - 1)[batch.samples]]
-        flat = torch.from_numpy(np.concatenate(arrays, axis=None))
+        ends = np.array(batch.ends + [1] * padding)
+        num_blocks = divide_up(np.array(batch.ends), block_size)
+        block_tables = np.full((len(ends), num_blocks.max()), self.num_blocks)
+        block_tables[spread(num_blocks)] = batch.block_ids
+        positions, slots = place_tokens(block_tables, counts, ends, block_size)
+        tensors = self._upload(
+            token_ids=np.array(batch.token_ids + [0] * padding),
+            positions=positions,
+            slots=slots,
+            plan=self.backend.plan(counts, ends, block_tables.shape[1]),
+            # Tables get wider as sequences grow, so graphs read nothing after them.
+            block_tables=block_tables,
+            last_indices=np.cumsum(counts)[batch.samples] - 1)
+        return Metadata(counts, ends, **tensors)
+
+    def _upload(self, **arrays: Any) -> dict[str, Tensor]:
+        """Copy arrays to the device: in one transfer, because each has a fixed cost,
+        and always to the same addresses, because graphs read there.
+        """
+        flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)
-        parts: Any = torch.split(sent, [array.size for array in arrays])
-        token_ids, positions, slots, *plan, block_tables, last_indices = [
-            part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
-        metadata = Metadata(positions, slots, block_tables, counts, ends, plan)
-        return token_ids, metadata, last_indices
+        parts = sent.split([array.size for array in arrays.values()])
+        return {name: part.view(array.shape)
+                for part, (name, array) in zip(parts, arrays.items(), strict=True)}
 
-    def _forward(self, token_ids: Tensor, metadata: Metadata) -> Tensor:
-        """The last hidden states of all tokens. A token id of -1 - i is pending: the
-        step before has sampled it as number i.
+    def _forward(self, metadata: Metadata) -> Tensor:
+        """The last hidden states of all tokens: [num_tokens, hidden_size].
+
+        A token id of -1 - i is pending: it is token i of those that the last step
+        sampled, which the host has not read yet.
         """
+        token_ids = metadata.token_ids
         pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
         token_ids = torch.where(token_ids < 0, pending, token_ids)
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
@@ -151,6 +149,81 @@ class ModelRunner:
             ids = np.array(moves).reshape(-1, 2)
             ids -= self.num_blocks * (ids >= self.num_blocks)
             self.backend.copy_blocks(source, target, ids)
+
+    # -- The start ---------------------------------------------------------------------
+
+    # Each hidden size compiles the functions again, and torch gives up after 8 times.
+    @torch.compiler.config.patch(recompile_limit=256)
+    def _start(self) -> None:
+        """Make room for the inputs of a step and for K and V, and record CUDA graphs.
+        """
+        config, block_size = self.config, self.config.block_size
+        most_seqs, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
+        most_blocks = most_seqs * divide_up(self.max_model_len, block_size)
+        # At most ten numbers for each token, then the block tables, and room to spare.
+        num_inputs = 10 * (most_tokens + most_seqs) + most_blocks + 2**16
+        self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
+        self.last_tokens = self.inputs.new_zeros(most_seqs)
+        self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
+
+        # Run steps of padding, for which a pool of one block is enough. On a GPU, the
+        # largest ones compile all that any step needs, and show how much memory it
+        # takes.
+        self.num_blocks = self.num_swap_blocks = 0
+        self.kv_caches = self.swap_space = self._make_pool(1, device=self.device)
+        self._run_padding([1])
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+            self._run_padding([1] * min(most_seqs, most_tokens))
+            longest = min(most_tokens, self.max_model_len)
+            self._run_padding([longest] * min(most_seqs, most_tokens // longest))
+        logger.info("%s in %s has run.", type(self.backend).__name__, self.dtype)
+
+        # All ranks have the same block ids, so the smallest pool decides.
+        block_bytes = self.kv_caches.nbytes
+        num_blocks = min(most_blocks, self._free_bytes() // block_bytes)
+        size = torch.tensor(config.num_blocks or num_blocks)
+        num_blocks = int(self.ranks.all_reduce(size, "MIN"))
+        check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
+        self.max_model_len = min(self.max_model_len, num_blocks * block_size)
+        self.num_blocks = num_blocks
+        self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
+        if config.preemption_mode == "swap":
+            swap_bytes = int(config.swap_space * 2**30)
+            self.num_swap_blocks = min(most_blocks, swap_bytes // block_bytes)
+        # In pinned memory: a GPU copies from and to it without waiting.
+        self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
+        logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
+        if self.compiles and isinstance(self.backend, TritonAttention):
+            self._capture_graphs()
+
+    def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
+        """Memory for K and V of all layers. Nothing is read before it is written."""
+        share = self.ranks.share  # the sizes of this rank's part of the model
+        return torch.empty(
+            share.num_hidden_layers, num_blocks, 2, share.num_key_value_heads,
+            self.config.block_size, share.head_dim, dtype=self.dtype, **place)
+
+    def _free_bytes(self) -> int:
+        """How much memory there is for K and V."""
+        if not self.is_gpu:
+            return 4 << 30  # as far as it stays unused, it costs nothing
+        # torch keeps what the largest step needed for the steps to come, so that is
+        # not free any more.
+        free, total = torch.cuda.mem_get_info(self.device)
+        reserved = (1 - self.config.gpu_memory_utilization) * total
+        return int(free - reserved) - (256 << 20)  # what graphs need besides
+
+    def _run_padding(self, counts: list[int]) -> None:
+        """Run a step of padding, with so many tokens in each of its sequences."""
+        num_seqs = len(counts)
+        num_blocks = sum(divide_up(count, self.config.block_size) for count in counts)
+        # With top_p all tokens are sorted, which takes most memory.
+        params = SamplingParams(top_p=0.5)
+        group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
+        self.run(Batch(
+            [0] * sum(counts), counts, counts, [0] * num_blocks, list(range(num_seqs)),
+            copies=[(0, 0)], receivers=group.sequences * num_seqs))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
@@ -163,85 +236,38 @@ class ModelRunner:
         largest = self.config.max_num_seqs
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # A pool and a stream of its own: cuBLAS keeps a workspace for each stream, and
-        # frees it with any graph that was recorded there, another engine's as well.
+        # frees it with any graph that was recorded there, even by another engine.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):
-            inputs = self._prepare(Batch(), size)[:2]
-            self._forward(*inputs)  # a first call may set up what others need
+            batch = Batch([0], [1], [1], [self.num_blocks])
+            metadata = self._prepare(batch, padding=size - 1)
+            self._forward(metadata)  # a first call may set up what others need
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, memory_pool, stream):
-                states = self._forward(*inputs)
+            # Other threads may go on using the GPU.
+            with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
+                states = self._forward(metadata)
             self.graphs[size] = (graph, states)
+        logger.info("%d CUDA graphs are recorded.", len(self.graphs))
 
-    # -- Memory ------------------------------------------------------------------------
-
-    def _make_pools(self) -> None:
-        """Memory for K and V, with one block more for padding. Nothing is read before
-        it is written.
-        """
-        share = self.ranks.share  # the sizes of this rank's part of the model
-        shape = [share.num_hidden_layers, self.num_blocks + 1, 2,
-                 share.num_key_value_heads, self.config.block_size, share.head_dim]
-        self.kv_caches = torch.empty(shape, dtype=self.dtype, device=self.device)
-        # In pinned memory: a GPU copies from and to it without waiting.
-        shape[1] = self.num_swap_blocks
-        self.swap_space = torch.empty(shape, dtype=self.dtype, pin_memory=self.is_gpu)
-
-    def _warm_up(self) -> None:
-        """Run steps of padding: one token; and on a GPU the most decodes, and the
-        largest chunks, so that all is compiled, and the memory of a step is known.
-        """
-        params = SamplingParams(top_p=0.5)  # sorting all tokens takes most memory
-        group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
-        steps = [(1, 1)]  # how many tokens, and how many of each sequence
-        if self.is_gpu:
-            torch.cuda.empty_cache()
-            most = self.config.max_num_batched_tokens
-            steps += [(most, 1), (most, min(most, self.max_model_len))]
-        for num_tokens, count in steps:
-            num_seqs = min(num_tokens // count, self.config.max_num_seqs)
-            counts = [count] * num_seqs
-            num_blocks = num_seqs * -(-count // self.config.block_size)
-            self.run(Batch([0] * sum(counts), counts, counts, [0] * num_blocks,
-                           list(range(num_seqs)), receivers=group.sequences * num_seqs))
-        self._move_blocks(self.kv_caches, self.kv_caches, [(0, 0)])
-
-    def _size_pools(self) -> None:
-        """How many blocks the device and the CPU get: as asked for; else what fits and
-        can be used. Lowers max_model_len to what fits.
-        """
-        config = self.config
-        num_bytes: float = 4 << 30  # on a CPU, where unused pages cost nothing
-        if self.is_gpu:
-            # torch keeps what a step took besides the weights, as the next step needs
-            # it again. So that is not free any more.
-            free, total = torch.cuda.mem_get_info(self.device)
-            num_bytes = free - (1 - config.gpu_memory_utilization) * total
-            num_bytes -= 256 << 20  # what graphs take besides the memory of a step
-        swap_bytes = config.swap_space * 2**30 * (config.preemption_mode == "swap")
-        block_bytes = self.kv_caches.nbytes  # so far the pool has one block
-        self.num_swap_blocks = min(int(swap_bytes / block_bytes), self.most_blocks)
-        num_blocks = min(int(num_bytes / block_bytes), self.most_blocks)
-        # All ranks have the same block ids, so the smallest pool decides.
-        pool = torch.tensor(config.num_blocks or num_blocks)
-        self.num_blocks = num_blocks = int(self.ranks.all_reduce(pool, "MIN"))
-        check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
-        self.max_model_len = min(self.max_model_len, num_blocks * config.block_size)
+    # -- The end -----------------------------------------------------------------------
 
     def free(self) -> None:
         """Give back the memory, even if somebody still holds the engine."""
         self.model = None
         for graph, _ in self.graphs.values():
-            graph.reset()  # at its end NCCL would wait for any graph that is left
+            graph.reset()  # otherwise NCCL would wait for it when its group ends
         self.graphs = {}
         self.kv_caches = self.swap_space = self.last_tokens[:0]
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype, but on a CPU one that it has instructions for."""
+    """The checkpoint's dtype, or one that the processor has instructions for."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
+    if device.type == "cuda" and model_dtype == torch.bfloat16:
+        is_fast = torch.cuda.get_device_properties(device).major >= 8
+        return torch.bfloat16 if is_fast else torch.float16
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32

@@ -15,14 +15,6 @@ Logprobs = dict[int, Logprob]
 
 
 @dataclass
-class RequestMetrics:
-    """Points in time, in seconds of `time.perf_counter`; 0 if not reached yet."""
-
-    arrival_time: float
-    first_token_time: float = 0.0
-
-
-@dataclass
 class CompletionOutput:
     """One continuation so far.
 
@@ -53,7 +45,6 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
-    metrics: RequestMetrics
 
 
 @dataclass

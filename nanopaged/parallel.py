@@ -1,13 +1,19 @@
 """Several processes, one engine: each rank has a share of the weights and of K and V.
 
-    torchrun --nproc-per-node 2 script.py    # LLM(.., tensor_parallel_size=2)
+    torchrun --nproc-per-node 2 script.py    # LLM(..., tensor_parallel_size=2)
 
-Every process runs the same script, as far as its `LLM`. There rank 0 goes on, and the
-others serve it until it ends. Rank 0 schedules. Every step it sends the others a
-message of plain numbers; block ids mean the same everywhere. All ranks run the same
-layers, each with its share of the weights, and add up their partial results
-(Megatron-LM, Shoeybi et al. 2019). The tokens are those of rank 0. If a rank fails,
-torchrun ends the others.
+torchrun starts the same script several times, and numbers the processes: these are the
+ranks. Rank 0 runs the script to its end. The other ranks run it until they reach its
+`LLM`; from then on they only serve rank 0.
+
+Rank 0 schedules. In every step it sends the others the batch, as plain numbers; block
+ids mean the same on all ranks. All ranks run the same layers, each with its share of
+the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). Rank 0 samples
+the tokens.
+
+How it ends: when rank 0's script ends, whatever the reason, its process leaves the
+group. The others are waiting for the next batch at that time. They get an error in its
+place, and exit. If a rank fails or is killed, torchrun ends all others.
 """
 
 import os
@@ -26,12 +32,13 @@ from nanopaged.config import EngineConfig, check
 from nanopaged.scheduler import Batch
 
 dist: Any = torch.distributed
-# What the ranks divide, as far as a model has it. Not the vocabulary: they would have
-# to exchange embeddings and logits in every step.
+# The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
+# otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-# What is sent of a batch. Moves are flattened, and become pairs again where they are
-# used. Nothing is unpickled.
-FIELDS = [field.name for field in fields(Batch) if field.name != "receivers"]
+# What is sent of a batch: all fields except the last one, which matters to rank 0 only.
+# Moves are sent as one flat list, and become pairs again where they are used. Nothing
+# is unpickled.
+FIELDS = [field.name for field in fields(Batch)[:-1]]
 
 
 class Ranks:
@@ -40,7 +47,7 @@ class Ranks:
     def __init__(self, config: EngineConfig, model_config: Any) -> None:
         self.size = config.tensor_parallel_size
         self.rank = 0
-        self.share = copy(model_config)  # the sizes of one rank's share
+        self.share = copy(model_config)  # with the sizes of one rank's share
         for name in DIVIDED:
             size = getattr(model_config, name, 0)
             check(size % self.size == 0, "tensor_parallel_size",
@@ -49,38 +56,44 @@ class Ranks:
         if self.size == 1:
             return
 
-        num_found = int(os.environ.get("WORLD_SIZE", 1))
-        check(num_found == self.size, "tensor_parallel_size", f"{num_found}, as many "
-              "processes as there are (torchrun starts several)", self.size)
+        num_processes = int(os.environ.get("WORLD_SIZE", 1))
+        check(num_processes == self.size, "tensor_parallel_size", f"{num_processes}, "
+              "as many processes as there are (torchrun starts several)", self.size)
+        check(not dist.is_initialized(), "tensor_parallel_size", "1 for another engine "
+              "in this process, because the other ranks serve the first", self.size)
         backend = "gloo"
         if config.device != "cpu" and torch.cuda.is_available():
-            backend = "cpu:gloo,cuda:nccl"  # messages go by the first
+            backend = "cpu:gloo,cuda:nccl"  # batches are sent by gloo
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
-        # An engine may idle for long, and no timeout is needed to notice that a rank
-        # has died: torchrun notices that.
+        # An engine may be idle for long, so waiting for the next batch has no timeout.
+        # If a rank dies, torchrun notices it.
         dist.init_process_group(backend, timeout=timedelta(days=365))
-        weakref.finalize(dist, leave)  # at the script's end, after `ModelRunner.free`
         self.rank = dist.get_rank()
+        # At exit, finalizers run from the newest to the oldest, so `ModelRunner.free`
+        # runs before `leave`, which is registered here, before the model is made.
+        # Functions registered with `atexit` would run before both. A finalizer belongs
+        # to an object, and this module is one that lives until the exit.
+        weakref.finalize(dist, leave)
 
     # -- What a step needs -------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, operator: str = "SUM") -> Tensor:
-        """The sum of the ranks' tensors, or their "MIN", in place."""
+        """The sum of all ranks' tensors, or their "MIN"; it overwrites `x`."""
         if self.size > 1:
             dist.all_reduce(x, getattr(dist.ReduceOp, operator))
         return x
 
     def broadcast(self, x: Tensor) -> Tensor:
-        """The tensor of rank 0, in place."""
+        """The tensor of rank 0; it overwrites `x`."""
         if self.size > 1:
             dist.broadcast(x, 0)
         return x
 
     def send(self, batch: Batch) -> None:
-        """Tell the other ranks what the next step is: how many numbers each field of
-        the batch has, then all of them.
+        """Send the next batch to the other ranks: how many numbers each of its fields
+        has, and then all these numbers.
         """
         if self.size > 1:
             numbers = [np.array(getattr(batch, name), np.int64) for name in FIELDS]
@@ -88,21 +101,22 @@ class Ranks:
             self.broadcast(torch.from_numpy(np.concatenate(numbers, axis=None)))
 
     def serve(self, run: Callable[[Batch], object]) -> None:
-        """Run what rank 0 sends until its process ends. Then end this one, too."""
+        """Run what rank 0 sends, until it leaves. On rank 0, return at once."""
         while self.rank > 0:
             sizes = torch.empty(len(FIELDS), dtype=torch.int64)
             try:
                 self.broadcast(sizes)
-            except RuntimeError:
-                os._exit(0)  # at once: at its end NCCL would wait for recorded graphs
+            except RuntimeError:  # rank 0 has left the group
+                os._exit(0)  # a normal exit would let NCCL wait for recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
             run(Batch(*[part.tolist() for part in numbers.split(sizes.tolist())]))
 
 
 def leave() -> None:
-    """Leave the process group without waiting for anybody. Gloo's threads must not
-    outlive Python, whose lock they may need for a tensor that they let go of.
+    """Leave the process group without waiting for the other ranks, as NCCL would.
+
+    Gloo's threads must end before Python does: they need its lock to release tensors.
     """
     if dist.is_initialized():
-        dist.group.WORLD.abort()  # by itself, NCCL would wait for the other ranks
+        dist.group.WORLD.abort()
         dist.destroy_process_group()

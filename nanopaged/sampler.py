@@ -1,11 +1,24 @@
 """From logits to tokens: greedy or drawn, with seeds, and with log-probabilities.
 
-A sampled token depends on its logits, its request's parameters and seed, which of the
-request's sequences it belongs to, and its position, and on nothing else in the batch.
-Two random numbers decide, the first on a part of the vocabulary, the second on a token
-in it: each picks the first one at which the cumulative probability exceeds the number
-(inverse-transform sampling). A row of logits that has NaN gives some token, and changes
-no other row's.
+A sampled token depends on its logits, on its request's parameters and seed, on its
+position, and on which of the request's sequences it belongs to. It does not depend on
+what else is in the batch.
+
+A token is drawn in two stages. The vocabulary is cut into buckets of 128 tokens, and
+one random number picks a bucket, then another one picks a token in it. Each time, the
+first one is taken at which the sum of the probabilities so far exceeds the number
+(inverse-transform sampling). For example, if a bucket had two tokens:
+
+    probabilities      0.1  0.4 | 0.2  0.3
+    of the buckets          0.5 | 0.5       first number 0.7: the second bucket
+    within that one               0.4  0.6  second number 0.3: its first token
+
+Why not draw from all tokens at once? Sums over a vocabulary of 150,000 tokens need
+float64, which takes 300 MB for 256 rows, and a GPU takes several kernels to sum up a
+row that long. Here no sum is longer than there are buckets. Why two numbers? If one
+number decided both, little of it would be left for the token in an unlikely bucket.
+
+A row of logits that has NaN gives some token, and changes no other row's.
 """
 
 import numpy as np
@@ -20,10 +33,10 @@ from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
-PART_SIZE = 128  # tokens in a part of the vocabulary
-# Random numbers are multiples of this, and below 1. A part, or a token within its part,
-# that is less likely than this may never be drawn. Sums in float64 are more exact, so
-# the whole sum exceeds every random number.
+BUCKET_SIZE = 128
+# Random numbers are multiples of this, and below 1. A bucket, or a token within its
+# bucket, that is less likely than this may never be drawn. Sums in float64 are more
+# exact, so the sum of all probabilities exceeds every random number.
 RESOLUTION = 2.0**-32
 
 
@@ -49,8 +62,8 @@ class SamplerOutput:
 
 
 def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
-    """One token for each row of logits, [num_samples, vocab_size]; seqs: those that get
-    the tokens.
+    """One token for each row of logits, [num_samples, vocab_size], and so for each of
+    the sequences that receive them.
     """
     raw, device = logits, logits.device
     params = [seq.group.params for seq in seqs]
@@ -59,9 +72,9 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         at = to_device(np.array(banned), device).unbind(1)
         logits = logits.index_put(at, logits.new_full((), -torch.inf))
 
-    tokens = logits.max(-1).indices  # as argmax, in a third of the time
+    tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if any(p.temperature >= GREEDY for p in params):
-        # [num_samples, 1] each, in a single copy
+        # [num_samples, 1] each, in one transfer
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
         temperature, first, second, *limits = table.split(1, dim=1)
         if any(p.top_k or p.top_p < 1 for p in params):
@@ -102,27 +115,25 @@ def draw_params(seq: Sequence) -> list[float]:
 @fused
 def draw_tokens(logits: Tensor, temperature: Tensor, first: Tensor,
                 second: Tensor) -> Tensor:
-    """Draw a token for each row, by its numbers in [0, 1): [num_samples].
+    """Draw a token for each row, by its two random numbers: [num_samples].
 
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First a part of 128
-    tokens is drawn, by the sum of their probabilities, then a token within it. So all
-    logits are read once, and no cumulative sum is longer than a row has parts.
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1].
     """
-    padding = -logits.shape[1] % PART_SIZE
-    parts = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
-    parts = parts.unflatten(1, (-1, PART_SIZE))  # [num_samples, num_parts, PART_SIZE]
-    part = draw(parts.logsumexp(-1), first)
-    logits = parts.gather(1, part[..., None].expand(-1, -1, PART_SIZE)).squeeze(1)
-    token = draw(logits, second)
-    return (part * PART_SIZE + token).squeeze(1)
+    padding = -logits.shape[1] % BUCKET_SIZE
+    scaled = F.pad(logits.float(), (0, padding), value=-torch.inf) / temperature
+    buckets = scaled.unflatten(1, (-1, BUCKET_SIZE))  # [.., num_buckets, BUCKET_SIZE]
+    bucket = draw(buckets.logsumexp(-1), first)  # [num_samples, 1]
+    at = bucket[..., None].expand(-1, -1, BUCKET_SIZE)
+    token = draw(buckets.gather(1, at).squeeze(1), second)
+    return (bucket * BUCKET_SIZE + token).squeeze(1)
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:
     """The first index at which the sum of the probabilities exceeds the number.
 
-    logits: [num_samples, num_logits]; the others: [num_samples, 1]. On a GPU the sums
-    are made in parallel, and each is rounded in its own way, so one may seem to grow at
-    a probability of 0: such an index is never chosen.
+    logits: [num_samples, num_logits]; the others: [num_samples, 1]. A GPU adds in
+    parallel and rounds each sum differently, so a sum may seem to grow where the
+    probability is 0: such an index is never chosen.
     """
     probs = logits.softmax(-1, dtype=torch.float64)
     is_above = (probs.cumsum(-1) > numbers) & (probs > 0)

@@ -15,7 +15,6 @@ sooner or later: the oldest group is the last to be preempted, and alone it fits
 the pool.
 """
 
-import time
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -209,8 +208,6 @@ class Scheduler:
                 continue
             group.report()
             self.stats.output_tokens += 1
-            metrics = group.metrics
-            metrics.first_token_time = metrics.first_token_time or time.perf_counter()
 
             if group.beam_params:
                 seq.candidates = output.logprobs[i]

@@ -27,14 +27,13 @@ The words of the engine:
 
 from __future__ import annotations
 
-import time
 from array import array
 from copy import copy
 from typing import Any
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.detokenizer import Detokenizer
-from nanopaged.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from nanopaged.outputs import CompletionOutput, Logprobs, RequestOutput
 
 
 class Sequence:
@@ -131,14 +130,15 @@ class Sequence:
         """What the caller sees of this sequence so far."""
         is_final = self.finish_reason is not None
         text = self.detokenize(is_final).visible(is_final)
+        has_logprobs = self.group.params.logprobs is not None
         stop_reason: str | int | None = self.detokenizer.stopped_by
         last = self.token_ids[-1]
         if is_final and last in (self.group.params.stop_token_ids or []):
             stop_reason = stop_reason or last
         return CompletionOutput(
             index, text, self.token_ids[self.group.num_prompt_tokens :],
-            cumulative_logprob=self.cumulative_logprob if self.logprobs else None,
-            logprobs=list(self.logprobs) or None,  # None: the request wants none
+            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
+            logprobs=list(self.logprobs) if has_logprobs else None,
             finish_reason=self.finish_reason, stop_reason=stop_reason)
 
 
@@ -172,7 +172,6 @@ class SequenceGroup:
         self.needs_last_token = beam_params is not None
         # How many prompt tokens it found in the prefix cache; -1 before it has started.
         self.num_cached_tokens = -1
-        self.metrics = RequestMetrics(arrival_time=time.perf_counter())
 
         self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
@@ -201,7 +200,7 @@ class SequenceGroup:
         return RequestOutput(
             request_id=self.request_id, prompt=self.prompt, outputs=outputs,
             prompt_token_ids=self.prompt_token_ids, finished=not self.live,
-            num_cached_tokens=max(0, self.num_cached_tokens), metrics=self.metrics)
+            num_cached_tokens=max(0, self.num_cached_tokens))
 
 
 Outbox = dict[str, SequenceGroup]  # by request id, in order of change

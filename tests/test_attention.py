@@ -84,9 +84,9 @@ class Case:
     def metadata(self, backend):
         places = place_tokens(self.tables, self.counts, self.ends, self.block_size)
         plan = backend.plan(self.counts, self.ends, self.tables.shape[1])
-        arrays = map(np.ascontiguousarray, (*places, *plan, self.tables))
-        *tensors, tables = map(torch.from_numpy, arrays)
-        return Metadata(*tensors[:2], tables, self.counts, self.ends, tensors[2:])
+        ids, last = np.zeros_like(places[0]), np.cumsum(self.counts) - 1
+        arrays = map(np.ascontiguousarray, (ids, *places, plan, self.tables, last))
+        return Metadata(self.counts, self.ends, *map(torch.from_numpy, arrays))
 
     def run(self, backend):
         """Store K and V in the cache, then attend."""
@@ -137,7 +137,7 @@ def random_case(seed, name, longest):
     pytest.param("triton", range(8, 60), 150, marks=pytest.mark.slow)])
 def test_random_steps(name, seeds, longest):
     for seed in seeds:
-        random_case(seed, name, longest).check(name, num_places=seed % 5 * 10 + 1)
+        random_case(seed, name, longest).check(name, programs_at_once=seed % 5 * 10 + 1)
 
 
 @EACH
@@ -151,14 +151,14 @@ def test_chunks_and_decodes_mix_under_any_heads(name, heads):
 def test_dividing_the_keys_changes_nothing(name):
     """At most once a round of the kernel: one tile of queries has up to 57 parts."""
     for seqs in ([(900, 1), (3, 1), (0, 1)], [(300, 1), (0, 1)], [(90, 40), (3, 1)]):
-        Case(seqs, (2, 1, 32), 16).check(name, num_places=600, keys=16)
+        Case(seqs, (2, 1, 32), 16).check(name, programs_at_once=600, keys_per_round=16)
 
 
 @EACH
 def test_flat_and_steep_scores(name):
     for temper in (0.0, 30.0, 100.0):
         case = Case([(0, 1), (200, 1), (150, 20)], (3, 1, 64), 16, temper=temper)
-        case.check(name, num_places=60)
+        case.check(name, programs_at_once=60)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -168,7 +168,7 @@ def test_the_first_keys_may_score_lower_than_any_finite_number(name):
     case.q.fill_(1)
     case.dense[0][:70, 0] = -torch.inf
     case.write(case.cache, 0, 0, 140)
-    case.check(name, keys=16, num_places=120)
+    case.check(name, keys_per_round=16, programs_at_once=120)
 
 
 @EACH
@@ -239,12 +239,11 @@ def test_auto_takes_the_plain_loops_where_they_can_run():
 # -- The plan --------------------------------------------------------------------------
 
 
-def triton_plan(counts, ends, heads=(16, 8, 128), num_places=50, table_size=2000):
+def triton_plan(counts, ends, heads=(16, 8, 128), programs_at_once=50, table_size=2000):
     backend = make_backend("triton", heads, dtype=BF16)
-    backend.num_places = num_places
+    backend.programs_at_once = programs_at_once
     ends = np.array(ends)
-    plan = backend.plan(np.array(counts), ends, table_size)
-    return [array.tolist() for array in plan], backend
+    return backend.plan(np.array(counts), ends, table_size).tolist(), backend
 
 
 lengths = st.integers(1, 40) | st.integers(1, 40_000)
@@ -255,12 +254,12 @@ lengths = st.integers(1, 40) | st.integers(1, 40_000)
        st.sampled_from(HEADS), st.integers(1, 200), st.booleans())
 def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_mixed):
     counts = [min(pair) if is_mixed else 1 for pair in seqs]
-    [items], backend = triton_plan(
-        counts, [max(pair) for pair in seqs], heads, places)
+    items, backend = triton_plan(counts, [max(pair) for pair in seqs], heads, places)
     tiles = {}
     for i, (table, token, position, num_keys, first, end) in enumerate(items):
         if queries := num_keys - position:
-            assert queries * backend.group_size <= backend.pick_rows(np.array(counts))
+            rows = backend.rows_per_tile(np.array(counts))
+            assert queries * backend.group_size <= rows
             ranges = tiles.setdefault((token, queries, table, position), [])
             ranges.append((i, first, end))
 
@@ -284,7 +283,7 @@ def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_
 @given(st.lists(lengths, min_size=1, max_size=256), st.sampled_from(HEADS))
 def test_the_shape_of_a_plan_depends_on_the_number_of_decodes_alone(ends, heads):
     ones = [1] * len(ends)
-    shapes = [[np.shape(array) for array in triton_plan(ones, some_ends, heads)[0]]
+    shapes = [np.shape(triton_plan(ones, some_ends, heads)[0])
               for some_ends in (ends, ones)]
     assert shapes[0] == shapes[1]
 
@@ -294,9 +293,9 @@ def test_the_shape_of_a_plan_depends_on_the_number_of_decodes_alone(ends, heads)
     [*range(100, 2048, 9)], [30] * 256], ids=lambda x: f"{len(x)} of {x[0]}..{x[-1]}")
 def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
     """Modelled: programs of one KV head run one after another in the free places."""
-    [items], backend = triton_plan([1] * len(ends), ends)
+    items, backend = triton_plan([1] * len(ends), ends)
     keys = [end - first for *_, first, end in items]
-    mean = max(sum(ends) / (3 * 132 / 8), backend.keys)
+    mean = max(sum(ends) / (3 * 132 / 8), backend.keys_per_round)
     places = [0] * (3 * 132 // 8)
     for count in keys:
         places[places.index(min(places))] += count
@@ -308,8 +307,8 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
 
 def test_the_plan_of_the_docstring():
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
-    backend.num_places = 2
-    [items] = backend.plan(np.array([1, 1]), np.array([1000, 100]), 63)
+    backend.programs_at_once = 2
+    items = backend.plan(np.array([1, 1]), np.array([1000, 100]), 63)
     _, shown, _ = re.split(r"(\[\[.*\]\])", TritonAttention.plan.__doc__, flags=re.S)
     rows = ast.literal_eval(shown)
     assert items.tolist()[: len(rows)] == rows

@@ -2,16 +2,19 @@
 
 import json
 import logging
+import os
 import re
 import runpy
 import sys
 from functools import partial
-from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import pytest
 
 from helpers import ROOT
 from nanopaged.tour import memory
+from nanopaged.tour.guide import paper
+from nanopaged.tour.workloads import draw_lengths
 
 WORKLOAD = "workload --requests 3 --input-len 8 16 --output-len 4 8"
 DECODE = "decode --batch-sizes 1 2 --tokens 8 --prompt-len 16"
@@ -35,7 +38,6 @@ def run(bench, tmp_path, capsys):
         command += f" --shape tiny --repeats 1 --threads 1 --json {file}"
         assert bench.main(command.split()) == 0
         report = json.loads(file.read_text())
-        assert report["machine"]["versions"].keys() >= {"python", "torch", "nanopaged"}
         return report[report["arguments"]["command"]], capsys.readouterr().out
 
     return run
@@ -43,9 +45,12 @@ def run(bench, tmp_path, capsys):
 
 @pytest.fixture
 def script(tmp_path, monkeypatch, capsys):
-    """`script(command)`: what a script prints, from an empty directory."""
+    """`script(command)`: what a script prints, from an empty directory.
+
+    One space separates the arguments, so two of them have an empty one in between.
+    """
     def run(command):
-        monkeypatch.setattr(sys, "argv", command.split())
+        monkeypatch.setattr(sys, "argv", command.split(" "))
         runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
         return capsys.readouterr().out
 
@@ -57,11 +62,8 @@ def script(tmp_path, monkeypatch, capsys):
 
 
 def test_workload(run):
-    figures, _ = run(WORKLOAD)
-    seconds, tokens = figures["seconds"], figures["tokens_out"]
-    assert 3 * 8 <= figures["tokens_in"] <= 3 * 16 and 3 * 4 <= tokens <= 3 * 8
-    assert figures["output_tokens_per_s"] == pytest.approx(tokens / seconds)
-    assert figures["share_of_limit"] == pytest.approx(figures["floor_s"] / seconds)
+    figures, text = run(WORKLOAD)
+    assert 3 * 4 <= figures["tokens_out"] <= 3 * 8 and "share_of_limit" in text
 
 
 def test_decode(run):
@@ -73,8 +75,7 @@ def test_decode(run):
 
 def test_host_tells_the_parts_of_a_step_apart(run):
     figures, text = run("host --host-sizes 1 8 --tokens 8")
-    for size, step in figures.items():
-        assert step["s_a_sequence"] == pytest.approx(step["step_s"] / int(size))
+    for step in figures.values():
         assert all(figure > 0 and name in text for name, figure in step.items())
     assert 8 < figures["1"]["message_bytes"] < figures["8"]["message_bytes"]
 
@@ -96,21 +97,27 @@ def test_transformers_serves_the_same_requests(command, run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_has_every_figure_and_its_plots(run, monkeypatch, tmp_path):
-    plots = f"--plots {tmp_path}/plots" if find_spec("matplotlib") else ""
-    monkeypatch.setattr(memory, "measure", partial(
-        memory.measure, widths=(2, 6), block_sizes=(16, 128)))
-    figures, text = run(f"memory --requests 1 {plots}")
-    for saved in figures["sharing"].values():
-        assert 0 < saved["2"] < saved["6"] < 100
-    assert figures["preemption"]["swap"]["128"]["back_s"] > 0
-    assert all(number in text for number in ("20.4", "30.4", "55.2"))  # the paper's
-    assert len(list(tmp_path.glob("plots/*.svg"))) == (4 if plots else 0)
+def test_memory_shows_the_papers_numbers_beside_ours_and_draws_them(
+        run, monkeypatch, tmp_path):
+    for name, seconds in {"latency": 160, "sharing": 6, "blocks": 90}.items():
+        short = partial(paper.FIGURES[name], seconds=seconds)
+        monkeypatch.setitem(paper.FIGURES, name, short)
+    found, text = run(f"memory --figures latency sharing blocks --plots {tmp_path}")
+    assert "1.7 to 2.7" in text and "55.2" in text  # the paper's
+    assert found["rates"]["Orca (max)"]["nanopaged / this"] > 2
+    saved = found["sharing"]["Alpaca, beams"]
+    assert 0 < saved["2"] < saved["6"] < 100
+    assert found["blocks"]["Alpaca"]["1"] < 2 < 50 < found["blocks"]["Alpaca"]["256"]
+    roots = [ElementTree.parse(file).getroot() for file in tmp_path.glob("*.svg")]
+    assert [root.tag for root in roots] == ["{http://www.w3.org/2000/svg}svg"] * 3
 
 
-def test_paging_fills_the_memory_that_orca_leaves_empty():
-    figures = memory.allocation(requests=40)
-    assert figures["Orca (oracle)"]["tokens"] < 65 < 90 < figures["nanopaged"]["tokens"]
+def test_paging_sustains_a_rate_that_overloads_orca():
+    workload = memory.Workload(draw_lengths("ShareGPT", 300))
+    ours, oracle = (memory.simulate(system, workload, 2.2, seconds=200)
+                    for system in ("nanopaged", "Orca (oracle)"))
+    assert ours.latency < memory.LIMIT < oracle.latency
+    assert oracle.usage["tokens"] < 45 and ours.usage["tokens"] > 60
 
 
 def test_the_floor_counts_bytes_and_operations(bench, tmp_path):
@@ -153,10 +160,22 @@ def test_the_example_streams_and_shows_the_effect_of_the_cache(script):
     assert 3 <= used < total and 0 < cached <= total and warm <= hits
 
 
-def test_the_example_chats_and_writes_a_page(script, tmp_path):
-    text = script("example.py --chat --max-tokens 8 --trace run.html -- To be?")
-    assert text.startswith("\n> To\n") and "\n> be?\n" in text
+def test_the_example_chats_in_ascii_and_writes_a_page(script, tmp_path):
+    """In an ASCII locale, Python reads "bé" as below, and cannot print it."""
+    sys.stdout.reconfigure(encoding="ascii")
+    text = script("example.py --max-tokens 8 --trace run.html --chat To b\udcc3\udca9")
+    assert text.startswith("\n> To\n") and "\n> b?\n" in text
     assert (tmp_path / "run.html").read_text().count('"phase":"scheduled"') >= 8
+
+
+def test_the_example_ends_when_its_reader_does(script, monkeypatch):
+    """As `head` does. Flushing the rest at exit must not fail again."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(sys, "stdout", os.fdopen(writer, "w"))
+    with pytest.raises(SystemExit, match="1"):
+        script("example.py --max-tokens 1 --chat Hi")
+    sys.stdout.close()
 
 
 # -- Both ------------------------------------------------------------------------------
@@ -164,19 +183,16 @@ def test_the_example_chats_and_writes_a_page(script, tmp_path):
 
 @pytest.mark.parametrize("command, message", {
     "bench.py decode --batch-sizes 0": "--batch-sizes: must be at least 1, got 0",
-    "bench.py --input-len 9 8": "--output-len: MIN must not be above MAX",
-    "bench.py --engine {": "argument --engine: invalid loads value: '{'",
-    'bench.py --engine {"block_size":3}': "error: block_size must be one of [1, 2, 4, ",
+    "bench.py --input-len 9 8": "--output-len: MIN must be at most MAX",
     'bench.py --engine {"block":16}': "unexpected keyword argument 'block'",
     "bench.py --model nowhere": "--model: there is no config.json in nowhere",
-    "bench.py --json nowhere/out.json": "nowhere/out.json cannot be written: ",
-    "bench.py memory --plots .": "--plots needs matplotlib: pip install ",
-    "example.py --max-tokens 0": "max_tokens must be at least 1, got 0",
+    "bench.py memory --figures 12": "argument --figures: invalid choice: '12'",
+    "example.py ": "max_model_len=1024, got 0",  # an empty prompt
+    f"example.py {'to be ' * 999}": "max_model_len=1024, got ",
     "example.py --trace nowhere/run.html": "nowhere/run.html cannot be written: ",
     "example.py --model ../nowhere": "'../nowhere'",
 }.items())
-def test_bad_arguments_get_a_sentence(script, command, message, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_bad_arguments_get_a_sentence(script, command, message, capsys):
     with pytest.raises(SystemExit) as caught:
         script(command)
     assert message in f"{caught.value.code} {capsys.readouterr().err}"

@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors import SafetensorError
 
 import nanopaged
 from helpers import CPU, add_all, counters, drain, greedy, tokens_of
@@ -21,26 +20,27 @@ with contextlib.suppress(ImportError):
 
 VALUE_ERRORS = {
     "SamplingParams(n=0)": "n must be at least 1, got 0",
-    "SamplingParams(temperature=-0.1)": "temperature must be from 0 to 1e+30, got -0.1",
-    "SamplingParams(temperature=inf)": "temperature must be from 0 to 1e+30, got inf",
-    "SamplingParams(top_p=0)": "top_p must be from 1e-06 to 1, got 0",
-    "SamplingParams(top_p=nan)": "top_p must be from 1e-06 to 1, got nan",
-    "SamplingParams(top_k=-1)": "top_k must be from 0 to 2147483648, got -1",
+    "SamplingParams(temperature=-0.1)": "temperature must be at least 0, got -0.1",
+    "SamplingParams(temperature=inf)": "temperature must be at most 1e+30, got inf",
+    "SamplingParams(top_p=0)": "top_p must be at least 1e-06, got 0",
+    "SamplingParams(top_p=nan)": "top_p must be at least 1e-06, got nan",
+    "SamplingParams(top_k=-1)": "top_k must be at least 0, got -1",
     "SamplingParams(max_tokens=0)": "max_tokens must be at least 1, got 0",
     "SamplingParams(min_tokens=17)": "min_tokens must be at most max_tokens=16, got 17",
-    "SamplingParams(stop=['a', ''])": "stop must be strings that are not empty, got [",
-    "SamplingParams(logprobs=-2)": "logprobs must be from 0 to 2147483648, got -2",
+    "SamplingParams(stop=['a', ''])": "stop must be without empty strings, got ['a', '']",
+    "SamplingParams(logprobs=-2)": "logprobs must be at least 0, got -2",
     "BeamSearchParams(0, 4)": "beam_width must be at least 1, got 0",
-    "BeamSearchParams(2, 4, 11)": "length_penalty must be from -10 to 10, got 11",
-    "start(block_size=24)": "block_size must be one of [1, 2, 4, 8, 16, 32, 64, 128, ",
+    "BeamSearchParams(2, 4, 11)": "length_penalty must be at most 10, got 11",
+    "start(block_size=24)": "block_size must be Literal[1, 2, 4, 8, 16, 32, 64, 128, ",
     "start(block_size=True)": "512, 1024], got True",
-    "start(num_blocks=0)": "num_blocks must be from 1 to 2147483648, got 0",
+    "start(num_blocks=0)": "num_blocks must be at least 1, got 0",
     "start(max_model_len=1)": "max_model_len must be at least 2, got 1",
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
-    "start(dtype='int8')": "dtype must be one of ['auto', 'float32', 'float16', 'bfloa",
-    "start(attention_backend='triton')": "attention_backend must be 'torch' (on an ",
-    "start(preemption_mode='drop')": "must be one of ['recompute', 'swap'], got 'drop'",
-    "start(device='cuda')": "device must be 'cpu', as torch sees no GPU, got 'cuda'",
+    "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
+    "start(attention_backend='triton')": "'auto' without a GPU of compute capability 8",
+    "start(attention_backend='flash')": "got 'flash'",
+    "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
+    "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
     "start(tensor_parallel_size=3)": "must be a divisor of num_attention_heads=4, got ",
     "start(tensor_parallel_size=2)": "must be 1, as many processes as there are (torch",
     "ask([])": "number of prompt tokens must be at least 1, and below max_model_len=96",
@@ -65,7 +65,7 @@ TYPE_ERRORS = {
     "BeamSearchParams(2, None)": "max_tokens must be int, got None",
     "start(blocksize=16)": "unexpected keyword argument 'blocksize'",
     "start(num_blocks='64')": "num_blocks must be int | None, got '64'",
-    "LLM(5)": "model must be str | Path | None, got 5",
+    "LLM(5)": "model must be str | pathlib.Path | None, got 5",
     "ask(None)": "prompt must be a string or a list of token ids, got None",
     "ask([5, 6.0])": "prompt must be a string or a list of token ids, got [5, 6.0]",
     "ask([5, True])": "prompt must be a string or a list of token ids, got [5, True]",
@@ -138,10 +138,3 @@ def test_a_model_that_cannot_be_served_is_refused(edit, message, llama, edit_mod
     with pytest.raises(ValueError) as caught:
         LLM(edit_model(llama, **edit), **CPU)
     assert message in str(caught.value)
-
-
-def test_a_file_that_was_cut_short_is_refused(llama, edit_model):
-    file = edit_model(llama) / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(SafetensorError, match="file not fully covered"):
-        LLM(file.parent, **CPU)

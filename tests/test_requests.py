@@ -179,7 +179,7 @@ def test_stop_tokens_max_tokens_and_max_model_len_end_a_sequence(llama, work, en
     for tokens, prompt in zip(expected[:4], prompts, strict=False):
         answer = complete(llm, prompt, greedy(stop_token_ids=[tokens[3], 159]))
         assert answer.token_ids == tokens[: tokens.index(tokens[3]) + 1]
-        assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", tokens[3])
     for max_tokens in (1, 2, 11, 12, 13, 100, None):
         answer = complete(llm, prompts[5], greedy(max_tokens))  # it has 20 tokens
         assert answer.token_ids == expected[5][: min(max_tokens or 12, 12)]
@@ -210,18 +210,17 @@ def test_requests_without_params_take_the_models_own(llama, work, edit_model, en
 # -- What else is reported -------------------------------------------------------------
 
 
-def test_stats_count_and_metrics_time_what_happened(llm, work):
+def test_stats_count_what_happened(llm, work):
     add_all(llm, work[0][:3], greedy())
     llm.step()
     assert llm.stats().blocks_used == sum(-(-length // 4) for length in LENGTHS[:3])
-    outputs, end = drain(llm).values(), llm.stats()
+    drain(llm)
+    end = llm.stats()
     assert end.output_tokens == 3 * COUNT and COUNT <= end.steps <= COUNT + 1
     assert (end.blocks_used, end.preemptions_recompute) == (0, 0)
     # All full blocks are kept. One step ahead, the last may not be known in time.
     num_full = sum((length + COUNT - 1) // 4 for length in LENGTHS[:3])
     assert num_full - 3 * llm.runs_ahead <= end.blocks_cached <= num_full
-    for output in outputs:
-        assert 0 < output.metrics.arrival_time < output.metrics.first_token_time
 
 
 # -- Text ------------------------------------------------------------------------------
@@ -247,7 +246,7 @@ def test_chat_applies_the_template_of_the_tokenizer(text_model, tokenizer, engin
     llm = engine(text_model)
     chats = [[{"role": "user", "content": word}] for word in ("block", "table")]
     outputs = llm.chat(chats, [greedy(), greedy(3)], use_tqdm=False)
-    outputs += llm.chat(chats[0], greedy(), False, add_generation_prompt=False)
+    outputs += llm.chat(chats[0], greedy(), False, {"add_generation_prompt": False})
     texts = ["block\n<assistant>", "table\n<assistant>", "block\n"]
     assert [output.prompt_token_ids for output in outputs] == [
         tokenizer.encode(f"<|bos|><user>{text}", add_special_tokens=False)

@@ -14,7 +14,6 @@ costs the host. No figure depends on the machine that runs this.
 
 import random
 from functools import cache
-from itertools import count
 from math import log
 from statistics import mean
 from types import SimpleNamespace
@@ -73,14 +72,14 @@ def simulate(system: str, workload: Workload, rate: float, seconds: float,
     coming = arrivals(workload.lengths, rate)
     arrival, *lengths = next(coming)
     rng = random.Random(0)
-    groups: list[SequenceGroup] = []
+    requests: list[tuple[float, SequenceGroup]] = []
     ends: dict[str, float] = {}  # by request id
     usages = []
     now = 0.0
     while now < seconds:
         while arrival <= now:
-            group = make_group(workload, len(groups), arrival, *lengths)
-            groups.append(group)
+            group = make_group(workload, len(requests), *lengths)
+            requests.append((arrival, group))
             scheduler.unfinished[group.request_id] = group
             arrival, *lengths = next(coming)
         if not scheduler.unfinished:
@@ -99,8 +98,8 @@ def simulate(system: str, workload: Workload, rate: float, seconds: float,
                  if not seq.group.live}
 
     latencies = []
-    for group in groups:
-        waited = ends.get(group.request_id, now) - group.metrics.arrival_time
+    for arrival, group in requests:
+        waited = ends.get(group.request_id, now) - arrival
         latencies.append(waited / (group.max_len - group.num_prompt_tokens))
     return Run(mean(latencies), {
         name: mean(values[name] for values in usages) for name in usages[0]})
@@ -113,8 +112,8 @@ def make_scheduler(system: str, block_size: int, caching: bool) -> Scheduler:
     return Scheduler(config, BlockManager(SLOTS // block_size, block_size, caching))
 
 
-def make_group(workload: Workload, number: int, arrival: float, prompt: int,
-               output: int) -> SequenceGroup:
+def make_group(workload: Workload, number: int, prompt: int, output: int
+               ) -> SequenceGroup:
     """A request that runs to its full length. No two prompts go on alike."""
     width = workload.width
     params = SamplingParams(n=width, max_tokens=output, ignore_eos=True)
@@ -124,7 +123,6 @@ def make_group(workload: Workload, number: int, arrival: float, prompt: int,
     token_ids = [0] * workload.prefix + [1 + number] * prompt
     group = SequenceGroup(None, token_ids, params, set(), LONGEST, None, search)
     group.request_id = str(number)
-    group.metrics.arrival_time = arrival
     return group
 
 
@@ -167,9 +165,12 @@ def usage(scheduler: Scheduler) -> dict[str, float]:
 
 def latencies(system: str, workload: Workload, first_rate: float, seconds: float
               ) -> dict[float, float]:
-    """Latency by request rate, from `first_rate` to the first that overloads."""
+    """Latency by request rate, from `first_rate` to the first that overloads.
+
+    Give a server some minutes: it is not overloaded before its queue has grown.
+    """
     curve: dict[float, float] = {}
-    for i in count():
+    for i in range(16):
         rate = first_rate * RATE_STEP**i
         curve[rate] = simulate(system, workload, rate, seconds).latency
         if curve[rate] > OVERLOAD:
@@ -182,11 +183,10 @@ def sustained(curve: dict[float, float]) -> float:
 
     It is interpolated between the two rates around it, on logarithmic scales.
     """
-    points = list(curve.items())
-    (low, before), (high, after) = next(
-        pair for pair in zip(points, points[1:], strict=False) if pair[1][1] > LIMIT)
-    share = log(LIMIT / before) / log(after / before)
-    return float(low * (high / low) ** share)
+    rates, values = list(curve), list(curve.values())
+    above = next(i for i, latency in enumerate(values) if latency > LIMIT)
+    share = log(LIMIT / values[above - 1]) / log(values[above] / values[above - 1])
+    return float(rates[above - 1] * RATE_STEP**share)
 
 
 @cache

@@ -8,10 +8,9 @@ import random
 from collections.abc import Iterator
 from itertools import cycle
 from statistics import NormalDist
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 LONGEST = 2048  # tokens in and out together: OPT's context
 
@@ -55,7 +54,7 @@ def draw_lengths(name: str, number: int) -> Lengths:
     return [(int(p), int(n)) for p, n in zip(prompts, outputs, strict=True)]
 
 
-def fit(mean: float, logs: NDArray[np.float64], longest: object) -> NDArray[np.float64]:
+def fit(mean: float, logs: Any, longest: Any) -> Any:
     """Whole numbers from 1 to `longest` with these logarithms, scaled to this mean."""
     lengths = np.exp(logs)
     scale = mean / lengths.mean()

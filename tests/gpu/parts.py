@@ -97,10 +97,9 @@ def on_device(case):
     test_attention.CPU = DEVICE
     backend = test_attention.make_backend(
         "triton", case.heads, case.block_size, case.dtype)
-    made = case.metadata(backend)
-    places = [x.to(DEVICE) for x in (made.positions, made.slots, made.block_tables)]
-    metadata = Metadata(*places, made.counts, made.ends,
-                        [x.to(DEVICE) for x in made.plan])
+    host = vars(case.metadata(backend))
+    metadata = Metadata(**{name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+                           for name, x in host.items()})
     new = [dense[past:] for dense, (past, _) in zip(case.dense, case.seqs, strict=True)]
     q, cache, kv = (x.to(DEVICE) for x in (case.q, case.cache, torch.cat(new)))
     backend.store(kv[:, 0], kv[:, 1], cache, metadata.slots)

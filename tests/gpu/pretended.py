@@ -9,7 +9,7 @@ and compiled functions. A recorded graph repeats its operations on the same tens
 import ast
 import inspect
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -139,7 +139,7 @@ class PretendedGpu(TorchFunctionMode):
         self.launches, self.waits, self.graphs = [], [], []
         self.copies = self.copies_to_host = 0
         self.kernel_keys, self.compiled = {}, {}
-        self.depth, self.recording = 0, None
+        self.depth, self.recording, self.selected = 0, None, set()
         # What engines that came before have given back, and torch still holds.
         self.held = 100 << 30
         self.operations = Operations(self)
@@ -157,11 +157,17 @@ class PretendedGpu(TorchFunctionMode):
         for name in KERNELS:
             kernel = Kernel(self, getattr(kernels, name))
             self.stack.enter_context(patch.object(kernels, name, kernel))
+        self.stack.enter_context(
+            patch.object(torch.accelerator, "device_index", self.select))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         self.stack.close()
+
+    def select(self, index):
+        self.selected.add(index)
+        return nullcontext()
 
     def functions(self):
         """Those of torch.cuda that the engine calls."""
@@ -213,8 +219,8 @@ class PretendedGpu(TorchFunctionMode):
                 self.is_reset = True
 
         class Recording:
-            def __init__(self, graph, pool=None, stream=None, **_):
-                self.graph = graph
+            def __init__(self, graph, pool=None, stream=None, mode="global"):
+                self.graph, gpu.capture_mode = graph, mode
 
             def __enter__(self):
                 assert gpu.recording is None

@@ -11,7 +11,7 @@ from importlib.resources import files
 from math import floor, log, log10
 from typing import TypeAlias
 
-from nanopaged.tour.guide.markdown import Html
+from nanopaged.tour.guide.markdown import Html, fold, table
 
 Rows: TypeAlias = Mapping[str, Mapping[str, float]]  # name -> {column: number}
 
@@ -155,35 +155,32 @@ class Plot:
 
     def figure(self, title: str, rows: Rows, caption: str, paper: Rows, unit: str
                ) -> Html:
-        title, caption = html.escape(title), html.escape(caption)
-        unit = html.escape(f", in {unit}" if unit else "")
+        columns = list(next(iter(rows.values())))
+        body = []
+        for name, row in rows.items():
+            theirs = paper.get(name, {})
+            body.append([html.escape(name)] + [
+                (f"{row[column]:,.4g}" if column in row else "")
+                + (f" (paper: {theirs[column]:g})" if column in theirs else "")
+                for column in columns])
+        numbers = fold(f"The numbers, in {unit}" if unit else "The numbers",
+                       table(["", *map(html.escape, columns)], body))
         return Html(
-            f"<figure><figcaption><strong>{title}</strong> {caption}</figcaption>\n"
-            f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-            f'aria-label="{title}">{self.svg}</svg>\n'
-            f'<details class="fold"><summary>The numbers{unit}</summary>\n'
-            f'<div class="scroll" tabindex="0">{table(rows, paper)}</div>\n'
-            "</details></figure>")
+            "<figure><figcaption><strong>{title}</strong> {caption}</figcaption>\n"
+            '<svg class="plot" viewBox="0 0 {width} {height}" role="img" '
+            'aria-label="{title}">{svg}</svg>\n{numbers}</figure>').format(
+                title=title, caption=caption, width=WIDTH, height=HEIGHT,
+                svg=Html(self.svg), numbers=numbers)
 
 
-def table(rows: Rows, paper: Rows) -> str:
-    """The numbers of a figure; the paper's follow ours in parentheses."""
-    columns = list(next(iter(rows.values())))
-    text = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    for name, row in rows.items():
-        text += f"</tr>\n<tr><th>{html.escape(name)}</th>"
-        for column in columns:
-            ours = f"{row[column]:,.4g}" if column in row else ""
-            theirs = paper.get(name, {}).get(column)
-            text += f"<td>{ours}{f' (paper: {theirs:g})' if theirs else ''}</td>"
-    return f"<table><tr><td></td>{text}</tr></table>"
+def style() -> str:
+    return files("nanopaged.tour.guide").joinpath("figures.css").read_text("utf-8")
 
 
 def standalone(figure: str) -> str:
     """The picture in a figure, as an SVG file."""
-    style = files("nanopaged.tour.guide").joinpath("figures.css").read_text("utf-8")
-    start, end = figure.index("<svg "), figure.index("</svg>")
-    attributes, content = figure[start + 5 : end].split(">", 1)
+    start, end = figure.index("<svg ") + 5, figure.index("</svg>")
+    attributes, content = figure[start:end].split(">", 1)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" {attributes}>'
-        f"<style>{style}</style>{content}</svg>\n")
+        f"<style>{style()}</style>{content}</svg>\n")

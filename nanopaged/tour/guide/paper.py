@@ -12,7 +12,7 @@ from nanopaged.tour.guide.figures import Rows, bars, lines
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Html
 from nanopaged.tour.memory import SYSTEMS, Workload, simulate, sustained
-from nanopaged.tour.workloads import DATA_SETS, LONGEST, draw_lengths
+from nanopaged.tour.workloads import draw_lengths
 
 USE: Rows = {  # Figure 2: percent of the slots that hold tokens
     "nanopaged": {"tokens": 96.3}, "Orca (oracle)": {"tokens": 38.2},
@@ -159,63 +159,11 @@ FIGURES: dict[str, Callable[..., Results]] = {
     "blocks": block_sizes}
 
 
-# -- Values of chapters ----------------------------------------------------------------
-
-
-def uses_of_memory() -> Values:
-    use, running = use_of_memory(seconds=240).values()
-    paged, oracle, safe = (use.rows[SYSTEMS[i]] for i in (0, 1, 3))
-    requests = [row["requests"] for row in running.rows.values()]
-    lengths = DATA_SETS["ShareGPT"]
-    return {
-        "figure_waste": use.chart,
-        "figure_running": running.chart,
-        "slots": f"{memory.SLOTS:,}",
-        "longest": f"{LONGEST:,}",
-        "mean_in": f"{lengths.mean_in:.0f}",
-        "mean_out": f"{lengths.mean_out:.0f}",
-        "max_tokens_share": f"{safe['tokens']:.0f}",
-        "max_internal": f"{safe['internal waste']:.0f}",
-        "oracle_share": f"{oracle['tokens']:.0f}",
-        "oracle_reserved": f"{oracle['reserved']:.0f}",
-        "oracle_external": f"{oracle['external: rounding'] + oracle['free']:.0f}",
-        "paged_share": f"{paged['tokens']:.0f}",
-        "more": f"{requests[0] / requests[-1]:.1f}",
-    }
-
-
-def paper_gains() -> Values:
-    """What the paper gained by sharing a prefix (its Figure 16)."""
-    return {"paper_short_tokens": 80, "paper_long_tokens": 341,
-            "paper_short_gain": GAINS["WMT16, prefix 80"]["times"],
-            "paper_long_gain": GAINS["WMT16, prefix 341"]["times"]}
-
-
-def full_pool() -> Values:
-    """Costs of preemption, the rates under load, and the waste of large blocks."""
+def costs_of_preemption() -> Values:
+    """What it costs to bring 256 tokens of OPT-13B back (after the paper's Figure 19).
+    """
     tokens, layers, bus = 256, 40, 32e9  # bytes/s: PCIe 4.0 with 16 lanes
-    kv_bytes = tokens * memory.TOKEN_BYTES
-    curves, rates = latency(seconds=240).values()
-    blocks = block_sizes(seconds=60)["blocks"]
-    return {
-        "preempted": tokens,
-        "recompute_ms": f"{2e3 * memory.PARAMETERS * tokens / memory.RATE:.0f}",
-        "kv_mb": f"{kv_bytes / 1e6:.0f}",
-        "swap_ms": f"{2e3 * kv_bytes / bus:.0f}",
-        "layers": layers,
-        "copies": f"{2 * 2 * layers * tokens // 16:,}",
-        "many_copies": f"{2 * 2 * layers * tokens:,}",
-        "figure_latency": curves.chart,
-        "limit": f"{memory.LIMIT:g}",
-        "over_oracle": f"{rates.rows['Orca (oracle)']['nanopaged / this']:.1f}",
-        "over_max": f"{rates.rows['Orca (max)']['nanopaged / this']:.1f}",
-        "paper_over_oracle": SUSTAINED["Orca (oracle)"],
-        "paper_over_max": SUSTAINED["Orca (max)"],
-        "paper_beams": GAINS["Alpaca, 6 beams"]["times"],
-        "small_block": 16,
-        "large_block": 256,
-        "least_waste": f"{blocks.rows['ShareGPT']['1']:.1f}",
-        "small_waste": f"{blocks.rows['Alpaca']['16']:.0f}",
-        "large_waste": f"{blocks.rows['Alpaca']['256']:.0f}",
-        "figure_waste": blocks.chart,
-    }
+    num_bytes = tokens * memory.TOKEN_BYTES
+    return {"preempted": tokens, "layers": layers, "bytes": num_bytes,
+            "recompute_s": 2 * memory.PARAMETERS * tokens / memory.RATE,
+            "swap_s": 2 * num_bytes / bus, "most_copies": 2 * 2 * layers * tokens}
