@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanopaged.tour.guide import lessons
+from nanopaged.tour.guide import figures, lessons
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Html, render
 from nanopaged.tour.page import page
@@ -74,7 +74,7 @@ def make_page(progress: Progress) -> str:
                          "html": render(read_chapter(chapter.name), values)})
         start = end
     opening = render(read_chapter("opening"), {"minutes": start})
-    style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8")
+    style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8") + figures.style()
     return page("tour.html", title="nanopaged: a guided tour", guide_css=Html(style),
                 opening=opening, sections=sections, platform=platform)
 

@@ -27,7 +27,9 @@ from nanopaged.tour.guide.lab import (
     watch,
 )
 from nanopaged.tour.guide.markdown import Html, python, table
+from nanopaged.tour.memory import LIMIT, SLOTS
 from nanopaged.tour.words import join
+from nanopaged.tour.workloads import DATA_SETS, LONGEST
 
 CONSTANT_HASH = 7
 
@@ -123,7 +125,9 @@ def blocks() -> Values:
         "Which block will it take?", [f"#{last + 1}", f"#{block}", f"#{block + 1}"],
         f"#{block}", "Blocks need not be neighbours, so it takes the first free one.")
     return {"run": run, "size": size, "default_size": EngineConfig().block_size,
-            "utilisation": 100 * sum(used) / len(used)} | paper.uses_of_memory()
+            "utilisation": 100 * sum(used) / len(used), "slots": SLOTS,
+            "longest": LONGEST, "lengths": DATA_SETS["ShareGPT"],
+            } | paper.use_of_memory(seconds=240)
 
 
 def step() -> Values:
@@ -215,8 +219,7 @@ def schedule() -> Values:
         "figure": figures.lines(
             "Tokens per second, by the number of sequences in a batch.",
             {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
-            "The bundled model, on one core of the machine that made this page. Each "
-            "tick of the axis doubles the number.",
+            "The bundled model, on one core of the machine that made this page.",
             "sequences that decode together", "tokens/s")}
 
 
@@ -270,7 +273,7 @@ def prefix() -> Values:
             "hits": join(list(map(str, hits))), "hit_tokens": sum(hits),
             "query_tokens": sum(lengths), "collided_hits": sum(collided_hits),
             "salted_hits": sum(salted_hits), "hash_value": CONSTANT_HASH,
-            } | paper.paper_gains()
+            "gains": paper.GAINS}
 
 
 def fork() -> Values:
@@ -287,17 +290,11 @@ def fork() -> Values:
         f"about to write there. How many copies of block {shared} will be made?",
         ["none", "one", "two", "three"], ["none", "one", "two", "three"][len(copies)],
         "By the time the last one writes, it is the only holder.")
-    saved, papers = paper.sharing()
     return {
         "samples": samples, "beams": beams, "copies": copies,
         "prompt_tokens": len(samples.outputs[0].prompt_token_ids),
         "best": beams.outputs[0].outputs[0],
-        "figure": figures.bars(
-            "Blocks saved by sharing (the paper's Figure 15).", saved,
-            "By the number of sequences per request, compared with separate blocks for "
-            "each sequence. The engine's scheduler and block manager at full load. "
-            "Modelled: the beams branch by probabilities that the bundled model gave.",
-            papers, "%", digits=0)}
+    } | paper.sharing(seconds=10)
 
 
 def full() -> Values:
@@ -325,7 +322,10 @@ def full() -> Values:
         "request 1", "It is the youngest that runs.")
     # The runs are the same until then, and the first has shown that part.
     values["swap"]["run"].opens_at = values["swap"]["leaves"]
-    return values | paper.costs_of_preemption() | paper.costs_of_block_sizes()
+    return (values | paper.costs_of_preemption() | {
+        "sustained": paper.SUSTAINED, "limit": LIMIT,
+        "default_size": EngineConfig().block_size}
+            | paper.latency(seconds=240) | paper.block_sizes(seconds=90))
 
 
 def ranks() -> Values:
