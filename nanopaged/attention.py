@@ -16,18 +16,19 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_seqs, max_blocks]: the physical block of each logical block; the
-                   rest of a row is filled with the block that padding writes to
+    block_tables   [num_blocks]: the physical block of each logical block of the first
+                   sequence, then of the second, and so on
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
 In the story of `sequence.py`, while A decodes t0 and B computes the last two tokens of
 its prompt:
 
-    counts = [1, 2]   ends = [7, 6]   block_tables = [[0, 1], [0, 2]]
+    counts = [1, 2]   ends = [7, 6]   block_tables = [0, 1, 0, 2]
     positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
+import os
 import sys
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -51,12 +52,12 @@ class Metadata:
     """
 
     counts: Ints  # [num_seqs]: how many tokens of each sequence are computed
-    ends: Ints  # [num_seqs]: how many keys it has then
+    ends: Ints  # [num_seqs]: how many keys it then has
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
     plan: Tensor  # integers: whatever the backend's own `plan` returns
-    block_tables: Tensor  # [num_seqs, max_blocks]
+    block_tables: Tensor  # [num_blocks]
     last_indices: Tensor  # [num_samples]: the tokens after which one is sampled
 
 
@@ -65,14 +66,19 @@ def divide_up(number: Any, divisor: Any) -> Any:
     return -(-number // divisor)
 
 
+def starts_of(counts: Ints) -> Ints:
+    """Where the things of each owner start, if they are one after another and owner i
+    has counts[i] of them: [2, 3] -> [0, 2].
+    """
+    return np.cumsum(counts) - counts
+
+
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """Owner i has counts[i] things. Returns the owner of each thing, and its number
-    among the owner's things: counts [2, 3] -> owners [0, 0, 1, 1, 1], numbers
-    [0, 1, 0, 1, 2].
+    """The owner of each thing, and its number among the owner's things: counts [2, 3]
+    -> owners [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
     """
     owners = np.repeat(np.arange(len(counts)), counts)
-    starts = np.cumsum(counts) - counts
-    return owners, np.arange(len(owners)) - starts[owners]
+    return owners, np.arange(len(owners)) - starts_of(counts)[owners]
 
 
 def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
@@ -80,14 +86,16 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
     """The positions and slots of all tokens, as in the story above."""
     seqs, numbers = spread(counts)
     positions = (ends - counts)[seqs] + numbers
-    block_ids = block_tables[seqs, positions // block_size]
+    tables = starts_of(divide_up(ends, block_size))
+    block_ids = block_tables[tables[seqs] + positions // block_size]
     return positions, block_ids * block_size + positions % block_size
 
 
 class TorchAttention:
     """The reference, on any device: gather K and V, then torch's own attention."""
 
-    min_queries = 1  # `attend` leaves out sequences with fewer tokens in this step
+    can_be_recorded = False  # in CUDA graphs
+    min_queries = 1  # `attend` skips sequences with fewer tokens in this step
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -99,7 +107,7 @@ class TorchAttention:
         self.dtype = dtype
         self.device = device
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
         """What else the backend must know on the device: here nothing."""
         return counts[:0]
 
@@ -117,11 +125,13 @@ class TorchAttention:
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
-        counts = metadata.counts
+        counts, ends = metadata.counts, metadata.ends
         for seq in np.flatnonzero(counts >= self.min_queries):
-            count, num_keys = int(counts[seq]), int(metadata.ends[seq])
+            count, num_keys = int(counts[seq]), int(ends[seq])
             tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
-            table = metadata.block_tables[seq, : divide_up(num_keys, self.block_size)]
+            start = divide_up(ends[:seq], self.block_size).sum()
+            num_blocks = divide_up(num_keys, self.block_size)
+            table = metadata.block_tables[start : start + num_blocks]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
             blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
             # [1, num_kv_heads, num_keys, head_dim] each, without the rest of the last
@@ -148,25 +158,26 @@ class NumbaAttention(TorchAttention):
         super().__init__(*shape)
         from nanopaged import cpu_kernels
 
-        fits = self.device.type == "cpu" and self.dtype != torch.float16
-        check(fits, "attention_backend", "'auto' for this device and dtype", "numba")
         self.kernels: Any = cpu_kernels
         self.kernels.keep_freed_memory()
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
-        """[2, num_decodes]: the sequences that decode, and their tokens."""
-        seqs = np.flatnonzero(counts == 1)
-        return np.stack((seqs, np.cumsum(counts)[seqs] - 1))
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
+        """[3, num_decodes]: the token of each decode, where its block table starts, and
+        how many keys it has.
+        """
+        tables = starts_of(divide_up(ends, self.block_size))
+        return np.stack((starts_of(counts), tables, ends))[:, counts == 1]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         out = super().attend(q, kv_cache, metadata)
-        seqs, tokens = metadata.plan
+        tokens, tables, ends = metadata.plan
         queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
         if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
             kv_cache = kv_cache.view(torch.uint16)
+        num_keys = self.num_kv_heads * int(ends.sum())
         attended = self.kernels.paged_attention(
-            queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            seqs.numpy(), metadata.ends)
+            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
+            tables.numpy(), ends.numpy())
         out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
         return out
 
@@ -178,28 +189,27 @@ class TritonAttention(TorchAttention):
     of decodes can be replayed with other contents of the tensors.
     """
 
-    name = "triton"  # as `attention_backend` has it
+    can_be_recorded = True
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        from triton import knobs, next_power_of_2
+        from triton import next_power_of_2
 
         from nanopaged import kernels
 
         self.kernels = kernels
-        can_run, num_processors = knobs.runtime.interpret, 4  # as in tests
+        num_processors = 4  # for the interpreter
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
-            can_run, num_processors = gpu.major >= 8, gpu.multi_processor_count
-        check(can_run, "attention_backend",
-              "'auto' without a GPU of compute capability 8.0", self.name)
+            num_processors = gpu.multi_processor_count
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
-        # The speed of decoding depends on how much of K and V is on its way at any
-        # time: an H200 needs 4.8 TB/s x 1 us = 4.8 MB, 36 KB for each of its 132
-        # multiprocessors. A program reads rounds of 16 KB of K and 16 KB of V (64 keys
-        # of head_dim 128 in bfloat16). While it computes one round, the next one is on
-        # its way. Three such programs fit into a multiprocessor.
+        # The speed of decoding depends on how much of K and V is in flight. To keep its
+        # memory busy, an H200 needs 4.8 TB/s (bandwidth) x 1 us (latency) = 4.8 MB, or
+        # 36 KB for each of its 132 multiprocessors. A program reads rounds of 16 KB of
+        # K and 16 KB of V (64 keys of head_dim 128 in bfloat16). While it computes one
+        # round, the next one is in flight. A multiprocessor has room for three such
+        # programs, and all of its KV heads share them.
         row_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
@@ -215,24 +225,24 @@ class TritonAttention(TorchAttention):
         is_large = counts.mean() * self.group_size > self.few_rows
         return self.many_rows if is_large else self.few_rows
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
         """Cut a step into items of work, one for each program of a KV head.
 
         A tile is a few consecutive queries of one sequence. The keys of a long tile are
         cut into parts, which different programs read and `merge_parts` joins; otherwise
         a step would take as long as its longest sequence. All parts of a step have the
-        same size: half of the keys that each program would read if all of those that
-        run at once read equally many, rounded up to whole rounds.
+        same size: the keys of the step, divided by twice the number of programs that
+        run at once, and rounded up to whole rounds. With parts of half a program's
+        share, programs that finish early can take another part.
 
-        Returns [num_items, 6]. The columns: 0 where the tile's block table begins, if
-        all tables are one after another; 1 the tile's first token; 2 the position of
-        that token; 3 the end of the tile's keys; 4 the first key of this part; 5 the
-        end of this part.
+        Returns [num_items, 6]. The columns: 0 where the tile's block table starts; 1
+        the tile's first token; 2 the position of that token; 3 the end of the tile's
+        keys; 4 the first key of this part; 5 the end of this part.
 
         For example, let 2 programs of a KV head run at once, and let a round have 64
-        keys. Two decodes have 1000 and 100 keys, which is 550 for each program. Half of
-        that is 275, or 5 rounds, so a part has 320 keys, and the first decode has four
-        parts (block_size is 16, so a block table has 63 places):
+        keys. Two decodes have 1000 and 100 keys, and 1100 / 4 is 275, or 5 rounds. So a
+        part has 320 keys, and the first decode has four parts. (Its block table has 63
+        blocks, because block_size is 16.)
 
             [[0, 0, 999, 1000,   0,  320],
              [0, 0, 999, 1000, 320,  640],
@@ -248,9 +258,12 @@ class TritonAttention(TorchAttention):
         seqs = seqs[tokens]
         positions = (ends - counts)[seqs] + numbers[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
-        tiles = np.stack((seqs * table_size, tokens, positions, num_keys), 1)
+        tables = starts_of(divide_up(ends, self.block_size))
+        tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
 
-        num_parts = 2 * self.programs_at_once  # and at most one more for each tile
+        # Rounding up adds a part for each tile. Fewer than `num_parts` tiles are cut,
+        # so all together, these have less than twice as many parts.
+        num_parts = 2 * self.programs_at_once
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         owners, parts = spread(divide_up(num_keys, part_keys))
@@ -258,7 +271,8 @@ class TritonAttention(TorchAttention):
         end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
         items = np.zeros((len(tiles) + num_parts, 6), np.int64)
         items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
-        # Long tiles first: one that starts last would keep all others waiting.
+        # Long tiles first: one that starts last would hold up the whole step. The order
+        # is stable, because `merge_parts` expects a tile's parts one after another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -276,29 +290,30 @@ class TritonAttention(TorchAttention):
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
-        grid = len(items), self.num_kv_heads
         out = q.new_empty(q.shape)
-        parts = torch.empty(*grid, rows, self.head_dim, device=q.device)
-        log_sums = torch.empty(*grid, rows, device=q.device)
+        # The plan has at most this many parts of tiles that are cut, and they come
+        # first. A fixed size lets the first steps show how much memory a step can take.
+        most_parts = 4 * self.programs_at_once
+        shape = most_parts, self.num_kv_heads, rows
+        parts = torch.empty(*shape, self.head_dim, device=q.device)
+        log_sums = torch.empty(*shape, device=q.device)
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
-        self.kernels.paged_attention[grid](
+        self.kernels.paged_attention[len(items), self.num_kv_heads](
             q, kv_cache, metadata.block_tables, items, out, parts, log_sums, self.scale,
             q.stride(0), *sizes, self.block_size, self.keys_per_round,
             num_warps=num_warps)
-        self.kernels.merge_parts[grid](
+        self.kernels.merge_parts[min(len(items), most_parts), self.num_kv_heads](
             parts, log_sums, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
 
 
 class FlashAttention(TritonAttention):
-    """Steps with chunks of prompts by FlashAttention-2 (Dao 2023), of flash-attn.
+    """Steps with chunks of prompts run FlashAttention-2 (Dao 2023), from flash-attn.
 
     It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
     a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are Triton's.
     """
-
-    name = "flash"
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
@@ -306,12 +321,13 @@ class FlashAttention(TritonAttention):
 
         self.flash: Any = flash_attn_varlen_func
 
-    def plan(self, counts: Ints, ends: Ints, table_size: int) -> Ints:
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
         if counts.max() == 1:
-            return super().plan(counts, ends, table_size)
-        # [2, num_seqs + 1]: where the queries of each sequence begin, and where its
-        # keys would begin if all keys were one after another; at last, the totals.
-        return np.cumsum(np.pad((counts, ends), ((0, 0), (1, 0))), 1)
+            return super().plan(counts, ends)
+        # [3, num_seqs + 1]: where each sequence's queries start, where its keys would
+        # start if all keys were one after another, where its table starts; then totals.
+        sizes = counts, ends, divide_up(ends, self.block_size)
+        return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         counts, ends = metadata.counts, metadata.ends
@@ -319,35 +335,47 @@ class FlashAttention(TritonAttention):
             return super().attend(q, kv_cache, metadata)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
+        queries, keys, tables = metadata.plan.int()
+        # [num_seqs, max_blocks]: after its end, each row goes on with the next table.
+        width = divide_up(int(ends.max()), self.block_size)
+        at = tables[:-1, None] + torch.arange(width, device=q.device)
+        table = metadata.block_tables[at.clamp(max=len(metadata.block_tables) - 1)]
         out = self.flash(
-            q, k, v, *metadata.plan.int(), int(counts.max()), int(ends.max()),
-            softmax_scale=self.scale, causal=True,
-            block_table=metadata.block_tables.int())
+            q, k, v, queries, keys, int(counts.max()), int(ends.max()),
+            softmax_scale=self.scale, causal=True, block_table=table.int())
         return torch.flatten(out, 1)
 
 
-BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
-            "triton": TritonAttention, "flash": FlashAttention}
+BACKENDS: dict[str, type[TorchAttention]] = {
+    "torch": TorchAttention, "numba": NumbaAttention,
+    "triton": TritonAttention, "flash": FlashAttention}
 
 
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if name == "auto" and device.type == "cuda":
-        is_recent = torch.cuda.get_device_properties(device).major >= 8
-        name = "triton" if is_recent else "torch"
-    elif name == "auto":
+    if device.type == "cpu":
         can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        name = "numba" if can_use_numba else "torch"
+        best = "numba" if can_use_numba else "torch"
+        runs_triton = os.environ.get("TRITON_INTERPRET") == "1"
+    else:
+        runs_triton = torch.cuda.get_device_properties(device).major >= 8
+        best = "triton" if runs_triton else "torch"
+    allowed = {"auto", "torch", best} | ({"triton", "flash"} if runs_triton else set())
+    check(name in allowed, "attention_backend",
+          f"one of {sorted(allowed)} with this device and dtype", name)
     try:
-        return BACKENDS[name](model_config, block_size, dtype, device)  # type: ignore[no-any-return]
+        backend = BACKENDS[best if name == "auto" else name]
+        return backend(model_config, block_size, dtype, device)
     except ImportError as error:
-        raise ValueError("attention_backend must be 'torch', or one whose package is "
+        raise ValueError(f"attention_backend must be 'torch', or its package must be "
                          f"installed, got {name!r}: {error}") from error
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """To a GPU from pinned memory: from other memory, the host waits for the copy."""
+    """Copy an array to the device: for a GPU through pinned memory, because otherwise
+    the host would wait for the copy.
+    """
     tensor = torch.from_numpy(values)
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)

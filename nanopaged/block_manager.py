@@ -25,8 +25,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-import xxhash
-
 from nanopaged.sequence import Sequence
 
 # Block ids in the order in which they are taken. An OrderedDict without values can also
@@ -41,14 +39,13 @@ class Content:
     """What a full block holds: its own tokens, after those of the blocks before it.
 
     The K and V of a block depend on all tokens from the start of the sequence. So two
-    blocks hold the same only if everything before them is the same as well. Blocks that
-    hold the same share one Content object. So it is enough to compare two blocks' own
-    tokens, and whether `before` is the same object, however long the past is.
+    blocks hold the same K and V only if everything before them is the same as well.
+    Such blocks share one Content object. To compare two blocks it is therefore enough
+    to compare their own tokens, and to look whether `before` is the same object.
     """
 
-    before: Content | str | None  # of the block before; of a first block, the salt
-    token_ids: list[int]
-    hash: int
+    before: Content | str | None  # that of the preceding block; for a first one, a salt
+    token_ids: tuple[int, ...]
     block_id: int | None = None  # the newest block that holds this
 
 
@@ -65,7 +62,9 @@ class BlockManager:
         self.contents: list[Any] = [None for _ in ids]  # of the published blocks
         self.free_blocks: FreeList = OrderedDict.fromkeys(ids[:num_blocks])
         self.free_swap_blocks: FreeList = OrderedDict.fromkeys(ids[num_blocks:])
-        self.published: dict[int, Content] = {}  # the prefix cache, by hash
+        # The prefix cache, by `before` and `token_ids`. A dict finds an entry by the
+        # hash of its key and then compares the key itself, so every hit is exact.
+        self.published: dict[Any, Content] = {}
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
@@ -114,10 +113,10 @@ class BlockManager:
         """Give the sequences of a group blocks for all tokens that they compute next.
         If too few are free, this returns False and changes nothing.
 
-        From the block that it writes next, each sequence needs blocks of its own. If
-        two siblings share block 2 there, they need two blocks, hold one, and must take
-        one. The first takes a copy of block 2, and `copies` tells the step to make it.
-        Then the second is the only holder of block 2.
+        From the block that it writes next onwards, each sequence needs blocks of its
+        own. If two siblings share block 2 there, they need two blocks, hold one, and
+        must take one. The first takes a copy of block 2, and `copies` tells the step to
+        make it. Then the second is the only holder of block 2.
         """
         size = self.block_size
         num_needed = 0
@@ -163,7 +162,7 @@ class BlockManager:
         """The physical blocks that hold the longest cached prefix of `seq`.
 
         They never hold its last token. That one is always computed, because its logits
-        give the next token.
+        give the next token. (Without prefix caching nothing is published or found.)
         """
         found: list[int] = []
         content: Any = seq.group.params.cache_salt  # what comes before the first block
@@ -199,41 +198,29 @@ class BlockManager:
             content = self._content(seq, index, content)
             content.block_id = seq.block_table[index]
             self.contents[content.block_id] = content
-            self.published[content.hash] = content
+            self.published[content.before, content.token_ids] = content
 
     def _content(self, seq: Sequence, index: int, before: Any) -> Content:
-        """What logical block `index` of `seq` holds, after `before`: a Content from the
-        cache if it has an equal one, otherwise a new one.
-
-        The hash only suggests a Content, which is then compared. So if two hashes
-        collide, that can cost a hit, but it never gives a wrong one.
+        """What logical block `index` of `seq` holds, after `before`: the Content in the
+        cache, or a new one if there is none.
         """
         first = index * self.block_size
-        token_ids = seq.token_ids[first : first + self.block_size]
-        hash = hash_content(before, token_ids)
-        cached = self.published.get(hash)
-        if cached and cached.before == before and cached.token_ids == token_ids:
-            return cached
-        return Content(before, token_ids, hash)
+        token_ids = tuple(seq.token_ids[first : first + self.block_size])
+        return self.published.get((before, token_ids)) or Content(before, token_ids)
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether the prefix cache leads to this block."""
+        """Whether a lookup can find this block, and not a newer one that holds the same
+        K and V.
+        """
         content = self.contents[block_id]
-        return (content is not None and content.block_id == block_id
-                and self.published.get(content.hash) is content)
+        return content is not None and content.block_id == block_id
 
     def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         """Take the first block of a free list, and forget what it holds."""
         block_id, _ = free_list.popitem(last=False)
         if self.is_cached(block_id):
-            del self.published[self.contents[block_id].hash]
+            content = self.contents[block_id]
+            del self.published[content.before, content.token_ids]
         self.contents[block_id] = None
         self.ref_counts[block_id] = ref_count
         return block_id
-
-
-def hash_content(before: Content | str | None, token_ids: list[int]) -> int:
-    # `before` is hashed as data. Do not pass it as XXH3's seed: for short inputs of
-    # small numbers, different seeds often give the same hash.
-    numbers = array("q", [hash(before), *token_ids])
-    return xxhash.xxh3_64_intdigest(numbers.tobytes())

@@ -13,12 +13,12 @@ from typing import Any, Literal
 
 from huggingface_hub.dataclasses import type_validator
 
-# The smallest and the largest value of each number that is not from 0 to 2**63 - 1.
+# The bounds of numbers whose range is not 0 to 2**63 - 1.
 LEAST = {
     "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
     "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
     "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
-MOST = {"temperature": 1e30, "top_p": 1, "length_penalty": 10,
+MOST = {"temperature": 1e30, "top_p": 1, "min_p": 1, "length_penalty": 10,
         "gpu_memory_utilization": 1}
 
 
@@ -59,9 +59,11 @@ class SamplingParams(Checked):
     temperature: 0 always takes the most likely token.
     top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` keep
         all of them.
+    min_p: sample only tokens that are at least `min_p` times as likely as the most
+        likely one.
     max_tokens: None means as many as the engine's `max_model_len` allows.
-    min_tokens: until there are this many tokens, no EOS or stop token is sampled, and
-        stop strings are ignored.
+    min_tokens: until there are this many tokens, no EOS or stop token is sampled. Stop
+        strings that are complete by then are ignored.
     stop: one string or several. A stop string ends the sequence and is cut off.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
     ignore_eos: continue after an EOS token.
@@ -69,13 +71,14 @@ class SamplingParams(Checked):
         engine choose one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
         every position, in addition to the sampled token.
-    cache_salt: a request shares cached blocks only with requests of the same salt.
+    cache_salt: a request shares cached blocks only with requests with the same salt.
     """
 
     n: int = 1
     temperature: float | int = 1.0
     top_p: float | int = 1.0
     top_k: int = 0
+    min_p: float | int = 0.0
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | list[str] | None = None
@@ -87,8 +90,8 @@ class SamplingParams(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("" not in self.stop_strings, "stop", "without empty strings", self.stop)
-        most = self.max_tokens or self.min_tokens
+        check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
+        most = self.max_tokens or self.min_tokens  # None is no limit
         check(self.min_tokens <= most, "min_tokens", f"at most max_tokens={most}",
               self.min_tokens)
 
@@ -115,7 +118,7 @@ class BeamSearchParams(Checked):
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The keyword arguments of `LLM`. The engine decides what is "auto" or None.
+    """The keyword arguments of `LLM`. The engine chooses if one is "auto" or None.
 
     model: a directory, or the id of a repository on the Hugging Face hub. None stands
         for the bundled model.

@@ -40,16 +40,16 @@ from numba import njit
 # The flags allow sums in any order, which vector instructions need. Flags that rule out
 # NaN and infinity are left out.
 @njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_programs(stride, q, kv_cache, block_tables, seqs, ends, out, first):
+def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
     """Run the programs first, first + stride, first + 2 * stride, ... A program, as
     Triton calls it, here computes one KV head of one decode.
 
-    q, out        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
+    out, q        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    block_tables  [num_seqs, max_blocks]
-    seqs          [num_decodes]: the sequence of each decode
-    ends          [num_seqs]: how many keys a sequence has; nothing after them is read
+    block_tables  [num_blocks]: one after another
+    tables        [num_decodes]: where the block table of each decode starts
+    ends          [num_decodes]: how many keys it has; nothing after them is read
     """
     num_decodes, num_kv_heads, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
@@ -57,8 +57,8 @@ def run_programs(stride, q, kv_cache, block_tables, seqs, ends, out, first):
 
     for program in range(first, num_decodes * num_kv_heads, stride):
         decode, kv_head = divmod(program, num_kv_heads)
-        block_table = block_tables[seqs[decode]]
-        end = ends[seqs[decode]]
+        block_table = block_tables[tables[decode] :]
+        end = ends[decode]
         highest = np.full(group_size, -1e30, np.float32)  # -inf minus -inf is NaN
         total = np.zeros(group_size, np.float32)
         acc = np.zeros((group_size, head_dim), np.float32)
@@ -112,8 +112,9 @@ with suppress(RuntimeError, AttributeError):
 PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
 
 
-def paged_attention(q, kv_cache, block_tables, seqs, ends):
-    """Run all programs on torch's threads; see `run_programs` for the arguments.
+def paged_attention(num_keys, q, *arrays):
+    """Run all programs on torch's threads; together they read `num_keys` keys. The
+    other arguments are those of `run_programs`, and its `out` is returned.
 
     After each operation torch's threads keep spinning for some milliseconds, ready for
     the next one. Threads of our own would compete with them for the cores. So torch's
@@ -127,9 +128,8 @@ def paged_attention(q, kv_cache, block_tables, seqs, ends):
     `map`: both are written in C.
     """
     out = np.empty_like(q)
-    num_keys = q.shape[1] * ends[seqs].sum()  # of all programs together
     num_shares = torch.get_num_threads() * min(4, num_keys // 2048) or 1
-    run = partial(run_programs, num_shares, q, kv_cache, block_tables, seqs, ends, out)
+    run = partial(run_programs, num_shares, out, q, *arrays)
     done = deque()
     work = partial(done.extend, map(run, range(num_shares)))
     if num_shares > 1:

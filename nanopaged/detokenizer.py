@@ -20,23 +20,25 @@ from weakref import ref
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-# Many tokenizers write each byte in a token's name as one character, as above.
+# Many tokenizers write each byte of a token as one character: "Ġ" for 20, "Ã" for C3.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
-@lru_cache(2**18)  # weak references, so that the cache keeps no tokenizer in memory
+@lru_cache(2**18)  # its weak references keep no tokenizer in memory
 def token_bytes(tokenizer_ref: ref[Any], token: int) -> tuple[bytes, bytes]:
     """The bytes of a token at the beginning of a text, and those after other tokens.
 
     They differ if the tokenizer drops the space before the first word. Such a tokenizer
     decodes a token as "block", and the same token twice as "block block", so the bytes
     are those of "block" and " block". Special tokens have none.
+
+    A token must not change the text before it. Those of Llama, Mistral and Qwen do not.
     """
     tokenizer: Any = tokenizer_ref()
     once, twice = (tokenizer.decode([token] * count, skip_special_tokens=True)
                    for count in (1, 2))
     first, later = once.encode(), twice[len(once) :].encode()
-    if "\ufffd" in once:  # this is "�", which stands for bytes that are no character
+    if "\ufffd" in once:  # "�", which stands for bytes that are no whole character
         name = tokenizer.convert_ids_to_tokens(token)
         if name.startswith("<0x"):  # such as "<0xC3>"
             first = later = bytes.fromhex(name[3:5])
@@ -53,10 +55,11 @@ class Detokenizer:
         self.stops = sorted(stops)  # of two that begin together, the shorter one counts
         self.stopped_by: str | None = None
         self.waiting = b""  # the first bytes of a character that is not complete yet
-        self.has_begun = False  # whether there has been any text, even in the prompt
+        self.has_begun = False  # whether the prompt or the answer has any text yet
         self.text = ""
-        # The prompt may end within a character. So read its end, and drop the text.
-        self.num_read = max(0, len(prompt_ids) - 16)
+        # The prompt may end within a character. So its end is read like the answer, and
+        # then its text is dropped.
+        self.num_read = max(0, len(prompt_ids) - 16)  # tokens
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""
 
@@ -79,20 +82,19 @@ class Detokenizer:
             self.tokenizer = None
             final = True
         self.num_read = len(token_ids)
-        num_old = len(self.text)
         new, num_decoded = codecs.utf_8_decode(data, "replace", final)
         self.waiting = bytes(data[num_decoded:])
         self.text = text = self.text + new
 
         for stop in self.stops if may_stop else []:
             # A stop string that was not there before ends in the new text.
-            at = text.find(stop, max(0, num_old + 1 - len(stop)))
-            if 0 <= at < len(self.text):  # the one that begins first counts
+            at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
+            if 0 <= at < len(self.text):  # it begins before any other one found
                 self.text, self.stopped_by = text[:at], stop
 
     def visible(self, final: bool) -> str:
         """The text. Before the end, its last characters are held back, because a stop
-        string may begin with them. For "END", these are the last two.
+        string may begin there: the last two, for example, if it is "END".
         """
         num_held_back = 0 if final else max(map(len, self.stops), default=1) - 1
         return self.text[: max(0, len(self.text) - num_held_back)]

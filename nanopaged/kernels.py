@@ -2,14 +2,17 @@
 
 Read `cpu_kernels.py` first: it has the same steps in plain loops. `attention.py`
 launches these kernels and explains the shapes. With `TRITON_INTERPRET=1` they run on a
-CPU, one program after another, for tests and debuggers; in float32 or float16, because
-the interpreter cannot multiply bfloat16.
+CPU, one program after another, for tests and debuggers. Use float32 or float16 there,
+because the interpreter cannot multiply bfloat16.
 
 A kernel is the code of one program. It is launched on a grid of many programs, and
 `tl.program_id` says which one this is. Its arguments come in three groups: pointers to
 the first elements of tensors, numbers, and constants that are compiled in, in capital
 letters. A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes
 must be powers of two, so DIM is head_dim rounded up, and masks leave out the rest.
+Triton compiles a kernel again when an argument becomes divisible by 16, or stops being
+so. `do_not_specialize` names arguments for which it must not, because they change with
+every step.
 """
 # mypy: ignore-errors
 
@@ -46,7 +49,7 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
 @triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
 def copy_blocks(source, target, moves, source_blocks, target_blocks,
                 SIZE: constexpr):
-    """Copy blocks of all layers, also from and to pinned memory of the CPU.
+    """Copy blocks of all layers, including to and from pinned CPU memory.
 
     Grid: [num_moves, num_layers, pieces of a block], where a piece has 2048 elements.
 
@@ -92,11 +95,11 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
 
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    block_tables  [num_seqs, max_blocks]
+    block_tables  [num_blocks]: one after another
     items         [num_items, 6]: see `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
-    parts         [num_items, num_kv_heads, ROWS, head_dim]: other results, in float32
-    log_sums      [num_items, num_kv_heads, ROWS]: log2 of what they were divided by
+    parts         [most_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
+    log_sums      [most_parts, num_kv_heads, ROWS]: log2 of what they were divided by
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -171,14 +174,14 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     """The result of a tile whose keys are in several parts: the mean of the parts'
     results, weighted by what they were divided by (a log-sum-exp merge).
 
-    Grid and arguments are those of `paged_attention`. The program of a tile's first
-    part merges all of them, and the others do nothing.
+    Grid: [most_parts, num_kv_heads]. The program of a tile's first part merges all of
+    them, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # where the first part ends is how long it is
+    part_keys = tl.load(items + 5)  # its end: the first part starts at 0
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 

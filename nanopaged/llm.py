@@ -1,8 +1,8 @@
-"""The engine's front: prompts in, text out. Start reading here, at `LLM._step`.
+"""The engine's front end: prompts in, text out. Start reading here, at `LLM._step`.
 
 The engine repeats that one step. Most other files explain one of its lines. The rest of
 this file turns prompts into requests, and requests into outputs. The top of
-`sequence.py` explains the words.
+`sequence.py` defines the terms.
 """
 
 import itertools
@@ -73,8 +73,8 @@ class LLM(AbstractContextManager["LLM"]):
 
         A prompt is a string, a list of token ids, {"prompt": ...} or
         {"prompt_token_ids": ...}. A dict may also have a "cache_salt".
-        `sampling_params` are for all prompts, or a list with one for each. None stands
-        for `default_params`, from the model's generation_config.json.
+        `sampling_params` is one object for all prompts, or a list with one for each.
+        None stands for `default_params`, from the model's generation_config.json.
         """
         groups = self._make_groups(prompts, sampling_params)
         with closing(self._run(groups, final_only=True)) as outputs:
@@ -108,7 +108,8 @@ class LLM(AbstractContextManager["LLM"]):
                     params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best continuations of every prompt, best first.
 
-        `cumulative_logprob` is the plain sum, and `logprobs` has that of each token.
+        `cumulative_logprob` is the plain sum of the log-probabilities, which `logprobs`
+        lists token by token.
         """
         return self.generate(prompts, params, use_tqdm=False)
 
@@ -126,8 +127,8 @@ class LLM(AbstractContextManager["LLM"]):
     def step(self) -> list[RequestOutput]:
         """Run a step, unless there is something to report already.
 
-        Returns the outputs so far of all requests that changed, among those made by
-        `add_request`. (`generate` and `stream` report their own.)
+        Returns the outputs so far of those requests made by `add_request` that have
+        changed. (`generate` and `stream` report their own.)
         """
         return self._serve(self._outbox)
 
@@ -148,12 +149,12 @@ class LLM(AbstractContextManager["LLM"]):
     # -- From prompts to requests ------------------------------------------------------
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        """A request for each prompt. A single prompt may be a list of token ids."""
+        """A request for each prompt. A list that contains an int is one prompt."""
         if not isinstance(prompts, list) or int in map(type, prompts):
             prompts = [prompts]
         params = params if isinstance(params, list) else [params] * len(prompts)
         check(len(params) == len(prompts), "sampling_params",
-              f"one for all prompts, or {len(prompts)}, one for each", params)
+              f"one object, or a list of {len(prompts)}, one for each prompt", params)
         prompts = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
         return [self._make_group(param, **prompt)
                 for prompt, param in zip(prompts, params, strict=True)]
@@ -170,17 +171,17 @@ class LLM(AbstractContextManager["LLM"]):
         check(isinstance(params, SamplingParams | BeamSearchParams), "sampling_params",
               "SamplingParams or BeamSearchParams", params, TypeError)
         eos_ids = [] if params.ignore_eos else self.eos_token_ids
-        vocabulary, seats = self.model_config.vocab_size, self.config.max_num_seqs
+        vocabulary, most_seqs = self.model_config.vocab_size, self.config.max_num_seqs
         beam_params = params if isinstance(params, BeamSearchParams) else None
         if beam_params:
-            # A group of `beam_width` sequences that report so many candidates that
-            # `beam_width` of them go on, even if all EOS tokens are among them.
-            seats = min(seats, vocabulary - len(eos_ids))
+            # A group of `beam_width` sequences. Each reports enough candidates that
+            # `beam_width` can go on, even if every EOS token is among them.
+            most_seqs = min(most_seqs, vocabulary - len(eos_ids))
             params = SamplingParams(
                 n=params.beam_width, temperature=0, max_tokens=params.max_tokens,
                 logprobs=params.beam_width + len(eos_ids))
-        check(params.n <= seats, "n (or beam_width)", f"at most {seats}, because of "
-              "max_num_seqs or the vocabulary", params.n)
+        check(params.n <= most_seqs, "n (or beam_width)", f"at most {most_seqs}, "
+              "because of max_num_seqs or the vocabulary", params.n)
         if cache_salt is not None:
             params = replace(params, cache_salt=cache_salt)
         if params.stop:
@@ -213,12 +214,13 @@ class LLM(AbstractContextManager["LLM"]):
     # all requests made by `add_request` share one. A thread that waits for outputs runs
     # a step, for the requests of all threads.
     #
-    # Ctrl-C, or an error, may arrive at any line. Between two steps it does no harm: an
-    # item leaves the inbox only after it has taken effect, and a request enters its
-    # outbox before it changes. Within a step it may leave the state half changed. Then
-    # `_in_step` stays True, and the next call aborts all requests, no matter who made
-    # them, and starts with a new state. With several ranks that is impossible, because
-    # each of them may be anywhere in the step. Then every later call fails.
+    # Ctrl-C, or an error, may arrive at any line. While `_in_step` is False it does no
+    # harm. While it is True the state may be left half changed. Then `_in_step` stays
+    # True, and the next call aborts all requests, no matter who made them, and starts
+    # with a new state. (With several ranks that is impossible, because each of them may
+    # be anywhere in the step. Then every later call fails.) Even so no request is lost:
+    # an item leaves the inbox only after it has taken effect, and a request enters its
+    # outbox before it changes.
 
     def _submit(self, groups: list[SequenceGroup], outbox: Outbox) -> None:
         """Put requests into the inbox, all at once."""
@@ -247,7 +249,7 @@ class LLM(AbstractContextManager["LLM"]):
         with self._lock:
             is_closed = self.runner.model is None
             if is_closed or (self._in_step and self.ranks.size > 1):
-                raise RuntimeError("this engine is shut down: start a new one")
+                raise RuntimeError("this engine has been shut down: start a new one")
             if self._in_step:
                 self._reset(self.scheduler.unfinished.values())
             self._in_step = True
@@ -262,8 +264,11 @@ class LLM(AbstractContextManager["LLM"]):
             return outputs
 
     def _check_not_in_step(self) -> None:
+        """A signal handler or a finalizer may run in the middle of a step, on the same
+        thread. It gets an error, because a step within a step would do harm.
+        """
         if self._lock._is_owned():
-            raise RuntimeError("a step is running: nothing within it can call this")
+            raise RuntimeError("this cannot be called from within a step")
 
     def _read_inbox(self) -> None:
         while self._inbox:
@@ -278,7 +283,7 @@ class LLM(AbstractContextManager["LLM"]):
     def _reset(self, unfinished: Iterable[SequenceGroup] = ()) -> None:
         """Start with all blocks free and an empty prefix cache.
 
-        Unfinished requests are aborted, without a look at the old state.
+        Unfinished requests are aborted, without looking at the old state.
         """
         for group in unfinished:
             group.report()
@@ -295,13 +300,14 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _step_ahead(self) -> None:
         """The same step on a GPU, where `execute` only launches the forward pass. The
-        host reads the tokens of the step before while this one runs.
+        host reads the tokens of the step before while this one runs, so that the GPU
+        need not wait for the host between two steps.
 
-        What depends on a token's value, such as an end or a stop string, is therefore
-        noticed one step late. By then one extra step has been launched for that
-        sequence. The token that it samples is ignored. The K and V that it stores may
-        go into a block that has been freed. But steps run in order, so the block's next
-        owner writes later.
+        What depends on a token's value, such as whether the sequence has ended, is
+        therefore noticed one step late. By then one extra step has been launched for
+        that sequence. The token that it samples is ignored. The K and V that it stores
+        may go into a block that has been freed. But steps run in order, so the block's
+        next owner writes later.
         """
         batch = self.scheduler.schedule()
         self._launched.append((batch, self.runner.execute(batch)))
@@ -310,8 +316,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer; ValueError if the model has none."""
-        check(self.tokenizer is not None, "model", "one with a tokenizer, which text "
-              "needs, and token ids do not", self.config.model)
+        check(self.tokenizer is not None, "model", "one with a tokenizer (text needs "
+              "it, token ids do not)", self.config.model)
         return self.tokenizer
 
     def stats(self) -> EngineStats:

@@ -1,7 +1,7 @@
 """From a directory or a hub id to the config, the tokenizer and the weights.
 
-transformers reads the first two. Of the weights, every tensor is accounted for: it is
-an error if one is missing, or if one is left over that could change an answer.
+transformers reads the first two. Every weight tensor is accounted for: it is an error
+if one is missing, or if one is left over that could change an answer.
 """
 
 import json
@@ -29,15 +29,24 @@ KNOWN = {
     "model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",),
     "rope_type": ("default", "linear", "llama3", "yarn"), "is_causal": (None, True),
     "layer_types": (None, "full_attention", "sliding_attention")}
-WEIGHTS = "model*.safetensors*"
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Let the errors of a library say what it was reading, and what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"cannot read {what} (repair it or download it again): "
+                         f"{error.__cause__ or error!r}") from error
 
 
 def load_config(name: str | Path) -> Any:
-    """transformers' config, if `model.py` can compute what it says."""
+    """The config, as transformers reads it; ValueError if our decoder cannot do it."""
     with reading(f"config.json of {name}"):
         config = AutoConfig.from_pretrained(name)
     facts = config.to_dict()
-    # In transformers 5, this has all that the config says about positions.
+    # In transformers 5, all fields about positions are in this one.
     facts |= facts.get("rope_parameters", {})
     for field, known in KNOWN.items():
         value = facts.get(field)
@@ -63,8 +72,8 @@ def load_generation_config(name: str | Path,
                            model_config: Any) -> tuple[list[int], SamplingParams]:
     """The ids of all EOS tokens, and the parameters for requests that have none.
 
-    A generation_config.json is optional. It may name several EOS tokens where
-    config.json has one or none.
+    Both come from generation_config.json, if the model has one. It may name several EOS
+    tokens where config.json has one or none.
     """
     fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
     with reading(f"generation_config.json of {name}"):
@@ -75,11 +84,13 @@ def load_generation_config(name: str | Path,
             temperature=fields.pop("temperature", 1.0),
             top_k=0 if top_k == -1 else top_k,  # -1 is another way to keep all tokens
             top_p=top_p or 1e-6,  # 0 is another way to keep only the most likely one
+            min_p=fields.pop("min_p", 0.0),
             max_tokens=fields.pop("max_new_tokens", 16))
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
                if id in range(model_config.vocab_size)]
-    # The other fields have no effect here; with these values they have none anywhere.
+    # The engine ignores the other fields. With one of these values, a field has no
+    # effect anywhere, so it needs no warning.
     ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
                and not field.endswith(("_token_id", "_version"))]
     if ignored:
@@ -88,24 +99,14 @@ def load_generation_config(name: str | Path,
     return eos_ids, params
 
 
-@contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Let the errors of a library say what it was reading, and what to do about it."""
-    try:
-        yield
-    except Exception as error:
-        raise ValueError(f"cannot read {what} (repair it or download it again): "
-                         f"{error.__cause__ or error!r}") from error
-
-
 # -- Weights ---------------------------------------------------------------------------
 
 @torch.no_grad()
 def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     """A rank's share of the model, with the weights of its checkpoint.
 
-    For benchmarks, load_format="dummy" draws them: normal with std 0.02, and around one
-    for norms.
+    For benchmarks, load_format="dummy" makes them random: normally distributed with a
+    standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
     with backend.device, local_torch_dtype(backend.dtype):
         model = CausalLM(ranks.share, backend, ranks).requires_grad_(False)
@@ -123,7 +124,11 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
 
 
 def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
-    """Copy every tensor to its place; ValueError if one is missing or left over."""
+    """Copy every tensor to its place; ValueError if one is missing or left over.
+
+    A file is mapped into memory, so no more is read than is copied. It is opened again
+    for each tensor. Otherwise all that was read of it would stay in memory.
+    """
     files = find_tensors(source)
     head, embeddings = model.lm_head, model.model.embed_tokens
     if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
@@ -138,50 +143,43 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         module = model.get_submodule(name.removesuffix(f".{kind}"))
         parts = getattr(module, "parts", {own_name: len(parameter)})
         divided = getattr(module, "divided", None)
-        for part, rows in zip(parts, parameter.split([*parts.values()]), strict=True):
-            targets[name.replace(own_name, part)] = rows, divided
+        for part, target in zip(parts, parameter.split([*parts.values()]), strict=True):
+            targets[name.replace(own_name, part)] = target, divided
     # Old checkpoints also have the angles by which Q and K are rotated.
     names = {name for name in files if ".rotary_emb." not in name}
     check(names == targets.keys(), f"the weights in {source}",
-          "the tensors of config.json, no more and no fewer",
+          "exactly the tensors that config.json calls for",
           {"missing": sorted(targets.keys() - names),
            "left over": sorted(names - targets.keys())})
 
     for name, (target, divided) in targets.items():
-        copy_part(files[name], name, target, divided, ranks)
+        with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
+            tensor = part = tensors.get_tensor(name)
+        if divided in range(tensor.ndim):  # not None, nor the columns of a bias
+            part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
+        check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
+              f"{list(target.shape)} for each rank", list(tensor.shape))
+        target.copy_(part)
+        # A bias that is not divided although its matrix is: the ranks' results are
+        # added up, so only rank 0 may add it.
+        if divided == 1 and target.ndim == 1 and ranks.rank > 0:
+            target.zero_()
     if torch.equal(head.weight, embeddings.weight):  # one copy is enough
         head.weight = embeddings.weight
 
 
 def find_tensors(source: str | Path) -> dict[str, Path]:
-    """The file that each tensor of a checkpoint is in.
+    """The file of each tensor: {"lm_head.weight": path, ...}.
 
-    If there are several files, an index says it. Other files may lie beside them.
+    If a checkpoint has several files, an index says which tensor is in which file. Any
+    other file in the directory is ignored.
     """
     path = Path(source)
     if not path.is_dir():
-        path = Path(snapshot_download(str(source), allow_patterns=WEIGHTS))
+        path = Path(snapshot_download(str(source), allow_patterns="*.safetensors*"))
     file, index = path / "model.safetensors", path / "model.safetensors.index.json"
     if index.exists() and not file.exists():
         places = json.loads(index.read_text())["weight_map"]
         return {name: path / place for name, place in places.items()}
     with reading(str(file)), safe_open(file, "pt") as tensors:
         return dict.fromkeys(tensors.keys(), file)
-
-
-def copy_part(file: Path, name: str, target: Tensor, divided: Any,
-              ranks: Ranks) -> None:
-    """Copy a rank's part of a tensor; `divided` is the dimension that ranks divide.
-
-    The file is mapped into memory, so no more is read than is copied. It is opened
-    again for each tensor. Otherwise all that was read of it would stay in memory.
-    """
-    with reading(str(file)), safe_open(file, "pt") as tensors:
-        tensor = part = tensors.get_tensor(name)
-    if divided in range(tensor.ndim):
-        part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
-    check(part.shape == target.shape, f"the shape of {name} in {file}",
-          f"{list(target.shape)} for each rank", list(tensor.shape))
-    target.copy_(part)
-    if divided == 1 and target.ndim == 1 and ranks.rank > 0:
-        target.zero_()  # the ranks' results are added up: only rank 0 adds the bias

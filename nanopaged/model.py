@@ -22,13 +22,14 @@ from nanopaged.parallel import Ranks
 # memory. So on GPUs, torch.compile turns a function marked with this into as few
 # kernels as possible. Such a function takes weights as arguments, so that all layers
 # share the compiled code.
-fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
+                      options={"split_reductions": False})  # one kernel sums a row
 
 
 @fused
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
-    """The sum after RMSNorm, and the sum itself, which is the next residual."""
+    """The sum, normalised by RMSNorm, and the sum itself: the next residual."""
     residual = x + residual
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
@@ -75,7 +76,8 @@ class Linear(nn.Linear):
 
 
 def pack(linear: nn.Linear) -> None:
-    """On CPUs with bfloat16 instructions, reorder W for oneDNN: 1.3x to 2.7x as fast.
+    """On CPUs with bfloat16 instructions, reorder W for oneDNN, which makes the
+    product 1.3 to 2.7 times as fast.
 
     torch.compile uses these operators, too. They are private to torch, so they appear
     only here. Where they are missing, nothing changes.
@@ -106,7 +108,7 @@ class Attention(nn.Module):
         self.norm_weights: list[Tensor] = []
         if config.model_type == "qwen3":  # it normalises the heads of Q and K
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
-            # These views, one row for each head, show what is loaded later.
+            # These views, one row for each head, reflect the weights loaded later.
             self.norm_weights = [self.q_norm.weight.expand(num_heads, -1),
                                  self.k_norm.weight.expand(num_kv_heads, -1)]
 
@@ -137,6 +139,10 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """The weights of a layer. `CausalLM.forward` runs it, because the sums and norms of
+    neighbouring layers are computed together.
+    """
+
     def __init__(self, config: Any, backend: Any) -> None:
         super().__init__()
         self.self_attn = Attention(config, backend)

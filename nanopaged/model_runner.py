@@ -12,14 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import (
-    Metadata,
-    TritonAttention,
-    divide_up,
-    make_backend,
-    place_tokens,
-    spread,
-)
+from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
@@ -37,7 +30,7 @@ class ModelRunner:
         self.is_gpu = torch.cuda.is_available() and config.device != "cpu"
         check(self.is_gpu or config.device != "cuda", "device",
               "'cpu', because torch sees no GPU", config.device)
-        # With its number, because another thread may have another default.
+        # With an index, because another thread may have a different default device.
         device = f"cuda:{torch.cuda.current_device()}" if self.is_gpu else "cpu"
         self.device = torch.device(device)
         self.compiles = self.is_gpu and not config.enforce_eager
@@ -66,8 +59,9 @@ class ModelRunner:
     def run(self, batch: Batch) -> SamplerOutput:
         """This rank's part of a step: move blocks, compute the tokens, and sample.
 
-        Who reads which field of the batch: blocks are moved here, the sampler needs
-        `receivers`, which only rank 0 has, and `_prepare` reads everything else.
+        Who reads which field of the batch: the moves are read here. The sampler and
+        `Scheduler.update` need `receivers`, which only rank 0 has. Everything else is
+        read by `_prepare`.
         """
         # What torch.compile does with the functions that are marked `@fused`.
         stance = "default" if self.compiles else "force_eager"
@@ -101,22 +95,22 @@ class ModelRunner:
     def _prepare(self, batch: Batch, padding: int) -> Metadata:
         """What the forward pass must know, on the device; see `Metadata`.
 
-        `padding` sequences of one token are added. Their K and V go to the pool's last
-        block, number `num_blocks`, which no request ever gets.
+        `padding` sequences of one token are added. They must not overwrite the K and V
+        of others, so theirs go to the pool's last block, number `num_blocks`, which no
+        request ever gets.
         """
         block_size = self.config.block_size
         counts = np.array(batch.counts + [1] * padding)
         ends = np.array(batch.ends + [1] * padding)
-        num_blocks = divide_up(np.array(batch.ends), block_size)
-        block_tables = np.full((len(ends), num_blocks.max()), self.num_blocks)
-        block_tables[spread(num_blocks)] = batch.block_ids
+        block_tables = np.append(batch.block_ids, np.full(padding, self.num_blocks))
         positions, slots = place_tokens(block_tables, counts, ends, block_size)
         tensors = self._upload(
             token_ids=np.array(batch.token_ids + [0] * padding),
             positions=positions,
             slots=slots,
-            plan=self.backend.plan(counts, ends, block_tables.shape[1]),
-            # Tables get wider as sequences grow, so graphs read nothing after them.
+            plan=self.backend.plan(counts, ends),
+            # Tables grow with their sequences, and whatever follows them moves. So
+            # nothing that a graph reads may follow.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
@@ -152,23 +146,25 @@ class ModelRunner:
 
     # -- The start ---------------------------------------------------------------------
 
-    # Each hidden size compiles the functions again, and torch gives up after 8 times.
-    @torch.compiler.config.patch(recompile_limit=256)
+    # torch compiles the functions again for each hidden size of all engines in this
+    # process, and gives up after 8 times.
+    @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
     def _start(self) -> None:
         """Make room for the inputs of a step and for K and V, and record CUDA graphs.
         """
         config, block_size = self.config, self.config.block_size
         most_seqs, most_tokens = config.max_num_seqs, config.max_num_batched_tokens
         most_blocks = most_seqs * divide_up(self.max_model_len, block_size)
-        # At most ten numbers for each token, then the block tables, and room to spare.
+        # At most ten numbers for each token (six are the plan's), then the block
+        # tables, and room to spare.
         num_inputs = 10 * (most_tokens + most_seqs) + most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(most_seqs)
         self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
 
         # Run steps of padding, for which a pool of one block is enough. On a GPU, the
-        # largest ones compile all that any step needs, and show how much memory it
-        # takes.
+        # largest steps follow. They compile all that any step may need, and show how
+        # much memory a step can take.
         self.num_blocks = self.num_swap_blocks = 0
         self.kv_caches = self.swap_space = self._make_pool(1, device=self.device)
         self._run_padding([1])
@@ -177,14 +173,13 @@ class ModelRunner:
             self._run_padding([1] * min(most_seqs, most_tokens))
             longest = min(most_tokens, self.max_model_len)
             self._run_padding([longest] * min(most_seqs, most_tokens // longest))
-        logger.info("%s in %s has run.", type(self.backend).__name__, self.dtype)
 
         # All ranks have the same block ids, so the smallest pool decides.
         block_bytes = self.kv_caches.nbytes
         num_blocks = min(most_blocks, self._free_bytes() // block_bytes)
         size = torch.tensor(config.num_blocks or num_blocks)
         num_blocks = int(self.ranks.all_reduce(size, "MIN"))
-        check(num_blocks >= 1, "num_blocks", "at least 1: free some memory", num_blocks)
+        check(num_blocks > 0, "num_blocks", "at least 1 (free some memory)", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
@@ -193,9 +188,12 @@ class ModelRunner:
             self.num_swap_blocks = min(most_blocks, swap_bytes // block_bytes)
         # In pinned memory: a GPU copies from and to it without waiting.
         self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
-        logger.info("KV cache: %d blocks of %d tokens", num_blocks, block_size)
-        if self.compiles and isinstance(self.backend, TritonAttention):
+        if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
+        logger.info(
+            "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
+            type(self.backend).__name__, self.dtype, num_blocks, block_size,
+            len(self.graphs))
 
     def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
         """Memory for K and V of all layers. Nothing is read before it is written."""
@@ -207,18 +205,18 @@ class ModelRunner:
     def _free_bytes(self) -> int:
         """How much memory there is for K and V."""
         if not self.is_gpu:
-            return 4 << 30  # as far as it stays unused, it costs nothing
+            return 4 << 30  # what stays unused costs nothing
         # torch keeps what the largest step needed for the steps to come, so that is
         # not free any more.
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = (1 - self.config.gpu_memory_utilization) * total
-        return int(free - reserved) - (256 << 20)  # what graphs need besides
+        return int(free - reserved) - (256 << 20)  # for the CUDA graphs
 
     def _run_padding(self, counts: list[int]) -> None:
-        """Run a step of padding, with so many tokens in each of its sequences."""
+        """Run a step of padding, with counts[i] tokens in sequence i."""
         num_seqs = len(counts)
         num_blocks = sum(divide_up(count, self.config.block_size) for count in counts)
-        # With top_p all tokens are sorted, which takes most memory.
+        # With top_p all tokens are sorted, which takes the most memory.
         params = SamplingParams(top_p=0.5)
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
         self.run(Batch(
@@ -248,7 +246,6 @@ class ModelRunner:
             with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
                 states = self._forward(metadata)
             self.graphs[size] = (graph, states)
-        logger.info("%d CUDA graphs are recorded.", len(self.graphs))
 
     # -- The end -----------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class CompletionOutput:
 class RequestOutput:
     """The answer to a request so far.
 
-    `num_cached_tokens` tells how many prompt tokens were found in the prefix cache.
+    `num_cached_tokens` is how many prompt tokens were found in the prefix cache.
     """
 
     request_id: str

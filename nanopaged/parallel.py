@@ -2,18 +2,18 @@
 
     torchrun --nproc-per-node 2 script.py    # LLM(..., tensor_parallel_size=2)
 
-torchrun starts the same script several times, and numbers the processes: these are the
-ranks. Rank 0 runs the script to its end. The other ranks run it until they reach its
-`LLM`; from then on they only serve rank 0.
+torchrun starts the script several times. Each of these processes is a rank. Rank 0 runs
+the script to its end. The other ranks run it as far as its `LLM(...)`, which does not
+return there: from then on they only serve rank 0.
 
-Rank 0 schedules. In every step it sends the others the batch, as plain numbers; block
-ids mean the same on all ranks. All ranks run the same layers, each with its share of
-the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). Rank 0 samples
-the tokens.
+Rank 0 schedules. In every step it sends the batch to the other ranks, as plain numbers.
+Block ids mean the same on all of them. All ranks run the same layers, each with its
+share of the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). The
+tokens are those that rank 0 samples.
 
-How it ends: when rank 0's script ends, whatever the reason, its process leaves the
-group. The others are waiting for the next batch at that time. They get an error in its
-place, and exit. If a rank fails or is killed, torchrun ends all others.
+How it ends: when rank 0's script ends, for whatever reason, its process leaves the
+group. The other ranks are waiting for the next batch then. Instead they get an error,
+and exit. If any rank fails or is killed, torchrun ends all others.
 """
 
 import os
@@ -67,8 +67,8 @@ class Ranks:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
-        # An engine may be idle for long, so waiting for the next batch has no timeout.
-        # If a rank dies, torchrun notices it.
+        # An engine may be idle for a long time, so waiting for the next batch has no
+        # timeout. If a rank dies, torchrun notices it.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
         # At exit, finalizers run from the newest to the oldest, so `ModelRunner.free`

@@ -46,16 +46,15 @@ class Batch:
     token_ids are [-1, -2, -3], which stand for samples 0, 1 and 2 of the step before.
     """
 
-    # Of all entries, one after another: the tokens to compute, how many these are,
-    # where they end, and the blocks of all tokens from 0 to that end.
-    token_ids: list[int] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # of one entry after another
+    counts: list[int] = field(default_factory=list)  # how many of them in each entry
+    ends: list[int] = field(default_factory=list)  # the position after each entry
+    # For each entry, the blocks of all positions from 0 to its end.
     block_ids: Any = field(default_factory=lambda: array("q"))
-    samples: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)  # the entry of each sample
     # Blocks move in this order before the model runs. A step never swaps both out and
     # in, and it writes each block only once. A copy may go to a block that has just
-    # been swapped out, or be made of one that has just been swapped in.
+    # been swapped out, or be made from one that has just been swapped in.
     swaps_out: Moves = field(default_factory=list)
     swaps_in: Moves = field(default_factory=list)
     copies: Moves = field(default_factory=list)
@@ -84,7 +83,8 @@ class Scheduler:
             # After a preemption no group is admitted. A pool that was just full has no
             # room for another one. And a group that was just preempted may have pending
             # tokens, so it is not yet known what it must compute.
-            if request_id not in self.running and len(self.running) >= num_running:
+            has_preempted = len(self.running) < num_running
+            if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # If the pool is full the youngest gives way, and that may be this group.
             while request_id in self.running and not self.block_manager.grow(
@@ -98,7 +98,7 @@ class Scheduler:
         return batch
 
     def _schedule_sequence(self, seq: Sequence, batch: Batch) -> None:
-        """Let `seq` compute its next tokens, and sample if they are its last ones.
+        """Let `seq` compute its next tokens, and sample if that computes all of them.
 
         If the budget is too small for all sequences of a group, the last ones wait for
         the next step. Beams are compared with each other, so the first ones keep their
@@ -215,7 +215,7 @@ class Scheduler:
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
                     # The answer is the complete beams. Drop those that still run.
                     group.sequences = group.complete_beams
-                    self.abort(group, "length")
+                    self.abort(group)
             else:
                 seq.append(token, output.logprobs.get(i))
                 self._finish_if_complete(seq)
@@ -240,7 +240,7 @@ class Scheduler:
             del self.unfinished[group.request_id]
             self.running.pop(group.request_id, None)
 
-    def abort(self, group: SequenceGroup, reason: str = "abort") -> None:
+    def abort(self, group: SequenceGroup) -> None:
         """End all sequences of a group that have not finished."""
         for seq in list(group.live):
-            self.finish(seq, reason)
+            self.finish(seq, "abort")

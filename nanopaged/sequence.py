@@ -2,7 +2,8 @@
 
 The words of the engine:
 
-    token        an id of the vocabulary. A sequence has the prompt's, then its own
+    token        an id from the vocabulary. A sequence has the prompt's tokens, then its
+                 own
     sequence     one continuation of a prompt
     group        the sequences of one request. It is admitted, preempted and swapped as
                  a whole
@@ -14,10 +15,10 @@ The words of the engine:
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token is computed when its K and V are in the cache, or will be there
                  after the scheduled step
-    pending      a token is pending after the step that samples it has been scheduled,
-                 and before the host has read the token
+    pending      a token is pending from the moment the step that samples it is
+                 scheduled until the host reads the token
     publish      to enter a full block into the prefix cache, so that others can find it
-    fork         to let another sequence share the blocks that a sequence has filled
+    fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's
     preempt      to take a group off the device because the pool is full
     step         one forward pass over the tokens of many sequences, in one flat batch
@@ -55,8 +56,8 @@ class Sequence:
         self.group = group
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
-        # What stands for each pending token in the next batch: -1 - i, if it is sample
-        # number i of its step.
+        # A placeholder for each pending token, which the next batch has in place of the
+        # token's id: -1 - i for sample i of the step that samples it.
         self.pending: list[int] = []
 
         # Only the block manager changes these two.
@@ -71,11 +72,11 @@ class Sequence:
 
     @property
     def compute_end(self) -> int:
-        """The tokens before this position are computed next. Then a token is sampled.
+        """The next steps compute all tokens before this position. Then one is sampled.
 
         Before the fork, these are the tokens of the prompt, which all sequences of the
         group share. After the fork, they are all tokens, including pending ones. For
-        example, request A decodes one token:
+        example, request A decodes one token. (The columns count tokens.)
 
                      token_ids  computed  pending  compute_end
             before           7         6        0            7
@@ -99,7 +100,7 @@ class Sequence:
         return self.group.stop_token_ids if too_short else set()
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
-        """Add a sampled token. `logprobs` has its log-probability, and others."""
+        """Add a sampled token, with its log-probability and those of other tokens."""
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -162,7 +163,7 @@ class SequenceGroup:
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
-        self.beam_params: Any = beam_params  # None: this is no beam search
+        self.beam_params: Any = beam_params  # None: this is not a beam search
         self.stop_token_ids = stop_token_ids
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
@@ -176,8 +177,8 @@ class SequenceGroup:
         self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        # False while the leader computes the prompt for all. A single sequence goes its
-        # own way from the start.
+        # True after the fork, and always for a single sequence. Until then, the leader
+        # computes the prompt for all of them.
         self.forked = params.n == 1
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 

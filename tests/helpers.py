@@ -197,8 +197,8 @@ def check_books(scheduler, manager):
     unheld = set(range(len(manager.ref_counts))) - references.keys()
     assert set(manager.free_blocks) == {i for i in unheld if i < device}
     assert set(manager.free_swap_blocks) == {i for i in unheld if i >= device}
-    for hash, content in manager.published.items():
-        assert content.hash == hash and content.block_id < device
+    for key, content in manager.published.items():
+        assert (content.before, content.token_ids) == key and content.block_id < device
 
     oldest = list(scheduler.unfinished)[: len(scheduler.running)]
     assert list(scheduler.running) == oldest, "not first come, first served"

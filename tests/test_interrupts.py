@@ -14,9 +14,13 @@ import random
 import signal
 import sys
 import weakref
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -209,6 +213,33 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
     llm.shutdown()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch):
+    """There C code calls Python, and drops what that raises."""
+    from nanopaged import cpu_kernels
+
+    def begin(*arguments):  # from the signal on, no Python runs until the kernel does
+        calls = [partial(library["raise"], signal.SIGINT),
+                 partial(library.GOMP_parallel, *arguments)]
+        deque(map(methodcaller("__call__"), calls), 0)
+
+    def fail(num_shares, *others):
+        assert num_shares == 1 or others[-1] > 0, "the first share of several"
+
+    library = cpu_kernels.PROCESS
+    prompts = [[*range(i, 125 + i)] * 2 for i in range(10)]  # enough keys for 2 shares
+    replaced = SimpleNamespace(GOMP_parallel=begin, mallopt=library.mallopt)
+    with LLM(llama, **CPU) as llm, deadline():
+        answers = generate(llm, prompts, greedy(3))
+        for name, stand_in, error, words in (
+                ("PROCESS", replaced, KeyboardInterrupt, None),
+                ("run_programs", fail, RuntimeError, "kernel failed")):
+            with monkeypatch.context() as patch, pytest.raises(error, match=words):
+                patch.setattr(cpu_kernels, name, stand_in)
+                generate(llm, prompts, greedy(3))
+            assert generate(llm, prompts, greedy(3)) == answers
+
+
 # -- Threads, and the garbage collector ------------------------------------------------
 
 
@@ -266,7 +297,7 @@ def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work
             llm.abort_request(victim)
             for call in (llm.step, llm.shutdown, lambda: generate(llm, [[5]], greedy()),
                          lambda: next(llm.stream([5]))):
-                with pytest.raises(RuntimeError, match="a step is running"):
+                with pytest.raises(RuntimeError, match="within a step"):
                     call()
 
     added = []

@@ -103,7 +103,7 @@ def test_a_character_is_streamed_with_its_last_byte(kind):
 
 def test_the_prompt_may_end_with_any_part_of_a_character(kind):
     """The answer has the rest of it, and all of the character is the answer's text."""
-    ids = encode(kind, "你的热情朋友")
+    ids = encode(kind, "你的热😀情朋友")
     for first in range(1, len(ids)):
         known = [decode(kind, [], ids[:end]) for end in range(first + 1)]
         begun = max((text for text in known if HALF not in text), key=len)
@@ -115,15 +115,16 @@ def test_the_prompt_may_end_with_any_part_of_a_character(kind):
     None, decoders.Metaspace(), decoders.WordPiece(), decoders.WordPiece(cleanup=False),
     decoders.Strip("▁", 1, 0)], ids=str)
 def test_words_are_joined_as_their_tokenizer_joins_them(decoder):
-    """The first word may look different if the prompt has no text. Words may contain
-    U+FFFD, or the characters by which other tokenizers mean bytes.
+    """The first word may look different if the prompt has no text: here it has one word
+    and special tokens. Words may contain U+FFFD, or what means a byte elsewhere.
     """
     words = ["<s>", "▁", "▁ab", "##b", "d", "'s", "▁▁Ã", "▁" + HALF]
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<s>"))
     raw.decoder = decoder
     ours = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>")
-    for last, *answer in product(range(len(words)), repeat=4):
-        assert finals_of(ours, [0, last], answer) == {decode(ours, [0, last], answer)}
+    for first, *answer in product(range(len(words)), repeat=4):
+        prompt = [first, *[0] * 9]
+        assert finals_of(ours, prompt, answer) == {decode(ours, prompt, answer)}
 
 
 def test_the_example_at_the_top_of_the_file_is_true():
@@ -258,11 +259,10 @@ def test_tokens_that_the_tokenizer_does_not_know_have_no_text(
     tokenizer.save_pretrained(path)
     tokenizer.clean_up_tokenization_spaces = False
     params = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True, seed=1)
-    llm = engine(path)
-    answer = complete(llm, [4, 5, len(tokenizer) + 3], params)
+    answer = complete(engine(path), [4, 5, len(tokenizer) + 3], params)
     assert sum(token >= len(tokenizer) for token in answer.token_ids) > 5
     assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    assert llm.tokenizer.clean_up_tokenization_spaces is False
+    assert loader.load_tokenizer(path).clean_up_tokenization_spaces is False
 
 
 class Broken:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.attention import place_tokens, spread
+from nanopaged.attention import place_tokens
 from nanopaged.config import EngineConfig
 from nanopaged.parallel import FIELDS
 from nanopaged.scheduler import Batch
@@ -50,11 +50,8 @@ def loop() -> Values:
 
 def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
     """The positions and slots of a batch's tokens, in blocks of this size."""
-    ends = np.array(batch.ends)
-    num_blocks = -(-ends // size)
-    tables = np.zeros((len(ends), num_blocks.max()), np.int64)
-    tables[spread(num_blocks)] = batch.block_ids
-    positions, slots = place_tokens(tables, np.array(batch.counts), ends, size)
+    positions, slots = place_tokens(
+        np.array(batch.block_ids), np.array(batch.counts), np.array(batch.ends), size)
     return positions.tolist(), slots.tolist()
 
 
