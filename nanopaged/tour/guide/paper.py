@@ -89,8 +89,8 @@ def latency(seconds: float = 600) -> Results:
     table = {system: {"requests/s": rate, "nanopaged / this": rates["nanopaged"] / rate,
                       "the paper's": SUSTAINED.get(system, "")}
              for system, rate in rates.items()}
-    title = f"Rates with a mean latency of at most {memory.LIMIT:g} s per token"
-    return {"latency": Result(title, rows, chart), "rates": Result(title, table)}
+    return {"latency": Result(title, rows, chart), "rates": Result(
+        f"Rates with a mean latency of at most {memory.LIMIT:g} s per token", table)}
 
 
 def gains(seconds: float = 60) -> Results:
