@@ -261,7 +261,9 @@ class TritonAttention(TorchAttention):
         tables = starts_of(divide_up(ends, self.block_size))
         tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
 
-        num_parts = 2 * self.programs_at_once  # rounding up adds one for each tile
+        # Rounding up adds a part for each tile. Fewer than `num_parts` tiles are cut,
+        # so all together, these have less than twice as many parts.
+        num_parts = 2 * self.programs_at_once
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         owners, parts = spread(divide_up(num_keys, part_keys))
@@ -288,17 +290,20 @@ class TritonAttention(TorchAttention):
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
-        grid = len(items), self.num_kv_heads
         out = q.new_empty(q.shape)
-        parts = torch.empty(*grid, rows, self.head_dim, device=q.device)
-        log_sums = torch.empty(*grid, rows, device=q.device)
+        # The plan has at most this many parts of tiles that are cut, and they come
+        # first. A fixed size lets the first steps show how much memory a step can take.
+        most_parts = 4 * self.programs_at_once
+        shape = most_parts, self.num_kv_heads, rows
+        parts = torch.empty(*shape, self.head_dim, device=q.device)
+        log_sums = torch.empty(*shape, device=q.device)
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
-        self.kernels.paged_attention[grid](
+        self.kernels.paged_attention[len(items), self.num_kv_heads](
             q, kv_cache, metadata.block_tables, items, out, parts, log_sums, self.scale,
             q.stride(0), *sizes, self.block_size, self.keys_per_round,
             num_warps=num_warps)
-        self.kernels.merge_parts[grid](
+        self.kernels.merge_parts[min(len(items), most_parts), self.num_kv_heads](
             parts, log_sums, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
 

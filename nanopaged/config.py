@@ -5,7 +5,6 @@ exists is therefore valid, and no other file checks it again. `dataclasses.repla
 makes a changed copy.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from inspect import formatannotation
 from pathlib import Path
@@ -18,7 +17,7 @@ LEAST = {
     "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
     "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
     "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
-MOST = {"temperature": 1e30, "top_p": 1, "length_penalty": 10,
+MOST = {"temperature": 1e30, "top_p": 1, "min_p": 1, "length_penalty": 10,
         "gpu_memory_utilization": 1}
 
 
@@ -29,13 +28,6 @@ def check(is_right: bool, name: str, expected: object, value: object,
         raise error(f"{name} must be {expected}, got {value!r:.200}")
 
 
-def has_type(value: object, annotation: Any) -> bool:
-    with suppress(TypeError):
-        type_validator("", value, annotation)
-        return True
-    return False
-
-
 class Checked:
     """Base of the dataclasses that check their fields when they are made."""
 
@@ -44,7 +36,10 @@ class Checked:
             value = getattr(self, field.name)
             expected = formatannotation(field.type)
             error = ValueError if expected.startswith("Literal") else TypeError
-            check(has_type(value, field.type), field.name, expected, value, error)
+            try:
+                type_validator(field.name, value, field.type)
+            except TypeError:
+                check(False, field.name, expected, value, error)
             if isinstance(value, int | float):
                 low, high = LEAST.get(field.name, 0), MOST.get(field.name, 2**63 - 1)
                 check(value >= low, field.name, f"at least {low}", value)
@@ -59,6 +54,8 @@ class SamplingParams(Checked):
     temperature: 0 always takes the most likely token.
     top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` keep
         all of them.
+    min_p: sample only tokens that are at least `min_p` times as likely as the most
+        likely one.
     max_tokens: None means as many as the engine's `max_model_len` allows.
     min_tokens: until there are this many tokens, no EOS or stop token is sampled. Stop
         strings that are complete by then are ignored.
@@ -76,6 +73,7 @@ class SamplingParams(Checked):
     temperature: float | int = 1.0
     top_p: float | int = 1.0
     top_k: int = 0
+    min_p: float | int = 0.0
     max_tokens: int | None = 16
     min_tokens: int = 0
     stop: str | list[str] | None = None

@@ -98,8 +98,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     block_tables  [num_blocks]: one after another
     items         [num_items, 6]: see `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
-    parts         [num_items, num_kv_heads, ROWS, head_dim]: other results, in float32
-    log_sums      [num_items, num_kv_heads, ROWS]: log2 of what they were divided by
+    parts         [most_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
+    log_sums      [most_parts, num_kv_heads, ROWS]: log2 of what they were divided by
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -174,8 +174,8 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     """The result of a tile whose keys are in several parts: the mean of the parts'
     results, weighted by what they were divided by (a log-sum-exp merge).
 
-    Grid and arguments are those of `paged_attention`. The program of a tile's first
-    part merges all of them, and the others do nothing.
+    Grid: [most_parts, num_kv_heads]. The program of a tile's first part merges all of
+    them, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
     items += first * 6

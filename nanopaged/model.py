@@ -22,7 +22,8 @@ from nanopaged.parallel import Ranks
 # memory. So on GPUs, torch.compile turns a function marked with this into as few
 # kernels as possible. Such a function takes weights as arguments, so that all layers
 # share the compiled code.
-fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
+                      options={"split_reductions": False})  # one kernel sums a row
 
 
 @fused
@@ -69,9 +70,6 @@ class Linear(nn.Linear):
                  divided: int | None = None, **parts: int) -> None:
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts, self.divided = parts, divided
-
-    def reset_parameters(self) -> None:
-        """Draw no random weights: the checkpoint's are loaded."""
 
 
 def pack(linear: nn.Linear) -> None:
@@ -162,8 +160,7 @@ class CausalLM(nn.Module):
         self.eps = config.rms_norm_eps
         vocab_size, size = config.vocab_size, config.hidden_size
         self.model: Any = nn.Module()
-        self.model.embed_tokens = nn.Embedding(
-            vocab_size, size, _weight=torch.empty(vocab_size, size))  # loaded later
+        self.model.embed_tokens = nn.Embedding(vocab_size, size)
         self.model.layers = nn.ModuleList(
             DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, self.eps)

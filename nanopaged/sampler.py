@@ -34,6 +34,7 @@ from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 BUCKET_SIZE = 128
+NO_TOP_K = 2**31
 # Random numbers are multiples of this, and below 1. A bucket, or a token within its
 # bucket, that is less likely than this may never be drawn. Sums in float64 are more
 # precise, so the sum of all probabilities exceeds every random number.
@@ -73,15 +74,23 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         logits = logits.index_put(at, logits.new_full((), -torch.inf))
 
     tokens = logits.max(-1).indices  # same as argmax, but three times as fast
-    if any(p.temperature >= GREEDY for p in params):
+    drawing = [p for p in params if p.temperature >= GREEDY]
+    if drawing:
         # [num_samples, 1] each, in one transfer
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
-        temperature, first, second, *limits = table.split(1, dim=1)
-        if any(p.top_k or p.top_p < 1 for p in params):
-            max_top_k = max(p.top_k or logits.shape[1] for p in params)
-            lowest = lowest_kept(logits, max_top_k, temperature, *limits)
+        first, second = table[:, :2].split(1, dim=1)
+        temperature, *limits = table[:, 2:].float().split(1, dim=1)
+        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
+            # A row with a top_k needs only its most likely tokens, the others need all.
+            top_ks = [p.top_k for p in drawing]
+            most = min(max(2, *top_ks), logits.shape[1])
+            values = logits.topk(most).values if any(top_ks) else logits
+            lowest = lowest_kept(values, temperature, *limits)
+            if any(top_ks) and not all(top_ks):
+                others = lowest_kept(logits, temperature, *limits)
+                lowest = lowest.where(limits[0] < NO_TOP_K, others)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
-        drawn = draw_tokens(logits, temperature.float(), first, second)
+        drawn = draw_tokens(logits, temperature, first, second)
         # What is drawn at temperature 0 means nothing, and is not taken.
         tokens = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
 
@@ -102,14 +111,15 @@ def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
 
 
 def draw_params(seq: Sequence) -> list[float]:
-    """Temperature, two random numbers, top-k and top-p."""
+    """Two random numbers, the temperature, and the limits: top-k, top-p and min-p."""
     params = seq.group.params
     # All tokens before the new one are computed: this is its position, which the host
     # knows even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
-    return [params.temperature, first * RESOLUTION, second * RESOLUTION,
-            params.top_k or 2**31, params.top_p]
+    top_p = params.top_p if params.top_p < 1 else 2  # no sum reaches 2
+    return [first * RESOLUTION, second * RESOLUTION, params.temperature,
+            params.top_k or NO_TOP_K, top_p, params.min_p]
 
 
 @fused
@@ -140,21 +150,35 @@ def draw(logits: Tensor, numbers: Tensor) -> Tensor:
     return is_above.byte().argmax(-1, keepdim=True)  # the first one
 
 
-def lowest_kept(logits: Tensor, max_top_k: int, temperature: Tensor, top_k: Tensor,
-                top_p: Tensor) -> Tensor:
+@fused
+def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor,
+                min_p: Tensor) -> Tensor:
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
-    logits: [num_samples, vocab_size]; temperature, top_k, top_p: [num_samples, 1];
-    max_top_k: the largest top_k, which the host knows. Two limits, applied in turn:
+    values: [num_samples, num_values], logits, sorted where there is a top_k; the
+    others: [num_samples, 1]. The limits:
 
         top_k   the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and including the one that
                 brings the sum of their probabilities to top_p
+        min_p   of these, tokens stay that are at least min_p times as likely as the
+                most likely one
 
     The result is a logit, so that tied tokens stay or go together.
     """
-    values = logits.topk(min(max_top_k, logits.shape[1]), dim=-1).values  # sorted
-    is_out = torch.arange(values.shape[1], device=logits.device) >= top_k
-    probs = (values / temperature.float()).masked_fill(is_out, -torch.inf).softmax(-1)
-    is_out |= (probs.cumsum(-1) - probs >= top_p) & (top_p < 1)
+    is_out = torch.arange(values.shape[1], device=values.device) >= top_k
+    values = values.float().masked_fill(is_out, -torch.inf)
+    scaled = (values - values.amax(-1, keepdim=True)) / temperature
+    weights = scaled.exp()  # probabilities, but for a common factor
+    enough = top_p * weights.sum(-1, keepdim=True)
+    # A token stays if those above it are not enough. Sorting would take longer than the
+    # rest of the step, so the bound is found by bisection: from -128, where weights are
+    # 0, to 0, in steps so small that in the end float32 cannot tell weights apart.
+    low, high = torch.full_like(enough, -128), torch.zeros_like(enough)
+    for _ in range(32):
+        middle = (low + high) / 2
+        above = (weights * (scaled > middle)).sum(-1, keepdim=True)
+        is_bound = above < enough
+        low, high = low.where(is_bound, middle), middle.where(is_bound, high)
+    is_out = (scaled <= low) | (scaled < min_p.log())
     return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

@@ -282,6 +282,7 @@ def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_
         assert numbers == [*range(numbers[0], numbers[0] + len(ranges))]
         assert firsts == [0, *ends[:-1]] and ends[-1] == position + queries
         assert len(ranges) == -(-ends[-1] // ends[0]), "as merge_parts counts them"
+        assert len(ranges) == 1 or numbers[-1] < 4 * places, "no room for this part"
 
 
 @settings(deadline=None, max_examples=60)

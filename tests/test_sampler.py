@@ -12,10 +12,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from transformers import MinPLogitsWarper
 
 from helpers import chi_square, floats, new_group
 from nanopaged import SamplingParams
-from nanopaged.sampler import RESOLUTION, draw, draw_tokens, sample
+from nanopaged.sampler import RESOLUTION, draw, draw_tokens, lowest_kept, sample
 
 INF = math.inf
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
@@ -45,8 +46,8 @@ def expected_probs(logits, params):
     top = scaled.sort(descending=True).values[: params.top_k or None]
     probs = top.softmax(-1)
     before = probs.cumsum(-1) - probs  # of the more likely ones
-    return scaled.masked_fill(
-        scaled < top[before < params.top_p].min(), -INF).softmax(-1)
+    is_kept = (before < params.top_p) & (probs >= params.min_p * probs[0])
+    return scaled.masked_fill(scaled < top[is_kept].min(), -INF).softmax(-1)
 
 
 def check_frequencies(tokens, probs):
@@ -67,7 +68,8 @@ def check_frequencies(tokens, probs):
     ({"top_p": 0.66}, {1, 3, 4}), ({"top_p": 0.96}, {0, 1, 2, 3, 4}),
     # After top-k 0.4 of 0.85 is 0.47, so two tokens are enough for top-p.
     ({"top_k": 3, "top_p": 0.7}, {1, 3}), ({"top_k": 3, "top_p": 0.77}, {1, 3, 4}),
-    ({"top_k": 4, "top_p": 0.99}, {0, 1, 3, 4}),
+    ({"top_k": 4, "top_p": 0.99}, {0, 1, 3, 4}), ({"min_p": 0.4}, {1, 3, 4}),
+    ({"min_p": 1, "top_p": 0.9}, {1}), ({"min_p": 0.4, "top_p": 0.5}, {1, 3}),
     # Temperature comes first: 0.16 / 0.275 is 0.58.
     ({"temperature": 0.5, "top_p": 0.57}, {1})], ids=str)
 def test_the_likely_tokens_are_kept(limits, tokens):
@@ -163,14 +165,29 @@ def test_no_number_draws_an_excluded_token(noise, monkeypatch):
     assert draw(weights.log(), numbers).flatten().tolist() == [1, 1, 3, 3]
 
 
-def test_tied_tokens_stay_or_go_together():
-    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0, 1.0, -INF]])
-    most = {0, 1, 2, 4}
-    for limits, tokens in [
-            ({"top_k": 2}, most), ({"top_p": 0.5}, most), ({"top_k": 1}, {1}),
-            ({"top_k": 6}, most | {3})]:
-        seqs = [sequence(SamplingParams(**limits), seed) for seed in range(300)]
-        assert set(tokens_at(logits, seqs)) == tokens
+@pytest.mark.parametrize("kind", ["smooth", "steep", "tied", "bfloat16"])
+def test_limits_keep_what_sorting_and_transformers_keep(kind):
+    """Tied tokens, too, stay or go together. 2,500 rows, with and without top_k."""
+    logits = random_logits(2500, 300, scale=20 if kind == "steep" else 2)
+    logits = logits.round() if kind == "tied" else logits
+    logits = logits.bfloat16() if kind == "bfloat16" else logits
+    heat, top_p = torch.rand(2, 2500, 1, generator=torch.Generator().manual_seed(1))
+    zero, most, heat = torch.zeros(2500, 1), torch.full((2500, 1), 2.0**31), heat + 0.1
+    for top_k in (0, 20):
+        top = logits.sort(descending=True).values[:, : top_k or None]
+        probs = (top.double() / heat).softmax(-1)
+        before = probs.cumsum(-1) - probs
+        expected = top.float().masked_fill(before >= top_p, INF).amin(-1, keepdim=True)
+        clear = ((before - top_p).abs() > 1e-5).all(-1)  # other rows depend on rounding
+        values = top if top_k else logits
+        found = lowest_kept(values, heat, zero + top_k if top_k else most, top_p, zero)
+        assert clear.sum() > 2000 and torch.equal(found[clear], expected[clear])
+    scores = logits.float() / heat
+    kept = MinPLogitsWarper(0.1)(None, scores) > -INF
+    lowest = lowest_kept(logits, heat, most, zero + 2, zero + 0.1)
+    gaps = scores - scores.amax(-1, keepdim=True) - math.log(0.1)
+    clear = (gaps.abs() > 1e-5).all(-1)
+    assert clear.sum() > 2000 and torch.equal((logits >= lowest)[clear], kept[clear])
 
 
 @pytest.mark.parametrize("broken", [torch.nan, INF, -INF], ids=str)
@@ -219,7 +236,8 @@ def test_extreme_logits_and_temperatures_draw_possible_tokens():
 
 def draw_sequence(rng):
     """Greedy, limited or unlimited; the last two as often as not in one batch."""
-    limits = {"top_k": [0, 1, 2, 7, 500], "top_p": [1.0, 0.95, 0.6, 0.1]}
+    limits = {"top_k": [0, 1, 2, 7, 500], "top_p": [1.0, 0.95, 0.6, 0.1],
+              "min_p": [0.0, 0.03, 0.6]}
     chosen = {name: rng.choice(values) for name, values in limits.items()
               if rng.random() < 0.3}
     params = SamplingParams(
