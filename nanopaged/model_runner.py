@@ -216,8 +216,7 @@ class ModelRunner:
         """Run a step of padding, with counts[i] tokens in sequence i."""
         num_seqs = len(counts)
         num_blocks = sum(divide_up(count, self.config.block_size) for count in counts)
-        # With top_p all tokens are sorted, which takes the most memory.
-        params = SamplingParams(top_p=0.5)
+        params = SamplingParams(top_p=0.5)  # limits need functions of their own
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
         self.run(Batch(
             [0] * sum(counts), counts, counts, [0] * num_blocks, list(range(num_seqs)),

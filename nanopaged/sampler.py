@@ -34,6 +34,7 @@ from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 BUCKET_SIZE = 128
+NO_TOP_K = 2**31
 # Random numbers are multiples of this, and below 1. A bucket, or a token within its
 # bucket, that is less likely than this may never be drawn. Sums in float64 are more
 # precise, so the sum of all probabilities exceeds every random number.
@@ -73,17 +74,21 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         logits = logits.index_put(at, logits.new_full((), -torch.inf))
 
     tokens = logits.max(-1).indices  # same as argmax, but three times as fast
-    if any(p.temperature >= GREEDY for p in params):
+    drawing = [p for p in params if p.temperature >= GREEDY]
+    if drawing:
         # [num_samples, 1] each, in one transfer
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
         first, second = table[:, :2].split(1, dim=1)
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
-        if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
-            values = logits
-            if any(p.top_k for p in params):  # only the likeliest tokens, sorted
-                most = max(2, *(p.top_k or logits.shape[1] for p in params))
-                values = logits.topk(min(most, logits.shape[1])).values
+        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
+            # A row with a top_k needs only its most likely tokens, the others need all.
+            top_ks = [p.top_k for p in drawing]
+            most = min(max(2, *top_ks), logits.shape[1])
+            values = logits.topk(most).values if any(top_ks) else logits
             lowest = lowest_kept(values, temperature, *limits)
+            if any(top_ks) and not all(top_ks):
+                others = lowest_kept(logits, temperature, *limits)
+                lowest = lowest.where(limits[0] < NO_TOP_K, others)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
         drawn = draw_tokens(logits, temperature, first, second)
         # What is drawn at temperature 0 means nothing, and is not taken.
@@ -114,7 +119,7 @@ def draw_params(seq: Sequence) -> list[float]:
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
     top_p = params.top_p if params.top_p < 1 else 2  # no sum reaches 2
     return [first * RESOLUTION, second * RESOLUTION, params.temperature,
-            params.top_k or 2**31, top_p, params.min_p]
+            params.top_k or NO_TOP_K, top_p, params.min_p]
 
 
 @fused

@@ -218,16 +218,13 @@ class Scheduler:
                     self.abort(group)
             else:
                 seq.append(token, output.logprobs.get(i))
-                self._finish_if_complete(seq)
-
-    def _finish_if_complete(self, seq: Sequence) -> None:
-        at_max_len = len(seq.token_ids) >= seq.group.max_len
-        is_stop = seq.ended_by_token
-        if seq.group.params.stop:
-            detokenizer = seq.detokenize(final=is_stop or at_max_len)
-            is_stop |= detokenizer.stopped_by is not None
-        if is_stop or at_max_len:
-            self.finish(seq, "stop" if is_stop else "length")
+                at_max_len = len(seq.token_ids) >= group.max_len
+                is_stop = seq.ended_by_token
+                if group.params.stop:
+                    detokenizer = seq.detokenize(final=is_stop or at_max_len)
+                    is_stop |= detokenizer.stopped_by is not None
+                if is_stop or at_max_len:
+                    self.finish(seq, "stop" if is_stop else "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, whether it runs or waits, and free its blocks."""
