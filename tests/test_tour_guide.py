@@ -195,7 +195,7 @@ def test_hostile_values_are_shown_as_text():
         "{{ hostile }}", "a {{ hostile }} b", "`{{ hostile }}`", "[a]({{ hostile }})",
         "```text\n{{ hostile }}\n```", "| {{ hostile }} |\n|---|\n| {{ hostile }} |")]
     assert all(str(escape(hostile)) in str(markup) for markup in rendered)
-    rendered.append(figures.bars(hostile, {hostile: {hostile: 1.0}}, hostile))
+    rendered.append(figures.bars(hostile, {hostile: {hostile: 1.0}}, hostile, {}))
     for markup in rendered:
         assert not re.search("<img|</script|<em>", markup)
 
