@@ -16,8 +16,6 @@ The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
     the other writes its own         [0, 2]   it is the only holder of block 2 now
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -44,7 +42,7 @@ class Content:
     to compare their own tokens, and to look whether `before` is the same object.
     """
 
-    before: Content | str | None  # that of the preceding block; for a first one, a salt
+    before: "Content | str | None"  # that of the preceding block; for a first one, a salt
     token_ids: tuple[int, ...]
     block_id: int | None = None  # the newest block that holds this
 
@@ -90,9 +88,8 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0:
-                free_list = self.free_swap_blocks
-                if block_id < self.num_blocks:
-                    free_list = self.free_blocks
+                on_device = block_id < self.num_blocks
+                free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
                 # A block that no request can find is the next one to be taken.
                 free_list.move_to_end(block_id, last=self.is_cached(block_id))

@@ -8,7 +8,7 @@ makes a changed copy.
 from dataclasses import dataclass, fields
 from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from huggingface_hub.dataclasses import type_validator
 

@@ -56,7 +56,7 @@ class LLM(AbstractContextManager["LLM"]):
         weakref.finalize(self, self.runner.free)
         self.ranks.serve(self.runner.run)  # this returns only on rank 0
 
-        self.runs_ahead = self.runner.device.type == "cuda"  # see `_step_ahead`
+        self.runs_ahead = self.runner.is_gpu  # see `_step_ahead`
         # For the rest see "Threads and Ctrl-C".
         self._ids = itertools.count()
         self._inbox: deque[SequenceGroup | str] = deque()
@@ -247,8 +247,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Step, unless the outbox has something already. Then report what is in it."""
         self._check_not_in_step()
         with self._lock:
-            is_closed = self.runner.model is None
-            if is_closed or (self._in_step and self.ranks.size > 1):
+            if self.runner.model is None or (self._in_step and self.ranks.size > 1):
                 raise RuntimeError("this engine has been shut down: start a new one")
             if self._in_step:
                 self._reset(self.scheduler.unfinished.values())

@@ -26,8 +26,6 @@ The words of the engine:
     budget       how many tokens one step may compute
 """
 
-from __future__ import annotations
-
 from array import array
 from copy import copy
 from typing import Any
@@ -52,7 +50,7 @@ class Sequence:
     cache yet. The next step computes them, stores them in block 1, and samples t1.
     """
 
-    def __init__(self, group: SequenceGroup, index: int) -> None:
+    def __init__(self, group: "SequenceGroup", index: int) -> None:
         self.group = group
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
@@ -106,7 +104,7 @@ class Sequence:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
 
-    def child(self, token: int) -> Sequence:
+    def child(self, token: int) -> "Sequence":
         """A new beam: this one, continued by one of its candidates."""
         beam = Sequence(self.group, self.index)
         beam.token_ids = list(self.token_ids)
@@ -168,9 +166,6 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the value of its last token decides what its next step computes, as in
-        # a beam search. Such a group is not scheduled while it has pending tokens.
-        self.needs_last_token = beam_params is not None
         # How many prompt tokens it found in the prefix cache; -1 before it has started.
         self.num_cached_tokens = -1
 
@@ -184,8 +179,12 @@ class SequenceGroup:
 
     @property
     def next_sequences(self) -> list[Sequence]:
-        """The sequences whose tokens are computed next: before the fork, the leader."""
-        if self.needs_last_token and any(seq.pending for seq in self.live):
+        """The sequences whose tokens are computed next: before the fork, the leader.
+
+        In a beam search, the values of the last tokens decide which beams go on. So the
+        group is not scheduled while it has pending tokens.
+        """
+        if self.beam_params and any(seq.pending for seq in self.live):
             return []
         return self.live if self.forked else self.live[:1]
 
@@ -197,11 +196,10 @@ class SequenceGroup:
         self.outbox[self.request_id] = self
 
     def output(self) -> RequestOutput:
-        outputs = [seq.output(index) for index, seq in enumerate(self.sequences)]
         return RequestOutput(
-            request_id=self.request_id, prompt=self.prompt, outputs=outputs,
-            prompt_token_ids=self.prompt_token_ids, finished=not self.live,
-            num_cached_tokens=max(0, self.num_cached_tokens))
+            self.request_id, self.prompt, self.prompt_token_ids,
+            [seq.output(index) for index, seq in enumerate(self.sequences)],
+            finished=not self.live, num_cached_tokens=max(0, self.num_cached_tokens))
 
 
 Outbox = dict[str, SequenceGroup]  # by request id, in order of change
