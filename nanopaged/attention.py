@@ -16,8 +16,8 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_table_blocks]: the physical block of each logical block of the first
-                   sequence, then of the second, and so on
+    block_tables   [num_table_blocks]: the physical block of each logical block of the
+                   first sequence, then of the second, and so on
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
@@ -254,7 +254,7 @@ class TritonAttention(TorchAttention):
         """
         queries_per_tile = self.rows_per_tile(counts) // self.group_size
         seqs, numbers = spread(counts)
-        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # the first of each tile
+        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # first of each tile
         seqs = seqs[tokens]
         positions = (ends - counts)[seqs] + numbers[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[seqs])

@@ -153,5 +153,5 @@ def keep_freed_memory():
     PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
-# A forked process has only one thread, but torch would wait for all that its parent had.
+# A forked process has only one thread. torch would wait for all that its parent had.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

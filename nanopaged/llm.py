@@ -291,7 +291,7 @@ class LLM(AbstractContextManager["LLM"]):
             for seq in group.live:
                 seq.finish_reason = "abort"
             group.live = []
-        self._launched: deque[Any] = deque()  # steps whose tokens have not been read yet
+        self._launched: deque[Any] = deque()  # steps whose tokens are still to be read
         self.block_manager = BlockManager(
             self.runner.num_blocks, self.config.block_size,
             self.config.enable_prefix_caching, self.runner.num_swap_blocks)

@@ -16,7 +16,7 @@ the first one at which the sum of the probabilities so far exceeds the number
 Why not draw from all tokens at once? Sums over a vocabulary of 150,000 tokens need
 float64, which takes 300 MB for 256 rows, and a GPU takes several kernels to sum up a
 row that long. Here no sum is longer than there are buckets. Why two numbers? If one
-number decided both, few of its bits would be left to pick a token in an unlikely bucket.
+number decided both, few of its bits would be left for a token in an unlikely bucket.
 
 A row of logits with a NaN yields an arbitrary token, and affects no other row.
 """
@@ -117,7 +117,8 @@ def draw_params(seq: Sequence) -> list[float]:
     # knows even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
-    top_p = params.top_p if params.top_p < 1 else 2  # more than all tokens have, so all stay
+    # All tokens together have a probability of 1. So with a top_p of 2, all stay.
+    top_p = params.top_p if params.top_p < 1 else 2
     return [first * RESOLUTION, second * RESOLUTION, params.temperature,
             params.top_k or NO_TOP_K, top_p, params.min_p]
 
