@@ -261,10 +261,11 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     """The checkpoint's dtype, or one that the processor has instructions for."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    if device.type == "cuda" and model_dtype == torch.bfloat16:
-        is_fast = torch.cuda.get_device_properties(device).major >= 8
-        return torch.bfloat16 if is_fast else torch.float16
-    if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
+    dtype: torch.dtype = model_dtype or torch.float32
+    if dtype.itemsize > 2:
+        return dtype
+    if device.type == "cpu":
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32
-    return model_dtype or torch.float32
+    is_recent = torch.cuda.get_device_properties(device).major >= 8
+    return dtype if is_recent else torch.float16
