@@ -339,7 +339,7 @@ class FlashAttention(TritonAttention):
         # [num_seqs, max_blocks]: after its end, each row goes on with the next table.
         width = divide_up(int(ends.max()), self.block_size)
         at = tables[:-1, None] + torch.arange(width, device=q.device)
-        table = metadata.block_tables[at.clamp(max=len(metadata.block_tables) - 1)]
+        table = metadata.block_tables[at % len(metadata.block_tables)]
         out = self.flash(
             q, k, v, queries, keys, int(counts.max()), int(ends.max()),
             softmax_scale=self.scale, causal=True, block_table=table.int())
@@ -354,19 +354,19 @@ BACKENDS: dict[str, type[TorchAttention]] = {
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if device.type == "cpu":
-        can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        best = "numba" if can_use_numba else "torch"
-        runs_triton = os.environ.get("TRITON_INTERPRET") == "1"
-    else:
-        runs_triton = torch.cuda.get_device_properties(device).major >= 8
-        best = "triton" if runs_triton else "torch"
-    allowed = {"auto", "torch", best} | ({"triton", "flash"} if runs_triton else set())
-    check(name in allowed, "attention_backend",
-          f"one of {sorted(allowed)} with this device and dtype", name)
+    names = ["torch"]  # what can run here, the best one first
+    if device.type == "cuda":
+        if torch.cuda.get_device_properties(device).major >= 8:
+            names = ["triton", "flash", "torch"]
+    elif sys.platform == "linux" and dtype != torch.float16:
+        names = ["numba", "torch"]
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        names += ["triton", "flash"]
+    name = names[0] if name == "auto" else name
+    check(name in names, "attention_backend",
+          f"'auto', or one of {names} with this device and dtype", name)
     try:
-        backend = BACKENDS[best if name == "auto" else name]
-        return backend(model_config, block_size, dtype, device)
+        return BACKENDS[name](model_config, block_size, dtype, device)
     except ImportError as error:
         raise ValueError(f"attention_backend must be 'torch', or its package must be "
                          f"installed, got {name!r}: {error}") from error

@@ -37,7 +37,7 @@ VALUE_ERRORS = {
     "start(max_model_len=1)": "max_model_len must be at least 2, got 1",
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
-    "start(attention_backend='triton')": "one of ['auto', 'numba', 'torch'] with this ",
+    "start(attention_backend='triton')": "'auto', or one of ['numba', 'torch'] with",
     "LLM('')": "cannot read config.json of",
     "start(attention_backend='flash')": "with this device and dtype, got 'flash'",
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
