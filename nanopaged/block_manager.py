@@ -42,7 +42,7 @@ class Content:
     to compare their own tokens, and to look whether `before` is the same object.
     """
 
-    before: "Content | str | None"  # that of the preceding block; for a first one, a salt
+    before: "Content | str | None"  # of the block before; a salt if there is none
     token_ids: tuple[int, ...]
     block_id: int | None = None  # the newest block that holds this
 

@@ -7,7 +7,6 @@ if one is missing, or if one is left over that could change an answer.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +131,8 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     """
     files = find_tensors(source)
     if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
-        model.lm_head = deepcopy(model.lm_head)
+        head = model.lm_head
+        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
 
     targets: dict[str, tuple[Tensor, Any]] = {}
     for name, parameter in model.named_parameters():

@@ -22,7 +22,7 @@ CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its h
 
 KINDS = {
     "arrive": Kind(
-        "request arrives", "llm:LLM._read_inbox", "self.scheduler.unfinished[", "4.5"),
+        "request arrives", "llm:LLM._serve", "self.scheduler.unfinished[", "4.5"),
     "abort": Kind("abort", "scheduler:Scheduler.abort", "self.finish(", "5.2 (free)"),
     "recompute": Kind(
         "preemption, by recompute", "scheduler:Scheduler._preempt",
