@@ -6,7 +6,7 @@
     python bench.py decode --vs transformers  # tokens/s by batch size, and for prompts
     python bench.py host                      # the time of a step outside the model
     python bench.py prefix                    # a prompt whose beginning is cached
-    python bench.py memory --plots DIR        # the paper's memory results, and ours
+    python bench.py memory --plots DIR        # the paper's results, and ours, simulated
     python bench.py --threads 4 --engine '{"block_size": 32, "dtype": "float32"}'
     python bench.py decode --shape tiny --repeats 1 --json FILE  # a quick try
 
@@ -39,7 +39,8 @@ import torch
 import transformers
 
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
-from nanopaged.tour import memory
+from nanopaged.tour.guide.figures import standalone
+from nanopaged.tour.guide.paper import FIGURES
 from nanopaged.tour.limits import machine_limits, time_floor
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import check_writable
@@ -92,7 +93,7 @@ def draw_requests(args: Args, vocab_size: int) -> Requests:
     """Draw in the same order as nano-vllm's benchmark, to get the same lengths."""
     random.seed(args.seed)
     prompts = [random_prompt(random.randint(*args.input_len), vocab_size)
-               for _ in range(args.requests or 32)]
+               for _ in range(args.requests)]
     return [(prompt, random.randint(*args.output_len)) for prompt in prompts]
 
 
@@ -404,12 +405,14 @@ def bench_prefix(args: Args) -> Figures:
 
 
 def bench_memory(args: Args) -> Figures:
-    """Repeat the paper's Figures 2, 13, 15, 18, and 19 beside its own numbers."""
-    figures = memory.measure(args.requests or 2000, args.repeats, args.seed)
-    for title, rows in memory.tables(figures):
-        show(title, rows)
-    if args.plots:
-        memory.draw_plots(figures, args.plots)
+    """Simulate the paper's Figures 2 and 12 to 18, and show its numbers beside ours."""
+    figures: Figures = {}
+    for name in args.figures:
+        for key, result in FIGURES[name]().items():
+            show(result.title, result.rows)
+            figures[key] = result.rows
+            if args.plots and result.chart:
+                args.plots.joinpath(f"{key}.svg").write_text(standalone(result.chart))
     return figures
 
 
@@ -476,6 +479,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--vs", choices=["transformers"], help="for workload, decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="for memory")
+    parser.add_argument("--figures", nargs="+", choices=FIGURES, help="for memory",
+                        default=["memory", "latency"])
     parser.add_argument("--full", action="store_true", help="nano-vllm's workload")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.6)
     parser.add_argument("--seed", type=int, default=0)
@@ -483,7 +488,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     number("--repeats", default=3, help="number of measured runs")
     number("--vs-batch", default=16, help="batch size of transformers")
     number("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU")
-    number("--requests", help="default: 32, or 2000 for memory")
+    number("--requests", default=32)
     number("--input-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--output-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--batch-sizes", nargs="+", default=[1, 8, 16, 32], help="for decode")
@@ -502,8 +507,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             raise ValueError(f"--model: there is no config.json in {args.model}")
         if any(low > high for low, high in (args.input_len, args.output_len)):
             raise ValueError("--input-len, --output-len: MIN must be at most MAX")
-        if args.plots and not find_spec("matplotlib"):
-            raise ValueError("--plots needs matplotlib: pip install nanopaged[bench]")
         if args.json:
             check_writable(args.json)
         if args.plots:

@@ -113,7 +113,7 @@ class BeamSearchParams(Checked):
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The keyword arguments of `LLM`. The engine chooses if one is "auto" or None.
+    """The keyword arguments of `LLM`. The engine chooses those that are "auto".
 
     model: a directory, or the id of a repository on the Hugging Face hub. None stands
         for the bundled model.

@@ -7,12 +7,14 @@ import re
 import runpy
 import sys
 from functools import partial
-from importlib.util import find_spec
+from xml.etree import ElementTree
 
 import pytest
 
 from helpers import ROOT
 from nanopaged.tour import memory
+from nanopaged.tour.guide import paper
+from nanopaged.tour.workloads import draw_lengths
 
 WORKLOAD = "workload --requests 3 --input-len 8 16 --output-len 4 8"
 DECODE = "decode --batch-sizes 1 2 --tokens 8 --prompt-len 16"
@@ -95,19 +97,27 @@ def test_transformers_serves_the_same_requests(command, run, monkeypatch):
 
 
 @pytest.mark.slow
-def test_memory_has_every_figure_and_its_plots(run, monkeypatch, tmp_path):
-    plots = f"--plots {tmp_path}/plots" if find_spec("matplotlib") else ""
-    monkeypatch.setattr(memory, "measure", partial(
-        memory.measure, widths=(2, 6), block_sizes=(16, 128)))
-    figures, _ = run(f"memory --requests 1 {plots}")
-    for saved in figures["sharing"].values():
-        assert 0 < saved["2"] < saved["6"] < 100
-    assert len(list(tmp_path.glob("plots/*.svg"))) == (4 if plots else 0)
+def test_memory_shows_the_papers_numbers_beside_ours_and_draws_them(
+        run, monkeypatch, tmp_path):
+    for name, seconds in {"latency": 160, "sharing": 6, "blocks": 90}.items():
+        short = partial(paper.FIGURES[name], seconds=seconds)
+        monkeypatch.setitem(paper.FIGURES, name, short)
+    found, text = run(f"memory --figures latency sharing blocks --plots {tmp_path}")
+    assert "1.7 to 2.7" in text and "55.2" in text  # the paper's
+    assert found["rates"]["Orca (max)"]["nanopaged / this"] > 2
+    saved = found["sharing"]["Alpaca, beams"]
+    assert 0 < saved["2"] < saved["6"] < 100
+    assert found["blocks"]["Alpaca"]["1"] < 2 < 50 < found["blocks"]["Alpaca"]["256"]
+    roots = [ElementTree.parse(file).getroot() for file in tmp_path.glob("*.svg")]
+    assert [root.tag for root in roots] == ["{http://www.w3.org/2000/svg}svg"] * 3
 
 
-def test_paging_fills_the_memory_that_orca_leaves_empty():
-    figures = memory.allocation(requests=40)
-    assert figures["Orca (oracle)"]["tokens"] < 65 < 90 < figures["nanopaged"]["tokens"]
+def test_paging_sustains_a_rate_that_overloads_orca():
+    workload = memory.Workload(draw_lengths("ShareGPT", 300))
+    ours, oracle = (memory.simulate(system, workload, 2.2, seconds=200)
+                    for system in ("nanopaged", "Orca (oracle)"))
+    assert ours.latency < memory.LIMIT < oracle.latency
+    assert oracle.usage["tokens"] < 45 and ours.usage["tokens"] > 60
 
 
 def test_the_floor_counts_bytes_and_operations(bench, tmp_path):
@@ -176,14 +186,13 @@ def test_the_example_ends_when_its_reader_does(script, monkeypatch):
     "bench.py --input-len 9 8": "--output-len: MIN must be at most MAX",
     'bench.py --engine {"block":16}': "unexpected keyword argument 'block'",
     "bench.py --model nowhere": "--model: there is no config.json in nowhere",
-    "bench.py memory --plots .": "--plots needs matplotlib: pip install ",
+    "bench.py memory --figures 12": "argument --figures: invalid choice: '12'",
     "example.py ": "max_model_len=1024, got 0",  # an empty prompt
     f"example.py {'to be ' * 999}": "max_model_len=1024, got ",
     "example.py --trace nowhere/run.html": "nowhere/run.html cannot be written: ",
     "example.py --model ../nowhere": "'../nowhere'",
 }.items())
-def test_bad_arguments_get_a_sentence(script, command, message, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+def test_bad_arguments_get_a_sentence(script, command, message, capsys):
     with pytest.raises(SystemExit) as caught:
         script(command)
     assert message in f"{caught.value.code} {capsys.readouterr().err}"

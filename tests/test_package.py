@@ -284,7 +284,7 @@ def test_what_is_published_is_complete(tmp_path):
     shutil.unpack_archive(wheel, installed, "zip")
     code = """if True:
         import sys
-        for name in ("triton", "flash_attn", "matplotlib", "fastapi"):
+        for name in ("triton", "flash_attn", "fastapi"):
             sys.modules[name] = None
         import torch
         before = torch.get_default_dtype(), torch.get_num_threads()

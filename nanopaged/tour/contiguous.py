@@ -1,18 +1,20 @@
-"""How K and V were stored before paging: one contiguous piece of memory a request.
+"""How K and V were stored before paging: one contiguous piece of memory per sequence.
 
-This is Orca's way, simulated as the paper describes it: a buddy allocator, and three
-policies that differ in how many tokens they reserve for an output of unknown length.
+This is Orca's memory as the paper describes it: a buddy allocator, and three policies
+that differ in how many slots they reserve for an output of unknown length. The rest is
+the engine's own scheduler, so nothing except the memory differs.
 """
 
 from collections.abc import Callable
-from heapq import heappop, heappush
-from itertools import cycle
-from typing import NamedTuple
+from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from nanopaged.block_manager import BlockManager
+from nanopaged.config import EngineConfig
+from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.tour.workloads import LONGEST
 
-from nanopaged.tour.workloads import LONGEST, SLOTS, Lengths
+Policy: TypeAlias = Callable[[int, int], int]  # tokens in and out -> reserved slots
 
 
 def power_of_two(number: int) -> int:
@@ -20,11 +22,10 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-# (prompt length, output length) -> slots that are reserved
-RESERVE: dict[str, Callable[[int, int], int]] = {
-    "Orca (max)": lambda prompt, output: LONGEST,
-    "Orca (pow2)": lambda prompt, output: min(LONGEST, prompt + power_of_two(output)),
+POLICIES: dict[str, Policy] = {
     "Orca (oracle)": lambda prompt, output: prompt + output,  # it knows the future
+    "Orca (pow2)": lambda prompt, output: min(LONGEST, prompt + power_of_two(output)),
+    "Orca (max)": lambda prompt, output: LONGEST,
 }
 
 
@@ -32,9 +33,8 @@ class BuddyAllocator:
     """Pieces of 2^k slots: halved to serve less, joined with their buddy when free."""
 
     def __init__(self, slots: int) -> None:
-        self.free: dict[int, set[int]] = {
-            1 << k: set() for k in range(slots.bit_length())
-        }
+        self.free: dict[int, set[int]] = {  # offsets of free pieces, by size
+            1 << k: set() for k in range(slots.bit_length())}
         offset = 0
         for size in reversed(self.free):
             if slots & size:
@@ -61,79 +61,38 @@ class BuddyAllocator:
         self.free[size].add(offset)
 
 
-class Running(NamedTuple):
-    """A request in memory; a heap of them has the one that ends first on top."""
+class ContiguousScheduler(Scheduler):
+    """Admits a group if each of its sequences gets a piece, and keeps it to the end.
 
-    end: int
-    prompt: int
-    output: int
-    reserved: int
-    piece: int
-    offset: int
-
-
-def serve_contiguous(
-    lengths: Lengths, reserve: Callable[[int, int], int], slots: int = SLOTS
-) -> dict[str, float]:
-    """Percent of the slots that hold tokens, and where the others go; mean requests.
-
-    First come, first served, and some request always waits. A step gives every running
-    request a token, so between two ends nothing but their lengths changes, and time
-    goes from end to end. Measuring begins when twice as many have ended as run: by then
-    those that began together are gone.
+    To its block manager a piece is one large block, so no sequence ever needs another.
     """
-    allocator = BuddyAllocator(slots)
-    queue = cycle(lengths)
-    running: list[Running] = []
-    totals = np.zeros(5)
-    now = steps = finished = warm = 0
-    prompt, output = next(queue)
-    while not warm or finished < warm + len(lengths):
-        reserved = reserve(prompt, output)
-        piece = power_of_two(reserved)
-        offset = allocator.take(piece)
-        if offset is not None:
-            heappush(
-                running, Running(now + output, prompt, output, reserved, piece, offset)
-            )
-            prompt, output = next(queue)
-            continue
 
-        # Memory is full until the next request ends.
-        end = running[0].end
-        if not warm and finished > 2 * len(running):
-            warm = finished
-        if warm:
-            totals += (end - now) * mean_slots(running, now, end)
-            steps += end - now
-        now = end
-        while running and running[0].end == now:
-            ended = heappop(running)
-            allocator.give(ended.offset, ended.piece)
-            finished += 1
+    def __init__(self, config: EngineConfig, slots: int, policy: Policy) -> None:
+        super().__init__(config, BlockManager(2 * config.max_num_seqs, LONGEST, False))
+        self.policy = policy
+        self.buddies = BuddyAllocator(slots)
+        self.pieces: dict[str, list[int]] = {}  # offsets, by request id
 
-    tokens, final, reserved_slots, pieces, requests = (totals / steps).tolist()
-    parts = {
-        "tokens": tokens,
-        "reserved": final - tokens,
-        "internal": reserved_slots - final,
-        "rounding": pieces - reserved_slots,
-        "free": slots - pieces,
-    }
-    return {name: 100 * part / slots for name, part in parts.items()} | {
-        "running": requests
-    }
+    def reserved(self, group: SequenceGroup) -> int:
+        """The slots that each sequence of a group asks for."""
+        prompt = group.num_prompt_tokens
+        return self.policy(prompt, group.max_len - prompt)
 
+    def _admit(self, group: SequenceGroup, batch: Batch) -> None:
+        size = power_of_two(self.reserved(group))
+        offsets = [self.buddies.take(size) for _ in group.live]
+        pieces = [offset for offset in offsets if offset is not None]
+        if len(pieces) == len(group.live):
+            super()._admit(group, batch)
+        if group.request_id in self.running:
+            self.pieces[group.request_id] = pieces
+        else:
+            for offset in pieces:
+                self.buddies.give(offset, size)
 
-def mean_slots(running: list[Running], now: int, end: int) -> NDArray[np.float64]:
-    """Means over the steps from `now` to `end`.
-
-    Slots that hold a token, that will ever hold one, that are reserved, and that are
-    allocated; and the number of requests.
-    """
-    final = sum(request.prompt + request.output for request in running)
-    missing = sum(request.end - now for request in running)
-    tokens = final - missing + len(running) * (end - now - 1) / 2
-    reserved = sum(request.reserved for request in running)
-    pieces = sum(request.piece for request in running)
-    return np.array([tokens, final, reserved, pieces, len(running)])
+    def finish(self, seq: Sequence, reason: str) -> None:
+        super().finish(seq, reason)
+        group = seq.group
+        if not group.live:
+            for offset in self.pieces.pop(group.request_id):
+                self.buddies.give(offset, power_of_two(self.reserved(group)))

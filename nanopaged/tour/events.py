@@ -1,338 +1,227 @@
-"""What happened between two states, in sentences, with the code that did it.
+"""What happened, in sentences, told by the calls that did it.
 
-Nothing here watches the engine: events are read off the states before and after, and
-off the batch. In a sentence, "#5" is block 5 and "@0.1" is sequence 1 of request 0;
-the page turns these into marks that light up.
+While a run is recorded, some methods of its scheduler and block manager are wrapped. A
+wrapper looks at what is there before the call, and says what has changed after it. In a
+sentence, "#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns these
+into marks that light up.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
-from nanopaged.scheduler import Batch
-from nanopaged.tour.state import State
-from nanopaged.tour.words import MOST_LISTED, be, count, join, listed, listed_moves
+from nanopaged.block_manager import BlockManager, FreeList, Moves
+from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.tour.words import join, listed, listed_moves
+
+Event = tuple[str, str]  # its kind, and a sentence
+
+# What is told of many things at once has one sentence a phase, with a list.
+LISTS = {
+    "arrive": "New in the queue: {0}.",
+    "sample": "The step has sampled the next token of {0}.",
+    "compute": "The step will compute {0}.",
+    "grow": "For the tokens of this step, {0}.",
+    "publish": "Full, so that others can find them from now on: {0}.",
+    "evict": "Taken for new tokens, though still cached: {0}. What was there can no "
+             "longer be found.",
+    "fork": "{1} computes the end of the prompt. It shares its blocks with {0} now, "
+            "and no K or V is copied.",
+    "beam": "The old {1} is continued by the new {0}.",
+}
+REASONS = {"length": "reached its maximum length", "abort": "was aborted",
+           "stop": "met a stop token or string"}
 
 
-class Event(NamedTuple):
-    kind: str
-    sentence: str
+def key(seq: Sequence) -> str:
+    return f"@{seq.group.request_id}.{seq.group.sequences.index(seq)}"
 
 
-def find_events(before: State, after: State, batch: Batch | None) -> list[Event]:
-    """What happened from one phase to the next.
-
-    batch: the step's, if `after` is the state after `schedule`; else None. The events
-    are in the order in which the scheduler does such things.
+class Events:
+    """Collects the sentences of a phase. Each method that is named like a method of the
+    engine tells about its calls: what comes before `yield` happens before the call.
     """
-    events: list[Event] = []
-    if batch is None:
-        events += find_arrivals(before, after)
-        events += find_samples(before, after)
-        events += find_beams(before, after)
-        events += find_ends(before, after)
-        return events
 
-    events += find_preemptions(before, after, batch)
-    events += find_evictions(before, after)
-    events += find_copies(after, batch)
-    events += find_growth(before, after)
-    events += find_admissions(before, after, batch)
-    events += find_chunks(after)
-    events += find_computed(after)
-    events += find_forks(before, after)
-    events += find_publications(before, after)
-    return events
+    def __init__(self) -> None:
+        self.now: dict[Sequence, int] = {}  # the tokens that a step computes
+        self.beams: dict[SequenceGroup, list[str]] = {}  # the parents of new beams
+        self._said: list[Event | tuple[str, str, list[str]]] = []
 
+    def collect(self) -> list[Event]:
+        """The events since the last call of this."""
+        self.tell_beams()
+        events = []
+        for kind, sentence, *lists in self._said:
+            if lists:
+                [items] = lists
+                sentence = LISTS[kind].format(join(items), sentence)
+            events.append((kind, sentence))
+        self._said = []
+        return sorted(events, key=lambda event: event[0] == "compute")  # that is last
 
-# -- Between steps, and after the forward pass -----------------------------------------
+    def say(self, kind: str, sentence: str) -> None:
+        self._said.append((kind, sentence))
 
+    def add(self, kind: str, item: str, subject: str = "") -> None:
+        """Add an item to the list of the sentence of this kind about this subject."""
+        for said in self._said:
+            if len(said) == 3 and said[:2] == (kind, subject):
+                said[2].append(item)
+                return
+        self._said.append((kind, subject, [item]))
 
-def find_arrivals(before: State, after: State) -> Iterator[Event]:
-    new = [id for id in after["groups"] if id not in before["groups"]]
-    for request_id in new[:MOST_LISTED]:
-        group = after["groups"][request_id]
-        yield Event(
-            "arrive",
-            f"Request {request_id} ({group['kind']}) joins the queue with "
-            f"{count(len(group['prompt_tokens']), 'prompt token')}.",
-        )
-    if len(new) > MOST_LISTED:
-        yield Event("arrive", f"{len(new) - MOST_LISTED} more requests join the queue.")
+    # -- Wrapping ----------------------------------------------------------------------
 
+    def watch(self, scheduler: Scheduler) -> None:
+        for owner, name in calls(scheduler):
+            tell = getattr(self, name.strip("_"))
+            vars(owner)[name] = self.told(getattr(owner, name), tell)
 
-def find_samples(before: State, after: State) -> Iterator[Event]:
-    longer = [
-        key
-        for key, seq in after["seqs"].items()
-        if len(seq["tokens"]) > len(before["seqs"].get(key, seq)["tokens"])
-    ]
-    if longer:
-        what = count(len(longer), "token")
-        yield Event(
-            "sample", f"{what} {be(longer)} sampled, for {listed(longer, '@')}."
-        )
+    @staticmethod
+    def unwatch(scheduler: Scheduler) -> None:
+        for owner, name in calls(scheduler):
+            vars(owner).pop(name, None)  # the method of its class again
 
+    def told(self, method: Callable[..., Any], tell: Callable[..., Iterator[None]]
+             ) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            teller = tell(method.__self__, *arguments)  # type: ignore[attr-defined]
+            next(teller)
+            result = method(*arguments, **options)
+            next(teller, None)
+            return result
 
-def find_beams(before: State, after: State) -> Iterator[Event]:
-    """A new beam has the tokens of the one from which it goes on, and one more."""
-    for request_id in after["groups"]:
-        beams = sequences_of(before, request_id)
-        children: dict[str, list[str]] = {}
-        for key in beams:
-            seq = after["seqs"][key]
-            parents = [one for one in (key, *beams)
-                       if before["seqs"][one]["tokens"] == seq["tokens"][:-1]]
-            if parents and seq["tokens"] and not seq["end"]:
-                children.setdefault(parents[0], []).append(key)
+        return call
 
-        if any([parent] != keys for parent, keys in children.items()):
-            parts = [f"{listed(keys, '@')} from what was @{parent}"
-                     for parent, keys in children.items()]
-            childless = [key for key in beams if key not in children]
-            text = f"The best continuations are the new beams: {join(parts)}."
-            if childless:
-                text += f" Nothing goes on from {listed(childless, '@')}."
-            yield Event("beam", text)
+    # -- The scheduler -----------------------------------------------------------------
 
+    def admit(self, scheduler: Scheduler, group: SequenceGroup, batch: Batch
+              ) -> Iterator[None]:
+        num_moves = len(batch.swaps_in)
+        yield
+        moves = batch.swaps_in[num_moves:]
+        if moves:
+            self.say("swap_in", f"There is room for request {group.request_id} again. "
+                     f"Its blocks come back from CPU memory: {listed_moves(moves)}.")
+        if moves or group.request_id not in scheduler.running:
+            return
+        self.say("admit", f"There is room for request {group.request_id}, so it is "
+                 "admitted.")
+        leader, manager = group.live[0], scheduler.block_manager
+        found = list(leader.block_table)
+        if found:
+            revived = [id for id in found if manager.ref_counts[id] == 1]
+            where = "which others hold"
+            if revived == found:
+                where = "which nobody held, but whose K and V were still there"
+            elif revived:
+                where = f"of which nobody held {listed(revived, '#')}"
+            self.say("prefix", f"The first {leader.num_computed_tokens} tokens of "
+                     f"{key(leader)} need not be computed: they are in "
+                     f"{listed(found, '#')}, {where}.")
 
-def find_ends(before: State, after: State) -> Iterator[Event]:
-    """Sequences that have ended; those of one request share a sentence."""
-    ended: dict[tuple[str, str], list[str]] = {}
-    for key, seq in after["seqs"].items():
-        was_over = before["seqs"].get(key, {}).get("end", "")
-        if seq["end"] and not was_over:
-            ended.setdefault((group_of(key), seq["end"]), []).append(key)
-
-    for (_, reason), keys in ended.items():
-        tables = [before["seqs"].get(key, {}).get("table", []) for key in keys]
-        held = dict.fromkeys(id for table in tables for id in table)
-        freed = [id for id in held if refs(after, id) == 0]
-        one = len(keys) == 1
-        given = f"{'It lets' if one else 'They let'} go of {count(len(held), 'block')}"
-        if len(freed) < len(held):
-            given += ", which others go on holding"
-            if freed:
-                given += f", apart from {listed(freed, '#')}"
-        who = listed(keys, "@")
-        if reason == "abort":
-            yield Event("abort", f"{who} {be(keys)} aborted. {given}.")
-        elif reason == "stop":
-            verb = "meets" if one else "meet"
-            yield Event("finish", f"{who} {verb} a stop token or string. {given}.")
+    def preempt(self, scheduler: Scheduler, batch: Batch) -> Iterator[None]:
+        request_id = next(reversed(scheduler.running))
+        num_moves = len(batch.swaps_out)
+        yield
+        full = (f"The pool is full, and request {request_id} is the youngest that "
+                "runs, so it gives way.")
+        moves = batch.swaps_out[num_moves:]
+        if moves:
+            self.say("swap_out", f"{full} Its blocks move to CPU memory: "
+                     f"{listed_moves(moves)}.")
         else:
-            verb, its = ("reaches", "its") if one else ("reach", "their")
-            yield Event("finish", f"{who} {verb} {its} maximum length. {given}.")
+            self.say("recompute", f"{full} It gives up its K and V and keeps its "
+                     "tokens.")
 
+    def schedule_sequence(self, scheduler: Scheduler, seq: Sequence, batch: Batch
+                          ) -> Iterator[None]:
+        first, name = seq.num_computed_tokens, key(seq)
+        yield
+        number, end = seq.num_computed_tokens - first, seq.num_computed_tokens
+        if number == 0:
+            return
+        self.now[seq] = number
+        if end < seq.group.num_prompt_tokens:
+            self.say("chunk", f"The budget is used up, so {name} computes {number} of "
+                     f"its {seq.group.num_prompt_tokens} prompt tokens now. That makes "
+                     f"{end} so far.")
+        self.add("compute", f"{number} of {name}")
 
-# -- While the step is scheduled -------------------------------------------------------
+    def finish(self, scheduler: Scheduler, seq: Sequence, reason: str
+               ) -> Iterator[None]:
+        held, group = list(seq.block_table), seq.group
+        yield
+        kind = "abort" if reason == "abort" else "finish"
+        if seq not in group.sequences:  # a beam that is none of the best answers
+            if not group.live:
+                self.say("finish", f"The beam search of request {group.request_id} has "
+                         "ended.")
+            return
+        counts = scheduler.block_manager.ref_counts
+        freed = [id for id in held if counts[id] == 0]
+        kept = [id for id in held if counts[id] > 0]
+        sentence = f"{key(seq)} has ended: it {REASONS[reason]}."
+        if freed:
+            sentence += f" That frees {listed(freed, '#')}."
+        if kept:
+            sentence += f" Others still hold {listed(kept, '#')}."
+        self.say(kind, sentence)
 
+    # -- The block manager -------------------------------------------------------------
 
-def find_preemptions(before: State, after: State, batch: Batch) -> Iterator[Event]:
-    for request_id in reversed(before["running"]):
-        if request_id not in after["waiting"]:
-            continue
-        keys = sequences_of(after, request_id)
-        tables = [after["seqs"][key]["table"] for key in keys]
-        full = f"The pool is full, and request {request_id} is the youngest that runs"
-        if any(tables):
-            moved = {id for table in tables for id in table}
-            moves = [pair for pair in batch.swaps_out if pair[1] in moved]
-            yield Event(
-                "swap_out",
-                f"{full}. Its {count(len(moves), 'block')} move to CPU memory: "
-                f"{listed_moves(moves)}.",
-            )
+    def grow(self, manager: BlockManager, seqs: list[Sequence], copies: Moves
+             ) -> Iterator[None]:
+        num_copies, lengths = len(copies), [len(seq.block_table) for seq in seqs]
+        yield
+        for shared, copy in copies[num_copies:]:
+            [writer] = [key(seq) for seq in seqs if copy in seq.block_table]
+            self.say("copy", f"{writer} is about to write into #{shared}, which others "
+                     f"hold too. It gets a copy to write into, #{copy}.")
+        for seq, length in zip(seqs, lengths, strict=True):
+            if len(seq.block_table) > length:
+                new = listed(seq.block_table[length:], "#")
+                self.add("grow", f"{key(seq)} takes {new}")
+
+    def fork(self, manager: BlockManager, parent: Sequence, child: Sequence
+             ) -> Iterator[None]:
+        yield
+        if child in child.group.sequences:
+            self.add("fork", key(child), subject=key(parent))
         else:
-            yield Event(
-                "recompute",
-                f"{full}. It gives up its K and V, keeps its tokens, and waits to be "
-                "admitted again.",
-            )
+            self.beams.setdefault(child.group, []).append(key(parent))
+
+    def tell_beams(self) -> None:
+        """Of a beam search that goes on: who the parents of the new beams were."""
+        for group, parents in self.beams.items():
+            names = [f"@{group.request_id}.{index}" for index in range(len(parents))]
+            if parents != names:
+                for name, parent in zip(names, parents, strict=True):
+                    self.add("beam", name, subject=parent)
+                childless = [name for name in names if name not in parents]
+                if childless:
+                    self.say("beam", f"Nothing goes on from {listed(childless, '')}.")
+        self.beams = {}
+
+    def advance(self, manager: BlockManager, seq: Sequence, num_tokens: int
+                ) -> Iterator[None]:
+        old = [manager.contents[id] for id in seq.block_table]
+        yield
+        for block_id, content in zip(seq.block_table, old, strict=True):
+            if manager.contents[block_id] is not content:
+                self.add("publish", f"#{block_id}")
+
+    def take(self, manager: BlockManager, free_list: FreeList) -> Iterator[None]:
+        block_id = next(iter(free_list))
+        if manager.is_cached(block_id):
+            self.add("evict", f"#{block_id}")
+        yield
 
 
-def find_evictions(before: State, after: State) -> Iterator[Event]:
-    """Blocks that could be found and have lost their content, which stays until a block
-    is taken again. A preemption may have freed them just before, in the same step.
-    """
-    evicted = []
-    for block_id, block in before["blocks"].items():
-        now = after["blocks"].get(block_id, {}).get("hash", "")
-        if block.get("cached", False) and now != block["hash"]:
-            evicted.append(block_id)
-    if evicted:
-        was, it = ("was", "it") if len(evicted) == 1 else ("were", "they")
-        yield Event(
-            "evict",
-            f"{listed(evicted, '#')} {was} free and still cached, and {be(evicted)} "
-            f"taken again: what {it} held can no longer be found.",
-        )
-
-
-def find_copies(after: State, batch: Batch) -> Iterator[Event]:
-    """Copies of one block share a sentence: after a fork, all writers but one copy."""
-    copies_of: dict[int, list[int]] = {}
-    for shared, copy in batch.copies:
-        copies_of.setdefault(shared, []).append(copy)
-
-    for shared, copies in copies_of.items():
-        writers = [
-            key
-            for key, seq in after["seqs"].items()
-            if not set(copies).isdisjoint(seq["table"])
-        ]
-        gets = "It gets a copy" if len(copies) == 1 else "They get copies"
-        yield Event(
-            "copy",
-            f"{listed(writers, '@')} {be(writers)} about to write into #{shared}, "
-            f"which others hold too. {gets} to write into, {listed(copies, '#')}.",
-        )
-
-
-def find_growth(before: State, after: State) -> Iterator[Event]:
-    grown = {}
-    for request_id in after["running"]:
-        if request_id not in before["running"]:
-            continue
-        for key in sequences_of(after, request_id):
-            old = before["seqs"][key]["table"]
-            new = after["seqs"][key]["table"]
-            if old and len(new) > len(old):
-                grown[key] = new[len(old) :]
-    if grown:
-        parts = [f"@{key} takes {listed(ids, '#')}" for key, ids in grown.items()]
-        yield Event("grow", f"For the tokens of this step, {join(parts)}.")
-
-
-def find_admissions(before: State, after: State, batch: Batch) -> Iterator[Event]:
-    for request_id in after["running"]:
-        if request_id in before["running"]:
-            continue
-        keys = sequences_of(after, request_id)
-        tables = [before["seqs"].get(key, {}).get("table", []) for key in keys]
-        held = {id for table in tables for id in table}
-        if held:
-            moves = [pair for pair in batch.swaps_in if pair[0] in held]
-            yield Event(
-                "swap_in",
-                f"There is room for request {request_id} again. Its "
-                f"{count(len(moves), 'block')} come back from CPU memory: "
-                f"{listed_moves(moves)}.",
-            )
-            continue
-
-        leader = next(key for key in keys if after["seqs"][key]["table"])
-        seq = after["seqs"][leader]
-        num_found = seq["computed"] - seq["now"]
-        first_size = len(seq["table"])
-        yield Event(
-            "admit",
-            f"Request {request_id} is admitted: @{leader} gets a block table of "
-            f"{count(first_size, 'block')}, {listed(seq['table'], '#')}.",
-        )
-        if num_found > 0:
-            yield prefix_hit(after, leader, num_found)
-
-
-def prefix_hit(after: State, leader: str, num_found: int) -> Event:
-    """The first blocks of a table were found in the cache. Who holds them, too?
-
-    Only requests that were there before: those that run, and are older.
-    """
-    running = after["running"]
-    older = running[: running.index(group_of(leader))]
-    held: set[int] = set()
-    for request_id in older:
-        for key in sequences_of(after, request_id):
-            held.update(after["seqs"][key]["table"])
-
-    found = after["seqs"][leader]["table"][: num_found // after["block_size"]]
-    revived = [id for id in found if id not in held]
-    where = "which others hold"
-    if len(revived) == len(found):
-        where = "which nobody held, but whose K and V were still there"
-    elif revived:
-        where = f"of which nobody held {listed(revived, '#')}"
-    return Event(
-        "prefix",
-        f"The first {num_found} tokens of @{leader} need not be computed: they are in "
-        f"{listed(found, '#')}, {where}.",
-    )
-
-
-def find_chunks(after: State) -> Iterator[Event]:
-    for request_id in after["running"]:
-        num_prompt = len(after["groups"][request_id]["prompt_tokens"])
-        for key in sequences_of(after, request_id):
-            seq = after["seqs"][key]
-            if seq["now"] and seq["computed"] < num_prompt:
-                yield Event(
-                    "chunk",
-                    f"The budget is used up: @{key} computes {seq['now']} of its "
-                    f"{num_prompt} prompt tokens now, {seq['computed']} so far.",
-                )
-
-
-def find_computed(after: State) -> Iterator[Event]:
-    counts = {key: seq["now"] for key, seq in after["seqs"].items() if seq["now"]}
-    prompts = [f"{now} for @{key}" for key, now in counts.items() if now > 1]
-    decodes = [key for key, now in counts.items() if now == 1]
-    parts = prompts
-    if decodes:
-        each = "" if len(decodes) == 1 else " each"
-        parts = [*prompts, f"1{each} for {listed(decodes, '@')}"]
-    if parts:
-        total = count(sum(counts.values()), "token")
-        yield Event("compute", f"The step will compute {total}: {join(parts)}.")
-
-
-def find_forks(before: State, after: State) -> Iterator[Event]:
-    """Sequences whose table was empty, in a group in which another one has entries."""
-    for request_id in after["running"]:
-        keys = sequences_of(after, request_id)
-        alive = [key for key in keys if not after["seqs"][key]["end"]]
-        new = [
-            key
-            for key in alive[1:]
-            if after["seqs"][key]["table"] and not before["seqs"][key]["table"]
-        ]
-        if new:
-            shared = after["seqs"][alive[0]]["table"]
-            yield Event(
-                "fork",
-                f"@{alive[0]} computes the end of the prompt, and {listed(new, '@')} "
-                f"{'forks' if len(new) == 1 else 'fork'} from it: they share "
-                f"{listed(shared, '#')}, and no K or V is copied.",
-            )
-
-
-def find_publications(before: State, after: State) -> Iterator[Event]:
-    named = [
-        block_id
-        for block_id, block in after["blocks"].items()
-        if block.get("cached", False)
-        and block["hash"] != before["blocks"].get(block_id, {}).get("hash", "")
-    ]
-    if named:
-        yield Event(
-            "publish",
-            f"{listed(named, '#')} {be(named)} full: from now on, others can find "
-            f"{'it' if len(named) == 1 else 'them'}.",
-        )
-
-
-# -- Reading states --------------------------------------------------------------------
-
-
-def group_of(key: str) -> str:
-    return key.partition(".")[0]
-
-
-def sequences_of(state: State, request_id: str) -> list[str]:
-    keys: list[str] = []
-    while (key := f"{request_id}.{len(keys)}") in state["seqs"]:
-        keys.append(key)
-    return keys
-
-
-def refs(state: State, block_id: int | str) -> int:
-    return int(state["blocks"].get(str(block_id), {}).get("refs", 0))
+def calls(scheduler: Scheduler) -> list[tuple[Any, str]]:
+    """The methods that are wrapped."""
+    manager = scheduler.block_manager
+    return [(scheduler, "_admit"), (scheduler, "_preempt"),
+            (scheduler, "_schedule_sequence"), (scheduler, "finish"),
+            (manager, "grow"), (manager, "fork"), (manager, "advance"),
+            (manager, "_take")]

@@ -1,48 +1,39 @@
-"""What tokens look like: the text of every token that a trace has.
-
-A token may hold a part of a character only. Alone it has no text, so runs of such
-tokens that make up a character have an entry of their own, "227,152,128": "\u2600".
-"""
+"""What tokens look like: the text of each."""
 
 from typing import Any
 
-HALF = "\ufffd"  # what a tokenizer gives for bytes that are no character
-LONGEST_RUN = 4  # a character has at most four bytes
+HALF = "\ufffd"  # what a tokenizer gives for bytes that are no whole character
+LONGEST = 4  # a character has at most four bytes, each of which may be a token
 
 
 class Pieces:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.texts: dict[int | str, str] = {}  # by token id, or by several of them
-        self.halves: set[int] = set()
+        self.known: dict[int, str] = {}
 
-    def add(self, token_ids: list[int]) -> None:
-        for token in sorted(set(token_ids) - self.texts.keys()):
-            self.texts[token] = self.text(token)
-            if HALF in self.texts[token]:
-                self.halves.add(token)
-        if not self.halves.isdisjoint(token_ids):
-            self.add_runs(token_ids)
-
-    def add_runs(self, token_ids: list[int]) -> None:
-        for start, token in enumerate(token_ids):
-            if token not in self.halves:
-                continue
-            for length in range(2, LONGEST_RUN + 1):
-                run = token_ids[start : start + length]
-                key = ",".join(map(str, run))
-                if key not in self.texts and len(run) == length:
-                    text = self.tokenizer.decode(run)
-                    if HALF not in text:
-                        self.texts[key] = text
-                        break
+    def texts(self, token_ids: list[int]) -> list[str]:
+        """A text for each token. If several tokens make up one character, the first has
+        it, and the others are empty.
+        """
+        texts = [self.text(token) for token in token_ids]
+        for start, text in enumerate(texts):
+            lengths = range(2, LONGEST + 1) if HALF in text else ()
+            for end in [start + length for length in lengths]:
+                whole = self.tokenizer.decode(token_ids[start:end])
+                if end <= len(texts) and HALF not in whole:
+                    texts[start:end] = [whole, *[""] * (end - start - 1)]
+                    break
+        return texts
 
     def text(self, token: int) -> str:
-        """One token in the middle of a text; without a tokenizer, its id."""
+        """One token in the middle of a text. Without a tokenizer this is its id."""
         if self.tokenizer is None:
             return f" {token}"
-        # Alone, or after a special token, some tokenizers drop a leading space.
-        (anchor, *_) = self.tokenizer("a", add_special_tokens=False).input_ids
-        before = self.tokenizer.decode([anchor])
-        text = str(self.tokenizer.decode([anchor, token]))
-        return text[len(before) :] if text.startswith(before) else text
+        if token not in self.known:
+            # Alone, or after a special token, some tokenizers drop a leading space.
+            anchor = self.tokenizer("a", add_special_tokens=False).input_ids[:1]
+            before = self.tokenizer.decode(anchor)
+            after = self.tokenizer.decode([*anchor, token])
+            text = after if after.startswith(before) else self.tokenizer.decode([token])
+            self.known[token] = text.removeprefix(before)
+        return self.known[token]

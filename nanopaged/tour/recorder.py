@@ -3,45 +3,38 @@
     with trace(llm, "run.html"):
         llm.generate(prompts)
 
-writes one page that shows every step. The recorder is an observer: the engine calls it
-at the phases of a step, and it only looks. It changes no token, and when the block
-ends, it is gone.
+writes one page that shows every step. The recorder changes no token. When the block
+ends, the engine is as it was.
 """
 
+import base64
 import html
 import json
+import zlib
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from nanopaged.llm import LLM
 from nanopaged.scheduler import Batch
-from nanopaged.sequence import SequenceGroup
-from nanopaged.tour.events import Event, find_events
+from nanopaged.tour.events import Event, Events, key
 from nanopaged.tour.kinds import KINDS, Kind
 from nanopaged.tour.observers import observers
-from nanopaged.tour.page import check_writable, embed, page
+from nanopaged.tour.page import TEMPLATES, check_writable, page
 from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
-from nanopaged.tour.state import (
-    Delta,
-    State,
-    count_tokens,
-    diff,
-    fold,
-    take_state,
-)
+from nanopaged.tour.state import Groups, State, group_state, take_state
+from nanopaged.tour.words import count
 
-# A long run is thinned out: from MANY frames or characters on, frames are kept only if
+# A long run is thinned out. From MANY frames or characters on, frames are kept only if
 # something rare happens, and beyond the MOST, only the last one.
 MANY_FRAMES, MOST_FRAMES = 2_000, 4_000
-MANY_CHARACTERS, MOST_CHARACTERS = 2_000_000, 4_000_000
+MANY_CHARACTERS, MOST_CHARACTERS = 10_000_000, 20_000_000  # before compression
 NUM_FINISHED = 6  # requests that are shown after their end
 
 
-def trace(
-    llm: LLM, path: str | Path | None = None, title: str = "A run of nanopaged"
-) -> "Trace":
+def trace(llm: LLM, path: str | Path | None = None, title: str = "A run of nanopaged"
+          ) -> "Trace":
     """Record what `llm` does inside a `with` block, and write it to `path`, if given.
 
     Requests that are under way when the block begins are recorded from there on.
@@ -55,27 +48,31 @@ def trace(
 class Trace(AbstractContextManager["Trace"]):
     """The frames of a run. A frame is the engine's state after a phase of a step.
 
-    Frames are kept as JSON text, so a trace in memory is as large as its page.
+    `frames` has the step, the phase and the events of each. The states, a line of JSON
+    for each frame, are compressed while they come.
     """
 
     def __init__(self, llm: LLM, path: str | Path | None, title: str) -> None:
         self.llm = llm
         self.path = path
         self.title = title
-        self.frames: list[str] = []
-        self.num_characters = 0
-        self.left_out = 0  # frames
+        self.questions: list[dict[str, Any]] = []  # see `ask`
+        self.frames: list[dict[str, Any]] = []
+        self.groups: dict[str, State] = {}  # all requests that were shown
+        self.num_left_out = 0  # frames
         self.pieces = Pieces(llm.tokenizer)
-        self._known: dict[str, SequenceGroup] = {}
-        self._now: dict[str, int] = {}  # tokens of the last step, by sequence
-        self._last: State = {}  # at the last phase
-        self._kept: State = {}  # in the last frame that was kept
-        self._num_steps = 0
+        self._known: Groups = {}
+        self._events = Events()
+        self._scheduler = llm.scheduler  # the one that is watched
+        self._last = ""  # the state at the last phase
+        self._num_characters = self._num_steps = 0
+        self._packer = zlib.compressobj(9)
+        self._packed = b""
 
     def __enter__(self) -> "Trace":
         with self.llm._lock:
-            self._last = take_state(self.llm.scheduler, self._known, {})
-            self._keep("start", self._last, [])
+            self._events.watch(self._scheduler)
+            self._look("start")
             observers(self.llm).append(self._observe)
         return self
 
@@ -83,7 +80,8 @@ class Trace(AbstractContextManager["Trace"]):
         with self.llm._lock:
             observers(self.llm).remove(self._observe)
             if not self.llm._in_step:  # otherwise the state is half changed
-                self._look("end", None, is_last=True)
+                self._look("end")
+            self._events.unwatch(self.llm.scheduler)
         if self.path is not None:
             self.save(self.path)
 
@@ -91,112 +89,126 @@ class Trace(AbstractContextManager["Trace"]):
 
     def _observe(self, phase: str, batch: Batch | None) -> None:
         """Called by the engine, which holds its lock."""
-        if phase == "scheduled" and batch is not None:
+        if phase == "begin":
+            if self._scheduler is not self.llm.scheduler:
+                self._events.say("abort", "A step has failed. All requests are "
+                                 "aborted, and the engine starts anew.")
+                self._scheduler = self.llm.scheduler
+                self._events.watch(self._scheduler)
+            self._look(phase)
             self._num_steps += 1
-            self._now = count_tokens(self.llm.scheduler, batch)
-            self._look(phase, batch)
-        elif phase != "executed":  # that changes no state
-            self._look(phase, None)
+            self._events.now = {}
+        elif phase == "executed" and batch is not None:
+            for seq in batch.receivers:
+                if seq.finish_reason is None:
+                    self._events.add("sample", key(seq))
+        else:
+            self._look(phase)
 
-    def _look(self, phase: str, batch: Batch | None, is_last: bool = False) -> None:
+    def _look(self, phase: str) -> None:
         """Compare the state with that of the phase before, and keep it as a frame."""
-        scheduler = self.llm.scheduler
-        state = take_state(scheduler, self._known, self._now, self._last)
-        events = find_events(self._last, state, batch)
-        has_changed = state != self._last
-        self._last = state
+        new = [id for id in self._scheduler.unfinished if id not in self._known]
+        self._known |= self._scheduler.unfinished
+        for request_id in new:
+            group = group_state(self._known[request_id], self.pieces.texts)
+            self.groups[request_id] = group
+            if phase != "start":
+                tokens = count(len(group["prompt"]), "prompt token")
+                self._events.add(
+                    "arrive", f"request {request_id} ({group['kind']}, {tokens})")
+        state = take_state(self._scheduler, self._known, self._events.now,
+                           self.pieces.texts)
+        text = json.dumps(state, separators=(",", ":"))
+        events = self._events.collect()
         for request_id in state["finished"][:-NUM_FINISHED]:
             del self._known[request_id]
-
+        has_changed, self._last = text != self._last, text
         # The last frame is the state in the end, whatever was left out before.
-        if (has_changed and self._has_room(events)) or (is_last and self.left_out):
-            self._keep(phase, state, events)
+        is_needed = phase == "end" and self.num_left_out > 0
+        if (has_changed and self._has_room(events)) or is_needed:
+            self.frames.append(
+                {"step": self._num_steps, "phase": phase, "events": events})
+            self._num_characters += len(text)
+            self._packed += self._packer.compress(text.encode() + b"\n")
         elif has_changed:
-            self.left_out += 1
+            self.num_left_out += 1
 
     def _has_room(self, events: list[Event]) -> bool:
-        num_frames, num_characters = len(self.frames), self.num_characters
+        num_frames, num_characters = len(self.frames), self._num_characters
         if num_frames >= MOST_FRAMES or num_characters >= MOST_CHARACTERS:
             return False
         is_long = num_frames >= MANY_FRAMES or num_characters >= MANY_CHARACTERS
-        is_rare = any(not KINDS[event.kind].is_minor for event in events)
-        return is_rare or not is_long
+        return not is_long or any(not KINDS[kind].is_minor for kind, _ in events)
 
-    def _keep(self, phase: str, state: State, events: list[Event]) -> None:
-        for group in state["groups"].values():
-            self.pieces.add(group["prompt_tokens"])
-        for seq in state["seqs"].values():
-            self.pieces.add(seq["tokens"])
-
-        frame = {
-            "step": self._num_steps,
-            "phase": phase,
-            "delta": diff(self._kept, state),
-            "events": events,
-        }
-        text = json.dumps(frame, separators=(",", ":"))
-        self.frames.append(text)
-        self.num_characters += len(text)
-        self._kept = state
+    def ask(self, step: int, text: str, choices: list[str], right: str, why: str
+            ) -> None:
+        """Let the player stop before this step is scheduled, and ask what it will do.
+        """
+        [place] = [index for index, frame in enumerate(self.frames)
+                   if frame["step"] == step and frame["phase"] == "scheduled"]
+        assert right in choices, f"{right} is none of {choices}"
+        self.questions.append({"frame": place - 1, "text": text, "choices": choices,
+                               "right": choices.index(right), "why": why})
 
     # -- What it gives -----------------------------------------------------------------
 
-    def data(self) -> dict[str, Any]:
-        """The whole trace, as data that JSON can express."""
-        frames = [json.loads(frame) for frame in self.frames]
-        return {**self.header(), "frames": frames}
-
     def header(self) -> dict[str, Any]:
-        """All but the frames. Only what happened is explained."""
-        kinds = {}
-        for name, kind in KINDS.items():
-            if name == "compute" or any(f'["{name}",' in f for f in self.frames):
-                kinds[name] = {
-                    "label": kind.label,
-                    "paper": kind.paper,
-                    "minor": kind.is_minor,
-                    **self._quote(kind),
-                }
+        """All but the states. Only what happened is explained."""
+        manager = self._scheduler.block_manager
+        happened = {"compute"}.union(
+            kind for frame in self.frames for kind, _ in frame["events"])
         return {
-            "title": self.title,
-            "pieces": self.pieces.texts,
-            "left_out": self.left_out,
-            "kinds": kinds,
+            "title": self.title, "left_out": self.num_left_out, "groups": self.groups,
+            "block_size": manager.block_size, "num_blocks": manager.num_blocks,
+            "num_swap_blocks": len(manager.ref_counts) - manager.num_blocks,
+            "budget": self._scheduler.config.max_num_batched_tokens,
+            "kinds": {name: explain(kind) for name, kind in KINDS.items()
+                      if name in happened},
+            "frames": self.frames, "questions": self.questions,
         }
 
-    def _quote(self, kind: Kind) -> dict[str, Any]:
-        try:
-            return excerpt(kind.symbol, kind.line)
-        except (AttributeError, ValueError):  # whoever changes the engine can trace it
-            return {"file": "", "name": kind.symbol, "lines": [kind.line], "at": 0}
+    def data(self) -> str:
+        """The states, and then the header: lines of JSON, compressed, as text."""
+        packer = self._packer.copy()
+        header = json.dumps(self.header(), separators=(",", ":"))
+        packed = self._packed + packer.compress(header.encode()) + packer.flush()
+        return base64.b64encode(packed).decode()
+
+    def states(self) -> list[State]:
+        """The state at every frame."""
+        return unpack(self.data())[:-1]
 
     def html(self) -> str:
         """A page that plays it, and that needs nothing else."""
-        return page(self.header(), self.frames)
+        return page("run.html", title=self.title, data=self.data())
 
     def player(self, ident: str, opens_at: int | None = None) -> str:
-        """A player of it, as a part of a larger page: see `embed`."""
-        return embed(self.header(), self.frames, ident, opens_at)
+        """A player of it, as a part of a larger page that has the style and the script.
+
+        A link to "#ident=12" leads to step 12. The player opens at step `opens_at`, or
+        at the first step.
+        """
+        macros = TEMPLATES.get_template("player.html").module
+        return str(macros.player(ident, self.data(), opens_at or ""))  # type: ignore
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.html(), encoding="utf-8")
+        Path(path).write_text(self.html(), encoding="ascii")
 
     def _repr_html_(self) -> str:
         """In a notebook: the page, in a frame of its own."""
-        source = html.escape(self.html())
         style = "width: 100%; height: 760px; border: 0"
-        return f'<iframe srcdoc="{source}" style="{style}"></iframe>'
-
-    def states(self) -> list[State]:
-        """The state at every frame, in full."""
-        return unfold([json.loads(frame)["delta"] for frame in self.frames])
+        return f'<iframe srcdoc="{html.escape(self.html())}" style="{style}"></iframe>'
 
 
-def unfold(deltas: list[Delta]) -> list[State]:
-    """All states on the way: each is a copy of its own."""
-    states = []
-    state: State = {}
-    for delta in deltas:
-        fold(state, delta)
-        states.append(json.loads(json.dumps(state)))
-    return states
+def unpack(data: str) -> list[Any]:
+    """The states of a trace, and its header."""
+    lines = zlib.decompress(base64.b64decode(data)).split(b"\n")
+    return [json.loads(line) for line in lines]
+
+
+def explain(kind: Kind) -> dict[str, Any]:
+    try:
+        quote = excerpt(kind.symbol, kind.line)
+    except (AttributeError, ValueError):  # a changed engine can be traced, too
+        quote = {"file": "", "name": kind.symbol, "lines": [kind.line], "at": 0}
+    return {"label": kind.label, "paper": kind.paper, "minor": kind.is_minor} | quote

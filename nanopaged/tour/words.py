@@ -1,9 +1,6 @@
-"""Lists and numbers in sentences.
+"""Lists and numbers in sentences: listed([5, 6, 7], "#") -> "#5, #6 and #7"."""
 
-listed([5, 6, 7], "#") -> "#5, #6 and #7"
-"""
-
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 MOST_LISTED = 6  # blocks or sequences in one sentence
 
@@ -12,11 +9,7 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def be(items: list[Any]) -> str:
-    return "is" if len(items) == 1 else "are"
-
-
-def join(parts: list[str]) -> str:
+def join(parts: Sequence[str]) -> str:
     """a; a and b; a, b and c; a, b, c and 4 more."""
     if len(parts) > MOST_LISTED:
         parts = [*parts[: MOST_LISTED - 1], f"{len(parts) - MOST_LISTED + 1} more"]
@@ -24,7 +17,7 @@ def join(parts: list[str]) -> str:
     return f"{', '.join(first)} and {last}" if first else last
 
 
-def listed(items: list[int] | list[str], mark: str) -> str:
+def listed(items: Iterable[object], mark: str) -> str:
     return join([f"{mark}{item}" for item in items])
 
 

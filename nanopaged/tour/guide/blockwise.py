@@ -13,20 +13,6 @@ from nanopaged.tour.observers import observers
 
 Floats = NDArray[np.float64]
 
-# Equation 4 of the paper, in MathML.
-SCORE = """<mi>exp</mi><mo>(</mo>
-<msubsup><mi>q</mi><mi>i</mi><mo>&#x22A4;</mo></msubsup><msub><mi>K</mi><mi>{block}</mi></msub><mo>/</mo><msqrt><mi>d</mi></msqrt><mo>)</mo>"""
-EQUATION = f"""<div class="equation"><math display="block" aria-label="
-A i j is the exponential of q i times K j over the square root of d, divided by the sum
-of these over all blocks t. o i is the sum over all blocks j of V j times A i j."><mrow>
-<msub><mi>A</mi><mrow><mi>i</mi><mi>j</mi></mrow></msub><mo>=</mo>
-<mfrac><mrow>{SCORE.format(block="j")}</mrow>
-<mrow><munder><mo>&#x2211;</mo><mi>t</mi></munder>{SCORE.format(block="t")}</mrow></mfrac>
-<mspace width="2em"/><msub><mi>o</mi><mi>i</mi></msub><mo>=</mo>
-<munder><mo>&#x2211;</mo><mi>j</mi></munder><msub><mi>V</mi><mi>j</mi></msub>
-<msubsup><mi>A</mi><mrow><mi>i</mi><mi>j</mi></mrow><mo>&#x22A4;</mo></msubsup></mrow>
-</math></div>"""
-
 
 def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
            ) -> Floats:
@@ -119,18 +105,3 @@ def max_difference(recorded: list[Recorded]) -> float:
                 difference = np.abs(expected - step.out[token, head]).max()
                 largest = max(largest, float(difference))
     return largest
-
-
-def difference_when_moved(step: Recorded, seed: int = 0) -> float:
-    """How much the answer changes if every block moves, and the table with it."""
-    places = np.random.default_rng(seed).permutation(len(step.kv_cache))
-    moved = np.empty_like(step.kv_cache)
-    moved[places] = step.kv_cache
-    table = step.tables[-1]
-    new_table = [int(places[block]) for block in table]
-    assert new_table != table, "no block has moved"
-
-    num_keys = step.positions[-1] + 1
-    before = attend(step.q[-1, 0], step.kv_cache[:, :, 0], table, num_keys)
-    after = attend(step.q[-1, 0], moved[:, :, 0], new_table, num_keys)
-    return float(np.abs(before - after).max())

@@ -1,201 +1,172 @@
 """Figures as SVG: bars, stacked bars and lines, with their numbers as a table.
 
-Colours are variables of the page's style sheet, so a figure follows its light and dark
-schemes. Colour is never alone: bars carry their numbers, lines have markers of their
-own, and the table below a figure says everything.
+`figures.css` has the colours, for light and for dark pages. Colour is never alone: bars
+carry their numbers, lines have markers of their own, and the table below a figure has
+all numbers.
 """
 
-import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from math import floor, log, log10
 from typing import TypeAlias
 
-from nanopaged.tour.guide.markdown import Html, slug, table
-from nanopaged.tour.guide.source import fold
+from nanopaged.tour.guide.markdown import Html
+from nanopaged.tour.page import TEMPLATES
 
 Rows: TypeAlias = Mapping[str, Mapping[str, float]]  # name -> {column: number}
 
-WIDTH, HEIGHT = 640, 300
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 48, 46  # margins around the plot
+WIDTH, HEIGHT = 480, 300  # readable on a telephone
+LEFT, TOP, RIGHT, BOTTOM = 46, 52, 468, 254  # of the plot in it
 PAPER = "the paper's"
-LEAST_BAR = 30  # a shorter bar has no room for its number
+LEAST_BAR = 18  # a lower bar has no room for its number
+LEAST_STEP = 34  # between two labels of the x axis
+SQUARE = "M-4 -4 h8 v8 h-8 z"
 MARKERS = (
-    '<circle cx="{x:.1f}" cy="{y:.1f}" r="4"/>',
-    '<rect x="{x0:.1f}" y="{y0:.1f}" width="8" height="8"/>',
-    '<path d="M{x:.1f} {y0:.1f} l5 9 h-10 z"/>',
-)
-DIAMOND = "M{x:.1f} {y:.1f} m0 -5 l5 5 l-5 5 l-5 -5 z"
+    "M-4 0 a4 4 0 0 0 8 0 a4 4 0 0 0 -8 0", SQUARE, "M0 -5 l5 9 h-10 z",
+    "M0 5 l5 -9 h-10 z")
+DIAMOND = "M0 -5 l5 5 l-5 5 l-5 -5 z"
 
 
-def stacked(title: str, rows: Rows, caption: str,
-            paper: Mapping[str, float] | None = None, unit: str = "%") -> Html:
-    """A bar for every row, its columns on top of each other; `paper`: diamonds for the
-    first column.
+def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = "",
+         stacked: bool = False) -> Html:
+    """A group of bars for every row, one for each column; diamonds for the paper's.
+
+    stacked: the bars of a row stand on top of each other. The first row has all
+    columns, and others may lack some.
     """
-    plot = Plot(max(sum(row.values()) for row in rows.values()))
+    add = sum if stacked else max
+    plot = Plot(max(add(row.values()) for row in [*rows.values(), *paper.values()]))
     columns = list(next(iter(rows.values())))
-    for x, name in plot.places(list(rows)):
+    step = (RIGHT - LEFT) / len(rows)
+    width = 60 if stacked else min(60, step * 0.8 / len(columns))
+    for number, (name, row) in enumerate(rows.items()):
+        x = LEFT + step * (number + 0.5)
+        first, _, rest = name.partition(" ")
+        plot.text(first, x, BOTTOM + 16)
+        plot.text(rest, x, BOTTOM + 30)
+        if not stacked:
+            x -= (len(columns) - 1) / 2 * width
         low = 0.0
-        for index, value in enumerate(rows[name].values()):
-            plot.bar(x, 64, low, low + value, index)
-            if index == 0:
-                plot.text(x, plot.y(value / 2) + 5, f"{value:.1f}", "on-bar")
-            low += value
-        if paper:
-            plot.diamond(x, paper[name])
-    plot.legend(columns, with_paper=bool(paper))
-    return plot.figure(title, rows, caption, paper, unit)
-
-
-def bars(title: str, rows: Rows, caption: str,
-         paper: Mapping[str, Mapping[str, float]] | None = None,
-         unit: str = "", digits: int = 1) -> Html:
-    """A group of bars for every row, one for each column; `paper`: diamonds.
-
-    The first row has all columns, others may lack some.
-    """
-    plot = Plot(max(max(row.values()) for row in rows.values()) * 1.1)
-    columns = list(next(iter(rows.values())))
-    for center, name in plot.places(list(rows)):
-        width = min(56, plot.step * 0.8 / len(columns))
-        for column, value in rows[name].items():
-            index = columns.index(column)
-            x = center + (index - (len(columns) - 1) / 2) * width
-            plot.bar(x, width - 4, 0, value, index)
-            number = (paper or {}).get(name, {}).get(column)
-            if number is not None:
-                plot.diamond(x, number)
-            text = f"{value:,.{digits}f}"
-            if plot.y(0) - plot.y(value) > LEAST_BAR:
-                plot.text(x, plot.y(0) - 4, text, "on-bar")
+        for index, column in enumerate(columns):
+            value = row.get(column, 0.0)
+            plot.bar(x, width - 4, low, low + value, index)
+            if column in paper.get(name, {}):
+                plot.draw(DIAMOND, "paper", x, plot.y(paper[name][column]))
+            if stacked:
+                low += value
             else:
-                plot.text(x, plot.y(max(value, number or 0)) - 9, text, "label")
-    plot.legend(columns if len(columns) > 1 else [], with_paper=bool(paper))
+                x += width
+    plot.legend(columns if len(columns) > 1 else [], [SQUARE] * len(columns))
     return plot.figure(title, rows, caption, paper, unit)
 
 
-def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "") -> Html:
-    """A line for every row; its columns are evenly spaced along the x axis."""
-    plot = Plot(max(max(row.values()) for row in rows.values()) * 1.05)
+def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "",
+          top: float = 0) -> Html:
+    """A line for every row, over its columns, which are numbers; it ends at `top`.
+
+    If every column is the same multiple of the one before (2 or more), the axis is
+    logarithmic, and says so. The first row has all columns.
+    """
+    plot = Plot(top or max(max(row.values()) for row in rows.values()))
     columns = list(next(iter(rows.values())))
-    xs = dict((name, x) for x, name in plot.places(columns))
+    numbers = [float(column) for column in columns]
+    factors = {high / low for low, high in zip(numbers, numbers[1:], strict=False)}
+    if len(factors) == 1 and min(factors) >= 2:
+        x_label += f" (each is {factors.pop():g} times the one before)"
+        numbers = [log(number) for number in numbers]
+    scale = (RIGHT - LEFT - 32) / (numbers[-1] - numbers[0])
+    places = {}
+    labelled = 0.0
+    for column, number in zip(columns, numbers, strict=True):
+        x = places[column] = LEFT + 16 + scale * (number - numbers[0])
+        if x - labelled > LEAST_STEP:
+            plot.text(column, x, BOTTOM + 16)
+            labelled = x
     for index, row in enumerate(rows.values()):
-        plot.line([(xs[column], plot.y(value)) for column, value in row.items()], index)
-    plot.text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, x_label, "label")
-    plot.legend(list(rows), with_paper=False, markers=True)
-    return plot.figure(title, rows, caption, None, unit)
+        plot.line([(places[column], value) for column, value in row.items()], index)
+    plot.text(x_label, (LEFT + RIGHT) / 2, HEIGHT - 8)
+    plot.legend(rows, MARKERS)
+    return plot.figure(title, rows, caption, {}, unit)
 
 
 class Plot:
-    """An SVG with a y axis from 0 to `top`."""
+    """Shapes and texts, above a y axis from 0 to `top`, or to a rounder number."""
 
     def __init__(self, top: float) -> None:
-        self.top = nice(top)
-        self.step = 0.0
-        self.parts: list[str] = []
-        for i in range(5):
-            value = self.top * i / 4
-            y = self.y(value)
-            self.parts.append(
-                f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" '
-                f'y1="{y:.1f}" y2="{y:.1f}"/>')
-            self.text(LEFT - 6, y + 4, f"{value:,g}", "tick")
+        self.shapes: list[tuple[str, str, float, float]] = []
+        self.texts: list[tuple[str, str, float, float]] = []
+        scale = 10.0 ** floor(log10(top))
+        steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)  # four parts divide them well
+        self.top = next(scale * step for step in steps if scale * step >= top * 0.999)
+        for quarter in range(5):
+            value = self.top * quarter / 4
+            self.draw(f"M0 0 H{RIGHT - LEFT}", "grid", LEFT, self.y(value))
+            self.text(f"{value:,g}", LEFT - 6, self.y(value) + 4, "tick")
 
     def y(self, value: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / self.top
+        return BOTTOM - (BOTTOM - TOP) * value / self.top
 
-    def places(self, names: list[str]) -> Iterator[tuple[float, str]]:
-        """The middle of each name's part of the x axis, with the name below it."""
-        self.step = (WIDTH - LEFT - RIGHT) / len(names)
-        for index, name in enumerate(names):
-            x = LEFT + self.step * (index + 0.5)
-            self.text(x, HEIGHT - BOTTOM + 17, name, "label")
-            yield x, name
+    def draw(self, shape: str, kind: str, x: float = 0, y: float = 0) -> None:
+        self.shapes.append((shape, kind, x, y))
+
+    def text(self, text: str, x: float, y: float, kind: str = "label") -> None:
+        self.texts.append((text, kind, x, y))
 
     def bar(self, x: float, width: float, low: float, high: float, series: int) -> None:
+        """With its number in it, or above it if it stands alone and is too low."""
         height = self.y(low) - self.y(high)
-        self.parts.append(
-            f'<rect class="series-{series}" x="{x - width / 2:.1f}" '
-            f'y="{self.y(high):.1f}" width="{width:.1f}" height="{height:.1f}"/>')
+        shape = f"M{-width / 2:.1f} 0 v{-height:.1f} h{width:.1f} v{height:.1f} z"
+        self.draw(shape, f"series-{series}", x, self.y(low))
+        if height > LEAST_BAR:
+            self.text(f"{high - low:.3g}", x, self.y(low) - 4, "on-bar")
+        elif height and not low:
+            self.text(f"{high:.3g}", x, self.y(high) - 9)
 
     def line(self, points: list[tuple[float, float]], series: int) -> None:
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.parts.append(f'<polyline class="line-{series}" points="{path}"/>')
-        for x, y in points:
-            self.marker(x, y, series)
+        """A line with its markers; if it leaves the plot, up to the upper edge."""
+        path = "M"
+        before = points[0]
+        for x, value in points:
+            if value > self.top:
+                share = (self.top - before[1]) / (value - before[1])
+                x, value = before[0] + share * (x - before[0]), self.top
+            else:
+                self.draw(MARKERS[series], f"series-{series}", x, self.y(value))
+            path += f" {x:.1f} {self.y(value):.1f}"
+            before = x, value
+            if value == self.top:
+                break
+        self.draw(path, f"line line-{series}")
 
-    def marker(self, x: float, y: float, series: int) -> None:
-        shape = MARKERS[series].format(x=x, y=y, x0=x - 4, y0=y - 4)
-        self.parts.append(f'<g class="series-{series}">{shape}</g>')
-
-    def diamond(self, x: float, value: float) -> None:
-        path = DIAMOND.format(x=x, y=self.y(value))
-        self.parts.append(f'<path class="paper" d="{path}"/>')
-
-    def text(self, x: float, y: float, text: str, kind: str) -> None:
-        self.parts.append(
-            f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{html.escape(text)}</text>')
-
-    def legend(self, names: list[str], with_paper: bool, markers: bool = False) -> None:
-        x, y = float(LEFT), 12.0
-        for index, name in enumerate([*names, PAPER] if with_paper else names):
+    def legend(self, names: Iterable[str], markers: Iterable[str]) -> None:
+        entries = [(name, marker, f"series-{index}") for index, (name, marker)
+                   in enumerate(zip(names, markers, strict=False))]
+        if any(kind == "paper" for _, kind, _, _ in self.shapes):
+            entries.append((PAPER, DIAMOND, "paper"))
+        x, y = 14.0, 12.0
+        for name, marker, kind in entries:
             length = 34 + 7 * len(name)
             if x + length > WIDTH:
-                x, y = float(LEFT), y + 18
-            if name == PAPER:
-                path = DIAMOND.format(x=x + 5, y=y)
-                self.parts.append(f'<path class="paper" d="{path}"/>')
-            elif markers:
-                self.marker(x + 5, y, index)
-            else:
-                self.parts.append(
-                    f'<rect class="series-{index}" x="{x:.1f}" y="{y - 5:.1f}" '
-                    'width="10" height="10"/>')
-            self.text(x + 15, y + 5, name, "legend")
+                x, y = 14.0, y + 19
+            self.draw(marker, kind, x, y)
+            self.text(name, x + 10, y + 5, "legend")
             x += length
 
-    def figure(self, title: str, rows: Rows, caption: str,
-               paper: Mapping[str, object] | None, unit: str) -> Html:
-        ident = f"figure-{slug(title)}"
-        title, caption = html.escape(title), html.escape(caption)
-        unit = html.escape(unit)
-        numbers_title = f"The numbers, in {unit}" if unit else "The numbers"
-        return Html(
-            f'<figure class="plot"><figcaption id="{ident}"><strong>{title}</strong> '
-            f'{caption}</figcaption>\n'
-            f'<div class="scroll" tabindex="0"><svg viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'role="img" aria-labelledby="{ident}">{"".join(self.parts)}</svg></div>\n'
-            f"{fold(numbers_title, numbers(rows, paper))}</figure>")
+    def figure(self, title: str, rows: Rows, caption: str, paper: Rows, unit: str
+               ) -> Html:
+        return Html(TEMPLATES.get_template("figure.html").render(
+            plot=self, title=title, rows=rows, caption=caption, paper=paper, unit=unit,
+            columns=list(next(iter(rows.values()))), width=WIDTH, height=HEIGHT))
 
 
-def numbers(rows: Rows, paper: Mapping[str, object] | None = None) -> str:
-    """The table of a figure; the paper's numbers follow ours after a slash."""
-    columns = list(next(iter(rows.values())))
-    body = []
-    for name, row in rows.items():
-        cells = [html.escape(name)]
-        for index, column in enumerate(columns):
-            theirs = (paper or {}).get(name)
-            if isinstance(theirs, Mapping):
-                theirs = theirs.get(column)
-            elif index > 0:
-                theirs = None  # of stacked bars: the paper has the first part alone
-            text = shorten(row[column]) if column in row else ""
-            cells.append(text if theirs is None else f"{text} (paper: {theirs})")
-        body.append(cells)
-    return table(["", *map(html.escape, columns)], body)
+def style() -> str:
+    return files("nanopaged.tour.guide").joinpath("figures.css").read_text("utf-8")
 
 
-def shorten(value: float) -> str:
-    is_whole = value == int(value) or abs(value) >= 100
-    return f"{value:,.0f}" if is_whole else f"{value:.3g}"
-
-
-def nice(value: float) -> float:
-    """The next number that a y axis may end at, and that four parts divide well."""
-    scale: float = 1
-    while scale * 10 <= value:
-        scale *= 10
-    while scale > value:
-        scale /= 10
-    steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)
-    return next(scale * step for step in steps if scale * step >= value * 0.999)
+def standalone(figure: str) -> str:
+    """The picture in a figure, as an SVG file."""
+    start, end = figure.index("<svg ") + 5, figure.index("</svg>")
+    attributes, content = figure[start:end].split(">", 1)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" {attributes}>'
+        f"<style>{style()}</style>{content}</svg>\n")

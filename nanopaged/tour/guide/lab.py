@@ -1,6 +1,5 @@
 """The engine of the tour, and runs that are recorded while they are made."""
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -12,7 +11,7 @@ from nanopaged.tour.observers import observers
 from nanopaged.tour.recorder import Trace, trace
 from nanopaged.tour.state import State
 
-Values: TypeAlias = dict[str, object]  # of a chapter's text, by name
+Values: TypeAlias = dict[str, Any]  # of a chapter's text, by name
 
 SPEECH = "First Citizen:\nWe are accounted poor citizens"
 # The requests A and B of which the engine's files tell: six tokens each, and the first
@@ -42,35 +41,30 @@ class Watched:
     ident: str  # of its player
     outputs: list[RequestOutput]
     batches: list[Batch]  # one for each step
+    opens_at: int | None = None  # a step
 
     @property
     def player(self) -> Html:
-        return self.player_at(None)
-
-    def player_at(self, step: int | None) -> Html:
-        """A player that opens at this step."""
-        return Html(self.trace.player(self.ident, step))
+        return Html(self.trace.player(self.ident, self.opens_at))
 
     def state(self, step: int, phase: str) -> State:
         """What the engine held after a phase of a step."""
-        frames = self.trace.data()["frames"]
-        places = [(frame["step"], frame["phase"]) for frame in frames]
+        places = [(frame["step"], frame["phase"]) for frame in self.trace.frames]
         return self.trace.states()[places.index((step, phase))]
 
-    def chunks(self) -> list[dict[int, int]]:
-        """How many tokens each step computed, by request."""
-        steps = []
-        for frame, state in zip(
-                self.trace.data()["frames"], self.trace.states(), strict=True):
-            if frame["phase"] == "scheduled":
-                counts: Counter[int] = Counter()
-                for key, seq in state["seqs"].items():
-                    counts[int(key.partition(".")[0])] += seq["now"]
-                steps.append(dict(+counts))
-        return steps
+    def new_blocks(self, step: int, key: str) -> list[int]:
+        """The blocks that a sequence takes in a step, for its end."""
+        before = self.state(step - 1, "updated")["seqs"][key]["table"]
+        table: list[int] = self.state(step, "scheduled")["seqs"][key]["table"]
+        return table[len(before) :]
 
-    def texts(self) -> list[str]:
-        return [answer.text for output in self.outputs for answer in output.outputs]
+    def counts(self, request: int) -> list[int]:
+        """How many tokens of a request each step computes."""
+        states = [state for state, frame in
+                  zip(self.trace.states(), self.trace.frames, strict=True)
+                  if frame["phase"] == "scheduled"]
+        return [sum(seq["now"] for key, seq in state["seqs"].items()
+                    if key.startswith(f"{request}.")) for state in states]
 
 
 def watch(llm: LLM, ident: str, title: str, prompts: list[Any], params: Any,

@@ -1,23 +1,21 @@
-"""What each chapter shows: small runs of the engine, measured while the page is made.
+"""What each chapter shows: small runs of the engine, made while the page is made.
 
-A lesson returns the values of its chapter's text, by name. They are computed here, so
-that no number in the text can be wrong tomorrow.
+A lesson returns the values of its chapter's text, by name. So no number in the text can
+be wrong tomorrow. Where a player asks what comes next, the answer is from its run, too.
 """
 
 import time
-from unittest.mock import patch
 
 import numpy as np
 
-from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import place_tokens
 from nanopaged.config import EngineConfig
 from nanopaged.parallel import FIELDS
 from nanopaged.scheduler import Batch
 from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, paper
-from nanopaged.tour.guide.claims import BANDWIDTH, RATE, TOKENS, claims
-from nanopaged.tour.guide.exercises import EXERCISES, exercise_list
+from nanopaged.tour.guide.claims import BANDWIDTH, RATE, SEQS, TOKENS, claims
 from nanopaged.tour.guide.lab import (
     SPEECH,
     STORY,
@@ -27,51 +25,24 @@ from nanopaged.tour.guide.lab import (
     greedy,
     watch,
 )
-from nanopaged.tour.guide.markdown import Html, table
-from nanopaged.tour.guide.mutants import MUTANTS, mutant_list
-from nanopaged.tour.guide.source import part
-from nanopaged.tour.state import utilisation
+from nanopaged.tour.guide.markdown import Html, python, table
+from nanopaged.tour.memory import LIMIT, SLOTS
 from nanopaged.tour.words import join
-
-__all__ = [  # a lesson for each chapter that has values
-    "attention", "blocks", "build", "cache", "claims", "fork", "full", "loop", "prefix",
-    "ranks", "schedule", "step",
-]
-
-CONSTANT_HASH = 7
+from nanopaged.tour.workloads import DATA_SETS, LONGEST
 
 
 def loop() -> Values:
     with engine(num_blocks=8) as llm:
         run = watch(llm, "loop-run", "One request, from its prompt to its last token",
                     STORY[:1], greedy(8))
-        output = run.outputs[0]
         pieces = [repr(llm.tokenizer.decode([token]))
-                  for token in output.prompt_token_ids]
+                  for token in run.outputs[0].prompt_token_ids]
         size = llm.config.block_size
-    first = run.batches[0]
-    seq = run.state(1, "updated")["seqs"]["0.0"]
-    positions, slots = places(first, size)
-    return {
-        "player": run.player,
-        "second_answer": "0.1",  # as the player marks it, and
-        "place": "#3",
-        "size": size,
-        "prompt_tokens": len(pieces),
-        "pieces": " ".join(pieces),
-        "output_tokens": len(output.outputs[0].token_ids),
-        "steps": len(run.batches),
-        "first_count": first.counts[0],
-        "later_counts": ", ".join(str(batch.counts[0]) for batch in run.batches[1:]),
-        "ids": str(first.token_ids),
-        "table": str(seq["table"]),
-        "positions": str(positions),
-        "slots": str(slots),
-        "computed": seq["computed"],
-        "new_id": seq["tokens"][0],
-        "new_length": len(pieces) + len(seq["tokens"]),
-        "text": repr(run.texts()[0]),
-    }
+    positions, slots = places(run.batches[0], size)
+    return {"run": run, "size": size, "pieces": pieces, "positions": positions,
+            "slots": slots, "seq": run.state(1, "updated")["seqs"]["0.0"],
+            "answer": run.outputs[0].outputs[0],
+            "counts": [batch.counts[0] for batch in run.batches]}
 
 
 def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
@@ -87,76 +58,70 @@ def cache() -> Values:
     with engine(enable_prefix_caching=False, num_blocks=128) as llm:
         prompt = llm.tokenizer("ROMEO:\n").input_ids
         llm.generate(prompt, greedy(4), use_tqdm=False)  # warm-up
-
-        began = time.perf_counter()
-        with_cache = llm.generate(prompt, greedy(count), use_tqdm=False)
-        seconds_with = time.perf_counter() - began
-
-        began = time.perf_counter()
-        text = list(prompt)
+        seconds_with, answer = timed(llm, prompt, count)
+        text, seconds_without = list(prompt), 0.0
         for _ in range(count):
-            one = llm.generate(text, greedy(1), use_tqdm=False)[0].outputs[0]
-            text += one.token_ids
-        seconds_without = time.perf_counter() - began
+            seconds, token = timed(llm, text, 1)
+            text += token
+            seconds_without += seconds
         token_bytes = kv.token_bytes(llm)
-
-    assert text[len(prompt):] == with_cache[0].outputs[0].token_ids
-    length = len(prompt)
-    computed_with = length + count - 1
-    computed_without = sum(length + i for i in range(count))
+    assert text == prompt + answer
     marks = [1, *range(16, count + 1, 16)]
-    curves = {
-        "without the cache": {
-            str(n): float(sum(length + i for i in range(n))) for n in marks},
-        "with the cache": {str(n): float(length + n - 1) for n in marks},
-    }
+    without = {n: sum(len(prompt) + i for i in range(n)) for n in marks}
+    curves = {"without the cache": {str(n): float(without[n]) for n in marks},
+              "with the cache": {str(n): float(len(prompt) + n - 1) for n in marks}}
     return {
-        "count": count,
-        "prompt_tokens": length,
-        "computed_with": f"{computed_with:,}",
-        "computed_without": f"{computed_without:,}",
-        "work_ratio": f"{computed_without / computed_with:.0f}",
-        "seconds_with": f"{seconds_with:.2f}",
-        "seconds_without": f"{seconds_without:.2f}",
-        "time_ratio": f"{seconds_without / seconds_with:.1f}",
+        "count": count, "prompt": prompt, "token_bytes": token_bytes,
+        "computed_with": len(prompt) + count - 1, "computed_without": without[count],
+        "seconds_with": seconds_with, "seconds_without": seconds_without,
         "figure": figures.lines(
             "Tokens computed so far", curves,
             "Counted, not timed. Without the cache the work grows with the square of "
             "the length.", "tokens generated", "tokens"),
-        "token_bytes": f"{token_bytes:,}",
-    } | sizes_of_caches(tokens=4096, seqs=8)
+        "models": sizes_of_caches(),
+        "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], TOKENS, SEQS, memory=24),
+    } | claims()
 
 
-def sizes_of_caches(tokens: int, seqs: int) -> Values:
-    rows = []
-    for name, shape in kv.MODELS.items():
-        total = kv.gib(shape.total(tokens, seqs))
-        rows.append([name, str(shape.layers), str(shape.kv_heads), str(shape.head_dim),
-                     str(shape.item_bytes), f"{shape.bytes_per_token:,}", total])
-    head = ["", "layers", "KV heads", "head size", "bytes a number", "bytes a token",
-            f"{seqs} sequences of {tokens:,} tokens"]
+def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
+    """The seconds that an answer takes, and its tokens."""
+    began = time.perf_counter()
+    [output] = llm.generate(prompt, greedy(count), use_tqdm=False)
+    return time.perf_counter() - began, output.outputs[0].token_ids
+
+
+def sizes_of_caches() -> Html:
+    rows = [[name, str(shape.layers), str(shape.kv_heads), str(shape.head_dim),
+             str(shape.item_bytes), f"{shape.bytes_per_token:,}",
+             kv.gib(shape.total(TOKENS, SEQS))] for name, shape in kv.MODELS.items()]
     old, new = kv.MODELS["Llama-2-7B"], kv.MODELS["Llama-3-8B"]
     assert old.bytes_per_token == 4 * new.bytes_per_token, "the text says: a quarter"
-    return {
-        "models": Html(f'<div class="models">{table(head, rows)}</div>'),
-        "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], tokens, seqs, memory=24),
-    }
+    head = ["", "layers", "KV heads", "head size", "bytes per element",
+            "bytes per token", f"{SEQS} sequences of {TOKENS:,} tokens"]
+    return Html(f'<div class="models">{table(head, rows)}</div>')
 
 
 def blocks() -> Values:
     with engine(num_blocks=16) as llm:
-        size = llm.config.block_size
         run = watch(llm, "blocks-run", "Two requests of different lengths",
                     ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)])
-    used = [utilisation(state) for state in run.trace.states() if state["running"]]
-    return {
-        "player": run.player,
-        "block_size": size,
-        "default_size": EngineConfig().block_size,
-        "most_waste": size - 1,
-        "default_most_waste": EngineConfig().block_size - 1,
-        "utilisation": f"{100 * sum(used) / len(used):.0f}",
-    } | paper.uses_of_memory()
+        size = llm.config.block_size
+    held = [[(seq["computed"], size * len(seq["table"]))
+             for seq in state["seqs"].values() if seq["table"]]
+            for state in run.trace.states()]
+    used = [sum(n for n, _ in pairs) / sum(slots for _, slots in pairs)
+            for pairs in held if pairs]
+    step = next(step for step in range(2, 14) if run.new_blocks(step, "0.0"))
+    [block] = run.new_blocks(step, "0.0")
+    last = run.state(step - 1, "updated")["seqs"]["0.0"]["table"][-1]
+    run.trace.ask(
+        step, "All blocks of sequence 0.0 are full, and it computes one more token. "
+        "Which block will it take?", [f"#{last + 1}", f"#{block}", f"#{block + 1}"],
+        f"#{block}", "Blocks need not be neighbours, so it takes the first free one.")
+    return {"run": run, "size": size, "default_size": EngineConfig().block_size,
+            "utilisation": 100 * sum(used) / len(used), "slots": SLOTS,
+            "longest": LONGEST, "lengths": DATA_SETS["ShareGPT"],
+            } | paper.use_of_memory(seconds=240)
 
 
 def step() -> Values:
@@ -169,38 +134,25 @@ def step() -> Values:
     first, second, third = run.batches[:3]
     positions, slots = places(second, size)
     assert second.counts == [1, 2] and third.copies, "the text describes these steps"
-    [(copy_from, copy_to)] = third.copies
-    logical = positions[-1] // size
-    return {
-        "player": run.player,
-        "first": listing(first),
-        "second": listing(second),
-        "third": listing(third),
-        "size": size,
-        "common": size,
-        "counts": str(second.counts),
-        "ends": str(second.ends),
-        "samples": str(second.samples),
-        "block_ids": str(list(second.block_ids)),
-        "shared": second.block_ids[0],
-        "position": positions[-1],
-        "logical": logical,
-        "offset": positions[-1] % size,
-        "physical": slots[-1] // size,
-        "slot": slots[-1],
-        "positions": str(positions),
-        "slots": str(slots),
-        "later_counts": str(third.counts),
-        "copies": str(third.copies),
-        "copy_from": copy_from,
-        "copy_to": copy_to,
-        "pending": str([-1 - sample for sample in range(len(second.samples))]),
-        "begins": Html(part("model_runner.ModelRunner.run", "batch.swaps_out",
-                            "batch.copies")),
-    }
+    run.trace.ask(
+        2, "B's prompt has six tokens, and its first four are those of A's prompt. How "
+        "many of the six will the next step compute?", ["six", "two", "none"], "two",
+        "The K and V of the first four are in block 0, which A has filled.")
+    [(source, target)] = third.copies
+    run.trace.ask(
+        3, f"Both answers of B hold block {source}, and both will write their next "
+        "token there. What will be copied?",
+        ["nothing", f"block {source}, once", f"block {source}, twice"],
+        f"block {source}, once",
+        "The first writer takes a copy. Then the second is the only holder.")
+    return {"run": run, "first": listing(first), "second": listing(second),
+            "third": listing(third), "size": size, "batch": second, "later": third,
+            "positions": positions, "slots": slots, "source_block": source,
+            "target_block": target,
+            "pending": [-1 - sample for sample in range(len(second.samples))]}
 
 
-def listing(batch: Batch) -> str:
+def listing(batch: Batch) -> Html:
     """What a batch of the story says, a line for each list that is not empty.
 
     Tokens have names as in the engine's files: p and q in prompts, then t, u and v.
@@ -212,7 +164,8 @@ def listing(batch: Batch) -> str:
                 names.append(f"{'q' if entry and position >= 4 else 'p'}{position}")
             else:
                 names.append(f"{'tuv'[entry]}{position - 6}")
-    return "\n".join([f"token_ids = [{', '.join(names)}]", *lists(batch, FIELDS[1:])])
+    lines = [f"token_ids = [{', '.join(names)}]", *lists(batch, FIELDS[1:])]
+    return python("\n".join(lines))
 
 
 def lists(batch: Batch, names: list[str]) -> list[str]:
@@ -225,67 +178,49 @@ def attention() -> Values:
         params = SamplingParams(n=2, max_tokens=24, seed=1, ignore_eos=True)
         recorded = blockwise.record(llm, ["ROMEO:\n", SPEECH], params)
         config = llm.model_config
-        moved = blockwise.difference_when_moved(recorded[-1])
     difference = blockwise.max_difference(recorded)
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
-    assert moved == 0, "the place of a block changed the result"
-    largest = max(float(abs(step.out).max()) for step in recorded)
-    table_example = recorded[-1].tables[-1]
-    return {
-        "difference": f"{difference:.1e}",
-        "largest": f"{largest:.1f}",
-        "results": f"{sum(step.q.shape[0] * step.q.shape[1] for step in recorded):,}",
-        "layers": config.num_hidden_layers,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-        "example_table": str(table_example),
-        "moved": f"{moved:g}",
-        "equation": Html(blockwise.EQUATION),
-        "inner": Html(part(
-            "cpu_kernels.run_programs", "# The sums so far", "acc[g, dim] +=")),
-    }
+    return {"difference": difference, "config": config,
+            "largest": max(float(abs(step.out).max()) for step in recorded),
+            "results": sum(step.q.shape[0] * step.q.shape[1] for step in recorded)}
 
 
 def schedule() -> Values:
     budget = 8
     with engine(num_blocks=32, max_num_batched_tokens=budget) as llm:
-        long_prompt = "\n".join([SPEECH] * 2)
         run = watch(llm, "schedule-run",
                     f"Two short requests and a long one; {budget} tokens a step",
-                    ["ROMEO:\n", "JULIET:\n", long_prompt],
+                    ["ROMEO:\n", "JULIET:\n", "\n".join([SPEECH] * 2)],
                     [greedy(12), greedy(12), greedy(4)])
-        long_answer = run.outputs[2].outputs[0].token_ids
-        long_tokens = len(run.outputs[2].prompt_token_ids)
-        assert not llm.stats().preemptions_recompute, "the pool is too small"
-    chunks = [step[2] for step in run.chunks() if 2 in step][: -(len(long_answer) - 1)]
-    assert sum(chunks) == long_tokens
-    assert not absent_steps(run, 0) + absent_steps(run, 1), "a decode was stalled"
+    counts = run.counts(2)
+    num_tokens = len(run.outputs[2].prompt_token_ids)
+    chunks = [number for number in counts if number][:-3]
+    assert sum(chunks) == num_tokens and not absent(run, 0) + absent(run, 1)
     mixed = [b for b in run.batches if len(b.counts) > 1 and max(b.counts) > 1]
-    assert mixed, "no chunk ran beside a decode"
+    step = 1 + next(i for i in range(2, len(counts)) if counts[i] == budget - 2)
+    run.trace.ask(
+        step, f"The first two requests decode, and the budget is {budget} tokens. How "
+        "many tokens of the long prompt will the next step compute?",
+        ["none", str(budget - 2), str(budget)], str(budget - 2),
+        "The two that decode take one token each. The prompt gets the rest.")
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
-    gain = speeds[max(speeds)] / speeds[1]
-    speed_rows = {"tokens/s": {str(n): speed for n, speed in speeds.items()}}
     return {
-        "player": run.player,
-        "budget": budget,
-        "long_tokens": long_tokens,
-        "chunks": ", ".join(map(str, chunks)),
-        "num_chunks": len(chunks),
-        "example_counts": str(mixed[-1].counts),
+        "run": run, "budget": budget, "num_tokens": num_tokens, "chunks": chunks,
+        "mixed": mixed[-1].counts, "batch": max(speeds), "rate": RATE / 1e12,
+        "bandwidth": BANDWIDTH / 1e12, "balance": RATE / BANDWIDTH, "speeds": speeds,
+        "gain": speeds[max(speeds)] / speeds[1],
+        "default_budget": EngineConfig().max_num_batched_tokens,
         "figure": figures.lines(
-            "Tokens per second, by the number of sequences in a batch.", speed_rows,
+            "Tokens per second, by the number of sequences in a batch.",
+            {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
             "The bundled model, on one core of the machine that made this page.",
-            "sequences that decode together", "tokens/s"),
-        "batch": max(speeds),
-        "rate": f"{RATE / 1e12:g}",
-        "bandwidth": f"{BANDWIDTH / 1e12:g}",
-        "balance": f"{RATE / BANDWIDTH:.0f}",
-        "speed_one": f"{speeds[1]:,.0f}",
-        "speed_many": f"{speeds[max(speeds)]:,.0f}",
-        "gain": f"{gain:.1f}",
-        "slower": f"{max(speeds) / gain:.1f}",
-        "default_budget": f"{EngineConfig().max_num_batched_tokens:,}",
-    }
+            "sequences that decode together", "tokens/s")}
+
+
+def absent(run: Watched, request: int) -> list[int]:
+    """The steps, counted from 1, in which a request did not run, before its end."""
+    present = [step for step, number in enumerate(run.counts(request), 1) if number]
+    return sorted(set(range(1, max(present))) - set(present))
 
 
 def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
@@ -305,150 +240,95 @@ def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
 
 def prefix() -> Values:
     system = "You are a citizen of Verona, and you speak in verse.\n\n"
-    questions = ["ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n"]
-    prompts = [system + question for question in questions]
+    prompts = [system + name for name in ("ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n")]
     with engine(num_blocks=32) as llm:
-        run = watch(llm, "prefix-run", "Three prompts that begin alike",
-                    prompts, greedy(5))
-        stats = llm.stats()
-        hits = [output.num_cached_tokens for output in run.outputs]
-        lengths = [len(output.prompt_token_ids) for output in run.outputs]
-
-    with (engine(num_blocks=32) as llm,
-          patch("nanopaged.block_manager.hash_content", lambda *_: CONSTANT_HASH)):
-        collided = llm.generate(prompts, greedy(5), use_tqdm=False)
-        collided_hits = llm.stats().prefix_hit_tokens
-    assert collided_hits < stats.prefix_hit_tokens, "a collision costs hits"
-    assert ([output.outputs[0].token_ids for output in collided]
-            == [output.outputs[0].token_ids for output in run.outputs])
+        run = watch(llm, "prefix-run", "Three prompts that begin alike", prompts,
+                    greedy(5))
     with engine(num_blocks=64) as llm:
-        salted = [SamplingParams(temperature=0, max_tokens=5, cache_salt=name)
-                  for name in ("Capulet", "Montague", "Escalus")]
-        outputs = llm.generate(prompts, salted, use_tqdm=False)
-        salted_hits = sum(output.num_cached_tokens for output in outputs)
-    assert salted_hits == 0, "a salt did not separate"
-    return {
-        "player": run.player,
-        "lengths": join([str(length) for length in lengths]),
-        "hits": join([str(hit) for hit in hits]),
-        "hit_tokens": stats.prefix_hit_tokens,
-        "query_tokens": sum(lengths),
-        "hit_share": f"{100 * stats.prefix_hit_tokens / sum(lengths):.0f}",
-        "collided_hits": collided_hits,
-        "salted_hits": salted_hits,
-        "hash_value": CONSTANT_HASH,
-        **paper.paper_gains(),
-    }
+        salted = llm.generate(
+            [{"prompt": prompt, "cache_salt": prompt} for prompt in prompts],
+            greedy(5), use_tqdm=False)
+    hits, salted_hits = [[output.num_cached_tokens for output in outputs]
+                         for outputs in (run.outputs, salted)]
+    assert sum(hits) and not sum(salted_hits)
+    lengths = [len(output.prompt_token_ids) for output in run.outputs]
+    run.trace.ask(
+        1, "All three prompts begin with the same sentence, and nothing is computed "
+        "yet. Will the second request find the blocks of the first in this very step?",
+        ["no, only in the next step", "yes"], "yes",
+        "A block can be found as soon as the step that fills it is planned.")
+    return {"run": run, "lengths": join(list(map(str, lengths))),
+            "hits": join(list(map(str, hits))), "hit_tokens": sum(hits),
+            "query_tokens": sum(lengths), "salted_hits": sum(salted_hits),
+            "gains": paper.GAINS}
 
 
 def fork() -> Values:
     with engine(num_blocks=16) as llm:
-        params = SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4)
         samples = watch(llm, "fork-run", "One prompt, three answers", [SPEECH[:22]],
-                        params)
-        copies = samples.batches[1].copies
-        prompt_tokens = len(samples.outputs[0].prompt_token_ids)
+                        SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
     with engine(num_blocks=20) as llm:
         beams = watch(llm, "beam-run", "A beam search, three beams wide", [SPEECH[:22]],
                       BeamSearchParams(beam_width=3, max_tokens=8))
-        best = beams.outputs[0].outputs[0]
-
-    saved, papers = paper.sharing()
+    copies = samples.batches[1].copies
+    shared = copies[0][0]
+    samples.trace.ask(
+        2, f"All three sequences hold block {shared}, which is not full, and each is "
+        f"about to write there. How many copies of block {shared} will be made?",
+        ["none", "one", "two", "three"], ["none", "one", "two", "three"][len(copies)],
+        "By the time the last one writes, it is the only holder.")
     return {
-        "player": samples.player,
-        "children": Html(part("beam_search.advance_beams", "# Now every child",
-                              "manager.free(parent)")),
-        "beam_player": beams.player,
-        "prompt_tokens": prompt_tokens,
-        "in_last_block": prompt_tokens % 4,
-        "copies": str(copies),
-        "num_copies": len(copies),
-        "best": repr(best.text),
-        "best_logprob": f"{best.cumulative_logprob:.2f}",
-        "figure": figures.bars(
-            "Blocks saved by sharing (the paper's Figure 15).", saved,
-            "By the number of sequences a request has, compared with blocks of its own "
-            "for each of them. The engine's scheduler and block manager at full load. "
-            "Modelled: the beams branch by probabilities that the bundled model gave.",
-            papers, "%", digits=0),
-    }
+        "samples": samples, "beams": beams, "copies": copies,
+        "prompt_tokens": len(samples.outputs[0].prompt_token_ids),
+        "best": beams.outputs[0].outputs[0],
+    } | paper.sharing(seconds=10)
 
 
 def full() -> Values:
-    return preempted_runs() | paper.costs_of_preemption() | paper.costs_of_block_sizes()
-
-
-def preempted_runs() -> Values:
     """The same two requests in a pool that is too small, recomputed and swapped."""
-    prompts = ["ROMEO:\n", "JULIET:\n"]
-    num_blocks = 8
+    prompts, pool = ["ROMEO:\n", "JULIET:\n"], 8
     with engine() as llm:
         alone = llm.generate(prompts, greedy(16), use_tqdm=False)
     expected = [output.outputs[0].token_ids for output in alone]
-
-    values: Values = {"pool": num_blocks}
+    values: Values = {"pool": pool}
     for mode in ("recompute", "swap"):
-        with engine(
-            num_blocks=num_blocks, preemption_mode=mode, swap_space=2e-4
-        ) as llm:
+        with engine(num_blocks=pool, preemption_mode=mode, swap_space=2e-4) as llm:
             title = f"Two requests in a pool for one: {mode}"
             run = watch(llm, f"{mode}-run", title, prompts, greedy(16))
             stats = llm.stats()
         assert expected == [output.outputs[0].token_ids for output in run.outputs]
-        absent = absent_steps(run, request=1)
-        # The runs are the same until then, and the first has shown that part.
-        opens_at = min(absent) if mode == "swap" else None
-        values |= {
-            f"{mode}_player": run.player_at(opens_at),
-            f"{mode}_count": stats.preemptions_recompute + stats.preemptions_swap,
-            f"{mode}_tokens": sum(sum(batch.counts) for batch in run.batches),
-            f"{mode}_moves": sum(len(batch.swaps_out + batch.swaps_in)
-                                 for batch in run.batches),
-            f"{mode}_leaves": min(absent),
-            f"{mode}_returns": max(absent) + 1,
-        }
-    return values
-
-
-def absent_steps(run: Watched, request: int) -> list[int]:
-    """The steps, counted from 1, in which a request did not run, before its end."""
-    present = [number for number, step in enumerate(run.chunks(), start=1)
-               if request in step]
-    return sorted(set(range(1, max(present))) - set(present))
+        leaves, returns = min(absent(run, 1)), max(absent(run, 1)) + 1
+        values[mode] = {
+            "run": run, "leaves": leaves, "returns": returns,
+            "count": stats.preemptions_recompute + stats.preemptions_swap,
+            "tokens": sum(sum(batch.counts) for batch in run.batches),
+            "moves": sum(len(b.swaps_out + b.swaps_in) for b in run.batches)}
+    values["recompute"]["run"].trace.ask(
+        values["recompute"]["leaves"], "All blocks are taken, and one more is needed. "
+        "Which request will give way?", ["request 0", "request 1", "neither"],
+        "request 1", "It is the youngest that runs.")
+    # The runs are the same until then, and the first has shown that part.
+    values["swap"]["run"].opens_at = values["swap"]["leaves"]
+    return (values | paper.costs_of_preemption() | {
+        "sustained": paper.SUSTAINED, "limit": LIMIT,
+        "default_size": EngineConfig().block_size}
+            | paper.latency(seconds=240) | paper.block_sizes(seconds=90))
 
 
 def ranks() -> Values:
     with engine(num_blocks=24) as llm:
         run = watch(llm, "", "", ["ROMEO:\n", SPEECH, "JULIET:\n"], greedy(6))
-        config = llm.model_config
-        token_bytes = kv.token_bytes(llm)
+        config, token_bytes = llm.model_config, kv.token_bytes(llm)
     first, second = run.batches[:2]
-    return {
-        "message": "\n".join(lists(second, FIELDS)),
-        "fields": len(FIELDS),
-        "first_bytes": f"{message_bytes(first):,}",
-        "later_bytes": f"{message_bytes(second):,}",
-        "tables_kib": 8 * EngineConfig().max_num_seqs * TOKENS
-        // EngineConfig().block_size // 1024,
-        "tables_tokens": f"{TOKENS:,}",
-        "kv_written": f"{sum(first.counts) * token_bytes:,}",
-        "layers": config.num_hidden_layers,
-        "exchanges": 2 * config.num_hidden_layers + 1,
-        "heads": config.num_attention_heads,
-        "kv_heads": config.num_key_value_heads,
-    }
+    defaults = EngineConfig()
+    return {"message": python("\n".join(lists(second, FIELDS))), "config": config,
+            "num_fields": len(FIELDS), "first_bytes": message_bytes(first),
+            "later_bytes": message_bytes(second), "tokens": TOKENS,
+            "kv_written": sum(first.counts) * token_bytes,
+            "tables": 8 * defaults.max_num_seqs * TOKENS // defaults.block_size}
 
 
 def message_bytes(batch: Batch) -> int:
     """How much `Ranks.send` sends: a number for each list, then all numbers in them."""
     sizes = [np.size(getattr(batch, name)) for name in FIELDS]
     return 8 * (len(sizes) + sum(sizes))
-
-
-def build() -> Values:
-    return {
-        "mutants": mutant_list(),
-        "num_mutants": len(MUTANTS),
-        "exercise_minutes": sum(exercise.minutes for exercise in EXERCISES),
-        "exercises": exercise_list(EXERCISES),
-    }

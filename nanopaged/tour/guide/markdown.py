@@ -1,182 +1,128 @@
-"""Just enough Markdown for the chapters: readable as text, and safe as HTML.
+"""Chapters as HTML: Markdown with values, and source by symbol.
 
-A chapter has headings, paragraphs, lists, tables, fenced code, asides (lines that begin
-with `>`) and folded parts (`::: Title` .. `:::`), and within a line `code`, **strong**,
-*emphasis* and [links](#somewhere). Names in braces are values:
+    The run took {{ steps }} steps.     a value of the chapter, always shown as text
+    {{ source("llm.LLM._step") }}       the source of this symbol, as it is now
+    ::: Why?                            a part that opens and closes, up to a line that
+    Because ...                         is only three colons
+    :::
 
-    The run took {steps} steps.      a value within a line, escaped
-    {figure}                         alone in its line: a block of HTML
-    {source:llm.LLM._step}           the source of this symbol, as it is now
-
-A name that has no value is an error, and so is a value that no chapter uses.
+A name that has no value is an error.
 """
 
 import html
 import re
-from collections.abc import Callable, Iterator, Mapping
+import textwrap
+from collections.abc import Mapping
+from typing import TypeAlias
 
-from nanopaged.tour.guide.source import code_block, excerpt, fold, highlight
+from jinja2 import Environment, StrictUndefined
+from markdown_it import MarkdownIt
+from markupsafe import Markup, escape
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import DiffLexer, PythonLexer
 
-NAME = re.compile(r"\{([a-z][a-z0-9_]*)\}")
-SOURCE = re.compile(r"\{source:([\w.]+)\}")
-INLINE = re.compile(
-    r"`(?P<code>[^`]+)`|\*\*(?P<strong>.+?)\*\*|\*(?P<em>[^*]+)\*"
-    r"|\[(?P<text>[^\]]+)\]\((?P<target>[^)\s]+)\)"
-)
+from nanopaged.tour import source as sources
 
+Html: TypeAlias = Markup
 
-class Html(str):
-    """A value that is HTML already, and stands alone in its line."""
-
-
-Values = Mapping[str, object]
-
-
-class Renderer:
-    """Renders chapters, and remembers which of the values it has used."""
-
-    def __init__(self, values: Values) -> None:
-        self.values = values
-        self.used: set[str] = set()
-        # What a block begins with, and how it is rendered; else it is a paragraph.
-        self.kinds: list[tuple[str, Callable[[list[str]], str]]] = [
-            ("#", self.heading),
-            ("- ", self.bullets),
-            ("1. ", self.steps),
-            ("|", self.table),
-            ("> ", self.aside),
-        ]
-
-    def render(self, text: str) -> str:
-        parts = [self.block(lines) for lines in blocks(text)]
-        return "\n".join(parts)
-
-    def block(self, lines: list[str]) -> str:
-        first = lines[0]
-        if first.startswith("```"):
-            return self.code(first[3:].strip(), lines[1:-1])
-        if first.startswith("::: "):
-            inside = self.render("\n".join(lines[1:-1]))
-            title = self.inline(first[4:])
-            return fold(title, inside)
-        if len(lines) == 1 and (source := SOURCE.fullmatch(first)):
-            return excerpt(source[1])
-        if len(lines) == 1 and (name := NAME.fullmatch(first)):
-            value = self.value(name[1])
-            if isinstance(value, Html):
-                return value
-        for start, render in self.kinds:
-            if first.startswith(start):
-                return render(lines)
-        return f"<p>{self.inline(' '.join(lines))}</p>"
-
-    # -- Blocks ------------------------------------------------------------------------
-
-    def heading(self, lines: list[str]) -> str:
-        marks, _, title = lines[0].partition(" ")
-        level = len(marks) + 1  # the page has the only h1
-        return f'<h{level} id="{slug(title)}">{self.inline(title)}</h{level}>'
-
-    def bullets(self, lines: list[str]) -> str:
-        return f"<ul>{self.items(lines, '- ')}</ul>"
-
-    def steps(self, lines: list[str]) -> str:
-        return f"<ol>{self.items(lines, '1. ')}</ol>"
-
-    def items(self, lines: list[str], mark: str) -> str:
-        """List items; a line without a mark goes on with the item before it."""
-        items: list[str] = []
-        for line in lines:
-            if line.startswith(mark):
-                items.append(line.removeprefix(mark))
-            else:
-                items[-1] += " " + line.strip()
-        return "".join(f"<li>{self.inline(item)}</li>" for item in items)
-
-    def table(self, lines: list[str]) -> str:
-        rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")]
-                for line in lines]
-        head, _, *body = rows
-        return table([self.inline(cell) for cell in head],
-                     [[self.inline(cell) for cell in row] for row in body])
-
-    def aside(self, lines: list[str]) -> str:
-        text = " ".join(line.lstrip("> ") for line in lines)
-        return f'<aside class="note"><p>{self.inline(text)}</p></aside>'
-
-    def code(self, language: str, lines: list[str]) -> str:
-        code = NAME.sub(lambda match: str(self.value(match[1])), "\n".join(lines))
-        body = highlight(code) if language == "python" else html.escape(code)
-        return code_block(body)
-
-    # -- Within a line -----------------------------------------------------------------
-
-    def inline(self, text: str) -> str:
-        parts: list[str] = []
-        end = 0
-        for match in INLINE.finditer(text):
-            parts.append(self.plain(text[end : match.start()]))
-            parts.append(self.marked(match))
-            end = match.end()
-        return "".join([*parts, self.plain(text[end:])])
-
-    def marked(self, match: re.Match[str]) -> str:
-        if match["code"]:
-            return f"<code>{self.plain(match['code'])}</code>"
-        if match["strong"]:
-            return f"<strong>{self.inline(match['strong'])}</strong>"
-        if match["em"]:
-            return f"<em>{self.inline(match['em'])}</em>"
-        target = self.plain(match["target"])
-        return f'<a href="{target}">{self.inline(match["text"])}</a>'
-
-    def plain(self, text: str) -> str:
-        """Escaped text with its values. They are escaped too, and hold no markup."""
-        filled = NAME.sub(lambda match: str(self.value(match[1])), text)
-        return html.escape(filled)
-
-    def value(self, name: str) -> object:
-        if name not in self.values:
-            raise KeyError(f"the chapter names {{{name}}}, which has no value")
-        self.used.add(name)
-        return self.values[name]
+FOLDED = 45  # lines: longer source is closed at first
+FOLD = re.compile(r"^::: (.+?)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
+LEXERS = {"python": PythonLexer(stripnl=False), "diff": DiffLexer()}
 
 
-def blocks(text: str) -> Iterator[list[str]]:
-    """The blocks of a text: its lines between blank ones; fences keep theirs."""
-    block: list[str] = []
-    fence = ""
-    for line in text.splitlines():
-        if fence:
-            block.append(line)
-            if line.strip() == fence:
-                yield block
-                block, fence = [], ""
-        elif line.startswith(("```", "::: ")):
-            if block:
-                yield block
-            block, fence = [line], line[:3]
-        elif line.strip():
-            block.append(line)
-        elif block:
-            yield block
-            block = []
-    assert not fence, f"a block that begins with {fence} has no end"
-    if block:
-        yield block
+def render(text: str, values: Mapping[str, object]) -> Html:
+    """Values are put in last, so nothing in them can be taken for Markdown or HTML."""
+    held: list[Html] = []
+
+    def hold(value: object) -> str:
+        held.append(escape(value))
+        return f"\ue000{len(held) - 1}\ue001"
+
+    def fold_marked(match: re.Match[str]) -> str:
+        return fold(markdown.renderInline(match[1]), f"\n{match[2]}\n") + "\n"
+
+    markdown = MarkdownIt("commonmark", {"html": True, "highlight": colour})
+    markdown.enable("table").add_render_rule("table_open", open_table)
+    markdown.normalizeLink = str  # type: ignore[assignment, method-assign]
+    environment = Environment(undefined=StrictUndefined, finalize=hold)
+    environment.filters |= {"comma": "{:,}".format, "fixed": fixed, "listed": listed,
+                            "repr": repr}
+    functions = {"source": source, "part": part}
+    filled = environment.from_string(text).render(functions | dict(values))
+    page = markdown.render(FOLD.sub(fold_marked, filled))
+    page = page.replace("</table>", "</table></div>").replace(
+        "<pre>", '<pre class="code" tabindex="0">')
+    # A block of HTML is no paragraph.
+    page = re.sub("<p>\ue000(\\d+)\ue001</p>", lambda match: block(held[int(match[1])]),
+                  page)
+    return Html(re.sub("\ue000(\\d+)\ue001", lambda match: held[int(match[1])], page))
 
 
-def table(head: list[str], body: list[list[str]]) -> str:
+def block(value: Html) -> str:
+    return value if value.startswith("<") else f"<p>{value}</p>"
+
+
+def open_table(*_: object) -> str:
+    return '<div class="scroll" tabindex="0"><table>'
+
+
+def fixed(number: float, digits: int = 0) -> str:
+    return f"{number:,.{digits}f}"
+
+
+def listed(items: list[object]) -> str:
+    return ", ".join(map(str, items))
+
+
+# -- Pieces of HTML --------------------------------------------------------------------
+
+
+def source(symbol: str) -> Html:
+    """The source of a function or class, with the file it is in."""
+    file, name = sources.place(symbol)
+    code = sources.source(symbol)
+    title = f"<code>{html.escape(file)}</code>, <code>{html.escape(name)}</code>"
+    return fold(title, python(code), is_open=code.count("\n") <= FOLDED)
+
+
+def part(symbol: str, first: str, last: str) -> Html:
+    """Lines of a function: from the one with `first` to the one with `last`."""
+    code = sources.source(symbol)
+    start = code.rindex("\n", 0, code.index(first)) + 1
+    end = code.index("\n", code.index(last, start))
+    return python(textwrap.dedent(code[start:end]))
+
+
+def python(code: str) -> Html:
+    """Python source, which the keyboard can scroll."""
+    return Html('<pre class="code" tabindex="0"><code>{}</code></pre>').format(
+        Html(colour(code, "python", "")))
+
+
+def colour(code: str, language: str, _: str) -> str:
+    if language not in LEXERS:
+        return html.escape(code)
+    coloured: str = highlight(code, LEXERS[language], HtmlFormatter(nowrap=True))
+    return coloured
+
+
+def fold(title: str, body: str, is_open: bool = False) -> Html:
+    """Something that opens and closes; both arguments are HTML."""
+    state = " open" if is_open else ""
+    return Html(f'<details class="fold"{state}><summary>{title}</summary>\n{body}\n'
+                "</details>")
+
+
+def table(head: list[str], body: list[list[str]]) -> Html:
     """A table of cells that are HTML already."""
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     rows = ""
-    for row in body:
-        name, *cells = row
+    for name, *cells in body:
         rest = "".join(f"<td>{cell}</td>" for cell in cells)
         rows += f'<tr><th scope="row">{name}</th>{rest}</tr>\n'
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead>\n'
-        f"<tbody>{rows}</tbody></table></div>")
+    return Html(f"{open_table()}<thead><tr>{top}</tr></thead>\n<tbody>{rows}</tbody>"
+                "</table></div>")
 
 
 def slug(title: str) -> str:

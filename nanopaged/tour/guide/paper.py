@@ -1,175 +1,171 @@
-"""The paper's figures, for the tour: its Figures 2, 13, 15, 16, 18 and 19.
+"""The paper's Figures 2 and 12 to 18: its numbers, and ours by `nanopaged.tour.memory`.
 
-Most come from the simulations in `nanopaged.tour.memory`, with fewer requests.
+Each function simulates some seconds of a server, and returns what it found by figure.
+`bench.py memory` prints and draws that; the tour takes fewer seconds.
 """
 
-from nanopaged import SamplingParams
-from nanopaged.tour import kv, memory
-from nanopaged.tour.guide import figures
-from nanopaged.tour.guide.claims import RATE
-from nanopaged.tour.guide.lab import SPEECH, Values, engine
-from nanopaged.tour.memory import WIDTHS
-from nanopaged.tour.reported import PAPER_RUNNING, PAPER_SAVED, PAPER_TOKENS, PREEMPTED
-from nanopaged.tour.workloads import DATA_SETS, LONGEST, SLOTS, draw_lengths
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
-REQUESTS = 300  # in the simulations of memory: as many as the paper's figures need
-SIZES = (1, 4, 16, 64, 256)  # of blocks
-# For the model of preemption: the bus of an A100, by its data sheet, and what it takes
-# to start a copy, about (an assumption).
-BUS = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
-COPY_S = 5e-6
-OPT_PARAMETERS = 13e9
-PAPER_GAINS = {80: 1.67, 341: 3.58}  # its Figure 16: shared tokens -> throughput
+from nanopaged.tour import memory
+from nanopaged.tour.guide.figures import Rows, bars, lines
+from nanopaged.tour.guide.lab import Values
+from nanopaged.tour.guide.markdown import Html
+from nanopaged.tour.memory import SYSTEMS, Workload, simulate, sustained
+from nanopaged.tour.workloads import draw_lengths
+
+USE: Rows = {  # Figure 2: percent of the slots that hold tokens
+    "nanopaged": {"tokens": 96.3}, "Orca (oracle)": {"tokens": 38.2},
+    "Orca (pow2)": {"tokens": 26.8}, "Orca (max)": {"tokens": 20.4}}
+RUNNING: Rows = {  # Figure 13
+    "nanopaged": {"requests": 30.4}, "Orca (oracle)": {"requests": 13.6},
+    "Orca (pow2)": {"requests": 9.8}, "Orca (max)": {"requests": 7.0}}
+SUSTAINED = {"Orca (oracle)": "1.7 to 2.7", "Orca (max)": "2.7 to 8"}  # Figure 12
+GAINS: Rows = {  # Figures 14, 16 and 17
+    "Alpaca, 1 sample": {"times": 1.3}, "Alpaca, 6 beams": {"times": 2.3},
+    "WMT16, prefix 80": {"times": 1.67}, "WMT16, prefix 341": {"times": 3.58},
+    "ShareGPT, chat": {"times": 2.0}}
+SAVED: Rows = {  # Figure 15, by sequences per request; for ShareGPT only the two ends
+    "Alpaca, samples": {"2": 6.1, "4": 8.5, "6": 9.8},
+    "Alpaca, beams": {"2": 37.6, "4": 53.1, "6": 55.2},
+    "ShareGPT, samples": {"2": 16.2, "6": 30.5},
+    "ShareGPT, beams": {"2": 44.3, "6": 66.3}}
 
 
-def uses_of_memory() -> Values:
-    """Figures 2 and 13: where the slots go, and how many requests run."""
-    measured = memory.allocation(REQUESTS)
-    parts = {"tokens": "tokens", "reserved": "reserved for later",
-             "internal": "internal waste", "rounding": "external: rounding",
-             "free": "external: gaps", "unused": "unused blocks"}
-    # Any block is as good as any other, so what is free is no gap.
-    measured["nanopaged"]["unused"] = measured["nanopaged"].pop("free")
-    slots = {name: {label: run.get(part, 0.0) for part, label in parts.items()}
-             for name, run in measured.items()}
-    running = {name: {"requests": run["running"]} for name, run in measured.items()}
-    paper = {name: {"requests": number}
-             for name, number in PAPER_RUNNING.items()}
-    safe = measured["Orca (max)"]
-    oracle = measured["Orca (oracle)"]
-    paged = measured["nanopaged"]
-    lengths = DATA_SETS["ShareGPT"]
+class Result(NamedTuple):
+    title: str
+    rows: Mapping[str, Mapping[str, Any]]
+    chart: Html = Html()
+
+
+Results = dict[str, Result]
+
+
+def draw_bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = "",
+              stacked: bool = False) -> Result:
+    """Ours with the paper's numbers beside them, as rows and as a chart."""
+    beside = {name: {**row} | {f"{column} (paper)": number
+                           for column, number in paper.get(name, {}).items()}
+              for name, row in rows.items()}
+    return Result(title, beside, bars(title, rows, caption, paper, unit, stacked))
+
+
+def use_of_memory(seconds: float = 600) -> Results:
+    """Figures 2 and 13: a server with more requests than it can serve."""
+    workload = Workload(draw_lengths("ShareGPT", 2000))
+    labels = {"tokens": "tokens", "reserved": "reserved", "internal": "internal waste",
+              "rounding": "external: rounding", "free": "free"}
+    use, running = {}, {}
+    for system in SYSTEMS:
+        usage = simulate(system, workload, 8, seconds).usage
+        use[system] = {label: usage[part] for part, label in labels.items()}
+        running[system] = {"requests": usage["running"]}
     return {
-        "figure_waste": figures.stacked(
-            "Where the slots go (the paper's Figure 2).", slots,
-            "Simulated: Orca's three policies, with a buddy allocator. The last bar is "
-            "the engine's own scheduler and block manager, with a stand-in for the "
-            "model.", PAPER_TOKENS),
-        "figure_running": figures.bars(
+        "memory": draw_bars(
+            "Where the slots go (the paper's Figure 2).", use,
+            "Simulated, at full load, in percent. As in the paper, rounding up to a "
+            "power of two is external waste; textbooks call it internal.", USE, "%",
+            stacked=True),
+        "running": draw_bars(
             "Requests that run at a time (the paper's Figure 13).", running,
-            "From the same simulation.", paper),
-        "slots": f"{SLOTS:,}",
-        "longest": f"{LONGEST:,}",
-        "mean_in": f"{lengths.prompt.mean:.0f}",
-        "mean_out": f"{lengths.output.mean:.0f}",
-        "requests": REQUESTS,
-        "max_tokens_share": f"{safe['tokens']:.0f}",
-        "max_internal": f"{safe['internal']:.0f}",
-        "oracle_share": f"{oracle['tokens']:.0f}",
-        "oracle_reserved": f"{oracle['reserved']:.0f}",
-        "oracle_external": f"{oracle['rounding'] + oracle['free']:.0f}",
-        "paged_share": f"{paged['tokens']:.0f}",
-        "more": f"{paged['running'] / safe['running']:.1f}",
-    }
+            "From the same simulation.", RUNNING)}
 
 
-def paper_gains() -> Values:
-    """What the paper gained by sharing a prefix (its Figure 16)."""
-    (short, short_gain), (long, long_gain) = PAPER_GAINS.items()
-    return {
-        "paper_short_tokens": short, "paper_short_gain": short_gain,
-        "paper_long_tokens": long, "paper_long_gain": long_gain,
-    }
+def latency(seconds: float = 600) -> Results:
+    """Figure 12: latency by request rate, and the rates that are sustained."""
+    workload = Workload(draw_lengths("ShareGPT", 2000))
+    curves = {system: memory.latencies(system, workload, 0.5, seconds)
+              for system in SYSTEMS}
+    rows = {system: {f"{rate:.2f}": value for rate, value in curve.items()}
+            for system, curve in curves.items()}
+    title = "Seconds per generated token, by request rate (the paper's Figure 12)."
+    chart = lines(
+        title, rows, "Simulated: the same kernels on a modelled A100, OPT-13B, "
+        f"ShareGPT's lengths, {seconds / 60:g} minutes of requests. Only the memory "
+        "differs. A line that leaves the figure at the top is a server in overload, "
+        "whose queue grows as long as requests come.", "requests/s", "s",
+        memory.OVERLOAD)
+    rates = {system: sustained(curve) for system, curve in curves.items()}
+    table = {system: {"requests/s": rate, "nanopaged / this": rates["nanopaged"] / rate,
+                      "the paper's": SUSTAINED.get(system, "")}
+             for system, rate in rates.items()}
+    return {"latency": Result(title, rows, chart), "rates": Result(
+        f"Rates with a mean latency of at most {memory.LIMIT:g} s per token", table)}
 
 
-def sharing() -> tuple[figures.Rows, dict[str, dict[str, float]]]:
-    """Percent of the blocks that sharing saves, and what the paper found.
+def gains(seconds: float = 60) -> Results:
+    """Figures 14, 16 and 17: what paging gains with other requests."""
+    alpaca, sentences = (draw_lengths(name, 2000) for name in ("Alpaca", "WMT16"))
+    chats = [(1024, min(1024, out)) for _, out in draw_lengths("ShareGPT", 2000)]
+    likely = memory.likely_tokens(6)
+    workloads = {  # and the rate to begin with, and the seconds
+        "Alpaca, 1 sample": (Workload(alpaca), 32, seconds),
+        "Alpaca, 6 samples": (Workload(alpaca, width=6), 5, seconds),
+        "Alpaca, 6 beams": (Workload(alpaca, width=6, likely=likely), 7, seconds / 2),
+        "WMT16, prefix 80": (Workload(sentences, prefix=80), 20, seconds),
+        "WMT16, prefix 341": (Workload(sentences, prefix=341), 8, seconds),
+        "ShareGPT, chat": (Workload(chats), 0.4, 10 * seconds)}
+    rows = {}
+    for name, (workload, first_rate, its_seconds) in workloads.items():
+        ours, oracle = (
+            sustained(memory.latencies(system, workload, first_rate, its_seconds))
+            for system in SYSTEMS[:2])
+        rows[name] = {"times": ours / oracle}
+    return {"gains": draw_bars(
+        "nanopaged's rate over Orca (oracle)'s (the paper's Figures 14, 16 and 17).",
+        rows, "Simulated. The modelled GPU runs out of operations at 6,000 tokens/s, "
+        "so beams gain less than in the paper. A shared prefix gains more, because the "
+        "modelled steps cost the host nothing per sequence; if they cost 0.1 ms, it "
+        "gains 1.8 and 3.6 times. In chats 1.7 times as many requests run, but they "
+        "also read more K and V.", GAINS)}
 
-    As in the paper, where both have the same widths: 2, 4 and 6, or the two ends.
-    """
-    with engine(block_size=16, num_blocks=64) as llm:
-        params = SamplingParams(max_tokens=64, seed=0, logprobs=2 * max(WIDTHS))
-        outputs = llm.generate(["ROMEO:\n", SPEECH], params, use_tqdm=False)
-    likely = [row for output in outputs for row in output.outputs[0].logprobs or ()]
 
-    saved: dict[str, dict[str, float]] = {}
-    paper: dict[str, dict[str, float]] = {}
-    for name, by_width in PAPER_SAVED.items():
+def sharing(seconds: float = 60) -> Results:
+    """Figure 15: percent of blocks that sharing saves."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, widths in SAVED.items():
         data_set, _, kind = name.partition(", ")
-        choices = likely if kind == "beams" else None
-        lengths = draw_lengths(data_set, 8 if choices else 48, seed=0)
-        saved[name], paper[name] = {}, {}
-        for width, percent in by_width.items():
-            served = memory.serve_paged(lengths, width=int(width), likely=choices)
-            saved[name][f"{width} sequences"] = served["saved"]
-            paper[name][f"{width} sequences"] = percent
-    return saved, paper
+        # So few of these requests run at a time that it takes longer to see the mean.
+        its_seconds = 10 * seconds if name == "ShareGPT, samples" else seconds
+        rows[name] = {}
+        for width in map(int, widths):
+            likely = memory.likely_tokens(width) if kind == "beams" else None
+            workload = Workload(draw_lengths(data_set, 500), 0, width, likely)
+            usage = simulate("nanopaged", workload, 30, its_seconds).usage
+            rows[name][str(width)] = usage["saved"]
+    return {"sharing": draw_bars(
+        "Blocks saved by sharing (the paper's Figure 15).", rows,
+        "By the number of sequences in a request, in percent of what they would need "
+        "without sharing. Simulated, at full load; the beams branch by probabilities "
+        "that the bundled model gave.", SAVED, "%")}
+
+
+def block_sizes(seconds: float = 240) -> Results:
+    """Figure 18, its memory side: what large blocks waste."""
+    rows: dict[str, dict[str, float]] = {}
+    for name, rate, its_seconds in (
+            ("ShareGPT", 8, seconds), ("Alpaca", 120, seconds / 6)):
+        workload = Workload(draw_lengths(name, 2000))
+        rows[name] = {}
+        for size in (1, 4, 16, 64, 256):
+            usage = simulate("nanopaged", workload, rate, its_seconds, size).usage
+            rows[name][str(size)] = 100 - usage["tokens"]
+    title = "Slots without a token, by block size (after the paper's Figure 18)."
+    caption = "Simulated, at full load, in percent."
+    chart = lines(title, rows, caption, "tokens in a block", "%")
+    return {"blocks": Result(title, rows, chart)}
+
+
+FIGURES: dict[str, Callable[..., Results]] = {
+    "memory": use_of_memory, "latency": latency, "gains": gains, "sharing": sharing,
+    "blocks": block_sizes}
 
 
 def costs_of_preemption() -> Values:
-    """Figure 19: modelled for a large model on a GPU, and measured here."""
-    modelled, back = modelled_milliseconds(SIZES), milliseconds_back(SIZES)
-    return {
-        "model_swap": f"{modelled['swap']['16']:.0f}",
-        "model_recompute": f"{modelled['recompute']['16']:.0f}",
-        "back_ratio": f"{back['recompute']['16'] / back['swap']['16']:.0f}",
-        "preempted": PREEMPTED,
-        "copy_us": f"{COPY_S * 1e6:g}",
-        "figure_model": figures.lines(
-            "Modelled: milliseconds to bring a preempted sequence back, by block size "
-            "(the paper's Figure 19).", modelled,
-            "These are lower bounds, for OPT-13B on an A100. Recompute: "
-            f"{RATE / 1e12:g} TFLOP/s. Swap: all blocks out and in again, at "
-            f"{BUS / 1e9:g} GB/s, and {COPY_S * 1e6:g} microseconds to start the copy "
-            "of a block's K or V in a layer.",
-            "tokens in a block", "ms"),
-        "figure_back": figures.lines(
-            "Milliseconds to bring a preempted sequence back, by block size (after the "
-            "paper's Figure 19).", back,
-            "Measured on one core of the machine that made this page, with the "
-            "bundled model.",
-            "tokens in a block", "ms"),
-    }
-
-
-def costs_of_block_sizes() -> Values:
-    """Figure 18, its memory side: what large blocks waste."""
-    waste = memory.waste_by_block_size(REQUESTS, block_sizes=SIZES)
-    wasted: dict[str, dict[str, float]] = {}
-    running: dict[str, dict[str, float]] = {}
-    for name, by_size in waste.items():
-        wasted[name] = {size: 100 - run["tokens"] for size, run in by_size.items()}
-        running[name] = {size: run["running"] for size, run in by_size.items()}
-    small, large = "16", "256"
-    return {
-        "small_block": small,
-        "large_block": large,
-        "least_waste": f"{wasted['ShareGPT']['1']:.3g}",
-        "small_waste": f"{wasted['Alpaca'][small]:.0f}",
-        "large_waste": f"{wasted['Alpaca'][large]:.0f}",
-        "figure_waste": figures.lines(
-            "Slots without a token, by block size (the memory side of the paper's "
-            "Figure 18).", wasted,
-            "The engine's scheduler and block manager at full load.",
-            "tokens in a block", "%"),
-        "figure_running": figures.lines(
-            "Requests that run at a time, by block size.", running,
-            "From the same simulation.", "tokens in a block", "requests"),
-    }
-
-
-def milliseconds_back(block_sizes: tuple[int, ...]) -> figures.Rows:
-    """How long it takes to bring back a sequence, by mode and block size."""
-    rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
-    for mode, row in rows.items():
-        for size in block_sizes:
-            with engine(block_size=size, num_blocks=2 * PREEMPTED // size,
-                        max_num_batched_tokens=2 * PREEMPTED, swap_space=0.02,
-                        preemption_mode=mode, enable_prefix_caching=False) as llm:
-                llm.runner.swap_space.zero_()  # faults its pages in
-                row[str(size)] = 1e3 * memory.seconds_back(llm)
-    return rows
-
-
-def modelled_milliseconds(block_sizes: tuple[int, ...]) -> figures.Rows:
-    """The same for a large model on a GPU, from counts and data sheets."""
-    shape = kv.MODELS["OPT-13B"]
-    tokens = PREEMPTED
-    recompute_s = 2 * OPT_PARAMETERS * tokens / RATE
-    rows: dict[str, dict[str, float]] = {"recompute": {}, "swap": {}}
-    for size in block_sizes:
-        num_copies = 2 * shape.layers * -(-tokens // size)
-        swap_s = num_copies * COPY_S + shape.total(tokens, seqs=1) / BUS
-        rows["recompute"][str(size)] = 1e3 * recompute_s
-        rows["swap"][str(size)] = 1e3 * 2 * swap_s
-    return rows
+    """What it costs to bring 256 tokens of OPT-13B back (after the paper's Figure 19).
+    """
+    tokens, layers, bus = 256, 40, 32e9  # bytes/s: PCIe 4.0 with 16 lanes
+    num_bytes = tokens * memory.TOKEN_BYTES
+    return {"preempted": tokens, "layers": layers, "bytes": num_bytes,
+            "recompute_s": 2 * memory.PARAMETERS * tokens / memory.RATE,
+            "swap_s": 2 * num_bytes / bus, "most_copies": 2 * 2 * layers * tokens}
