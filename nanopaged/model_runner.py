@@ -265,6 +265,7 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32
-    if model_dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
-        return torch.float16
+    if device.type == "cuda" and model_dtype == torch.bfloat16:
+        is_fast = torch.cuda.get_device_properties(device).major >= 8
+        return torch.bfloat16 if is_fast else torch.float16
     return model_dtype or torch.float32
