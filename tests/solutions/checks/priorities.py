@@ -51,7 +51,7 @@ def step(llm, given_way):
     running = list(scheduler.running)
     outputs = llm.step()
     given_way += [request_id for request_id in running
-                  if request_id in scheduler.unfinished.keys() - scheduler.running.keys()]
+                  if request_id in scheduler.unfinished.keys() - scheduler.running]
     return outputs
 
 
