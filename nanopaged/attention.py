@@ -147,12 +147,13 @@ class TorchAttention:
 
 
 class NumbaAttention(TorchAttention):
-    """On a CPU: decodes by the kernel of `cpu_kernels.py`, prompts' chunks by torch.
+    """On a CPU: `cpu_kernels.py` computes decodes and short chunks, and torch the rest.
 
-    A decode uses every key once per head, so a copy would cost more than the attention.
+    A decode uses every key once per head, so a copy of K and V would take longer than
+    the attention. A long chunk uses every key many times, so there a copy pays off.
     """
 
-    min_queries = 2
+    min_queries = 9  # up to 8 queries, the kernel is usually faster: measured
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
@@ -162,23 +163,31 @@ class NumbaAttention(TorchAttention):
         self.kernels.keep_freed_memory()
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """[3, num_decodes]: the token of each decode, where its block table starts, and
-        how many keys it has.
+        """[3, num_queries], the queries for the kernel: which token each of them is,
+        where its block table starts, and how many keys it sees.
         """
+        seqs, numbers = spread(counts)
         tables = starts_of(divide_up(ends, self.block_size))
-        return np.stack((starts_of(counts), tables, ends))[:, counts == 1]
+        num_keys = (ends - counts)[seqs] + numbers + 1
+        plan = np.stack((np.arange(len(seqs)), tables[seqs], num_keys))
+        return plan[:, counts[seqs] < self.min_queries]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        out = super().attend(q, kv_cache, metadata)
         tokens, tables, ends = metadata.plan
-        queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
-        if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
-            kv_cache = kv_cache.view(torch.uint16)
         num_keys = self.num_kv_heads * int(ends.sum())
-        attended = self.kernels.paged_attention(
-            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            tables.numpy(), ends.numpy())
-        out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
+        is_all = len(tokens) == len(q)  # then no query has to be copied
+        queries = (q if is_all else q[tokens]).float()
+        queries = self.scale * queries.unflatten(1, (self.num_kv_heads, -1))
+        # NumPy does not know bfloat16, so it gets the bits.
+        bits = kv_cache.view(torch.uint16) if q.dtype == torch.bfloat16 else kv_cache
+        attended = torch.from_numpy(self.kernels.paged_attention(
+            num_keys, queries.numpy(), bits.numpy(), metadata.block_tables.numpy(),
+            tables.numpy(), ends.numpy()))
+        attended = attended.flatten(1).to(q.dtype)
+        if is_all:
+            return attended
+        out = super().attend(q, kv_cache, metadata)
+        out[tokens] = attended
         return out
 
 
