@@ -8,7 +8,7 @@ makes a changed copy.
 from dataclasses import dataclass, fields
 from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from huggingface_hub.dataclasses import type_validator
 
@@ -113,7 +113,7 @@ class BeamSearchParams(Checked):
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The keyword arguments of `LLM`. The engine chooses if one is "auto" or None.
+    """The keyword arguments of `LLM`. The engine chooses those that are "auto".
 
     model: a directory, or the id of a repository on the Hugging Face hub. None stands
         for the bundled model.

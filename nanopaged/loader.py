@@ -7,7 +7,6 @@ if one is missing, or if one is left over that could change an answer.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def load_config(name: str | Path) -> Any:
-    """The config, as transformers reads it; ValueError if our decoder cannot do it."""
+    """The config, as transformers reads it; ValueError if our decoder cannot run it."""
     with reading(f"config.json of {name}"):
         config = AutoConfig.from_pretrained(name)
     facts = config.to_dict()
@@ -128,11 +127,12 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     """Copy every tensor to its place; ValueError if one is missing or left over.
 
     A file is mapped into memory, so no more is read than is copied. It is opened again
-    for each tensor. Otherwise all that was read of it would stay in memory.
+    for each tensor. Otherwise everything read from it would stay in memory.
     """
     files = find_tensors(source)
     if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
-        model.lm_head = deepcopy(model.lm_head)
+        head = model.lm_head
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
 
     targets: dict[str, tuple[Tensor, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -155,7 +155,7 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     for name, (target, divided) in targets.items():
         with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
             tensor = part = tensors.get_tensor(name)
-        if divided in range(tensor.ndim):  # not None, nor the columns of a bias
+        if divided in range(tensor.ndim):  # neither None, nor a bias, which has no columns
             part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
         check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))

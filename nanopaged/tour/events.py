@@ -153,9 +153,9 @@ class Events:
         held, group = list(seq.block_table), seq.group
         yield
         kind = "abort" if reason == "abort" else "finish"
-        if group.beam_params and kind == "finish":
+        if seq not in group.sequences:  # a beam that is none of the best answers
             if not group.live:
-                self.say(kind, f"The beam search of request {group.request_id} has "
+                self.say("finish", f"The beam search of request {group.request_id} has "
                          "ended.")
             return
         counts = scheduler.block_manager.ref_counts

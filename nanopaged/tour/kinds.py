@@ -45,7 +45,7 @@ KINDS = {
     "fork": Kind("fork", f"{SCHEDULER}._schedule_sequence", "manager.fork(seq, child)",
                  "4.4 (Parallel sampling)"),
     "publish": Kind("publication", f"{MANAGER}.advance",
-                    "self.published[content.hash] = content", CACHE, True),
+                    "self.published[", CACHE, True),
     "sample": Kind("new tokens", f"{SCHEDULER}.update", "seq.append(token", "4.3",
                    True),
     "beam": Kind("new beams", "beam_search.advance_beams",

@@ -133,8 +133,8 @@ def describe(shape: KVShape, tokens: int, seqs: int, memory: float) -> str:
     if shape.group_size > 1:
         alone = shape.ungrouped
         lines.append(
-            f"\nEach KV head serves {shape.group_size} of {shape.heads} query heads. "
-            f"Without such groups: {gib(alone.total(tokens, seqs))}, and {fits(alone)}.")
+            f"Each KV head serves {shape.group_size} of {shape.heads} query heads. "
+            f"Otherwise: {gib(alone.total(tokens, seqs))}, and {fits(alone)}.")
     return "\n".join([*lines, "The weights come on top."])
 
 

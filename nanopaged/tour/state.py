@@ -54,7 +54,7 @@ def block_states(manager: Any, texts: Texts) -> State:
         if refs > 0:
             blocks[str(block_id)] = {"refs": refs, "cached": cached}
         elif cached:
-            held = texts(manager.contents[block_id].token_ids)
+            held = texts(list(manager.contents[block_id].token_ids))
             blocks[str(block_id)] = {
                 "refs": 0, "cached": True, "rank": ranks[block_id], "tokens": held}
     return blocks

@@ -145,7 +145,7 @@ class Plot:
             entries.append((PAPER, DIAMOND, "paper"))
         x, y = 14.0, 12.0
         for name, marker, kind in entries:
-            length = 34 + 6.5 * len(name)
+            length = 34 + 7 * len(name)
             if x + length > WIDTH:
                 x, y = 14.0, y + 19
             self.draw(marker, kind, x, y)
