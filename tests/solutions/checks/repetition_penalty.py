@@ -11,10 +11,11 @@ PROMPTS = ["ROMEO:\n", "First Citizen:\nWe are"]
 ENGINE = {"device": "cpu", "dtype": "float32", "attention_backend": "torch"}
 
 
-def tokens(prompts=PROMPTS, num_blocks=64, **params):
+def tokens(prompts=PROMPTS, num_blocks=64, runs_ahead=False, **params):
     defaults = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
     params = SamplingParams(**defaults | params)
     with LLM(block_size=4, num_blocks=num_blocks, **ENGINE) as llm:
+        llm.runs_ahead = runs_ahead
         outputs = llm.generate(prompts, params, use_tqdm=False)
         was_preempted = llm.stats().preemptions_recompute > 0
     assert was_preempted == (num_blocks < 64)
@@ -49,6 +50,10 @@ def test_it_changes_the_answers_and_a_penalty_of_1_does_not(expected):
 
 def test_it_survives_preemption(expected):
     assert tokens(repetition_penalty=1.3, num_blocks=12) == expected
+
+
+def test_it_knows_the_last_token_when_the_engine_runs_ahead(expected):
+    assert tokens(repetition_penalty=1.3, runs_ahead=True) == expected
 
 
 def num_repeated(answers):
