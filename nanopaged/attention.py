@@ -1,9 +1,9 @@
-"""Attention over the paged cache: what a step must know about it, and the backends.
+"""Attention over the paged cache: what a step needs to know about it, and the backends.
 
 In every layer the K and V of the step's tokens are stored first. Then attention reads
 all K and V through the block tables. So there is only one case: some queries at known
-positions, each of which sees the keys from position 0 to its own. The first chunk of a
-prompt, its later chunks, what follows a cached prefix and a decode are all like that.
+positions, each of which sees the keys from position 0 to its own. This covers the first
+chunk of a prompt, later chunks, the rest after a cached prefix, and decodes.
 
 Shapes, here and everywhere:
 
@@ -16,7 +16,7 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_blocks]: the physical block of each logical block of the first
+    block_tables   [num_table_blocks]: the physical block of each logical block of the first
                    sequence, then of the second, and so on
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
@@ -57,7 +57,7 @@ class Metadata:
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
     plan: Tensor  # integers: whatever the backend's own `plan` returns
-    block_tables: Tensor  # [num_blocks]
+    block_tables: Tensor  # [num_table_blocks]
     last_indices: Tensor  # [num_samples]: the tokens after which one is sampled
 
 
@@ -92,7 +92,7 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
 
 
 class TorchAttention:
-    """The reference, on any device: gather K and V, then torch's own attention."""
+    """The reference, on any device: gather K and V, then call torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs
     min_queries = 1  # `attend` skips sequences with fewer tokens in this step
@@ -108,7 +108,7 @@ class TorchAttention:
         self.device = device
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """What else the backend must know on the device: here nothing."""
+        """What else the backend needs on the device. Here that is nothing."""
         return counts[:0]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -183,7 +183,7 @@ class NumbaAttention(TorchAttention):
 
 
 class TritonAttention(TorchAttention):
-    """On a GPU: everything by the kernels of `kernels.py`.
+    """On a GPU: the kernels of `kernels.py` do everything.
 
     What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
     of decodes can be replayed with other contents of the tensors.
@@ -209,7 +209,7 @@ class TritonAttention(TorchAttention):
         # 36 KB for each of its 132 multiprocessors. A program reads rounds of 16 KB of
         # K and 16 KB of V (64 keys of head_dim 128 in bfloat16). While it computes one
         # round, the next one is in flight. A multiprocessor has room for three such
-        # programs, and all of its KV heads share them.
+        # programs. The programs of all KV heads share this room: hence the division.
         row_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
@@ -219,21 +219,21 @@ class TritonAttention(TorchAttention):
         self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
     def rows_per_tile(self, counts: Ints) -> int:
-        """A row is one query of one head. Large tiles would be mostly empty where
-        sequences have few queries.
+        """How many rows a tile has. A row is one query of one head. Large tiles would
+        be mostly empty where sequences have few queries.
         """
         is_large = counts.mean() * self.group_size > self.few_rows
         return self.many_rows if is_large else self.few_rows
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """Cut a step into items of work, one for each program of a KV head.
+        """Cut a step into items of work. Each KV head has one program for each item.
 
-        A tile is a few consecutive queries of one sequence. The keys of a long tile are
-        cut into parts, which different programs read and `merge_parts` joins; otherwise
-        a step would take as long as its longest sequence. All parts of a step have the
-        same size: the keys of the step, divided by twice the number of programs that
-        run at once, and rounded up to whole rounds. With parts of half a program's
-        share, programs that finish early can take another part.
+        A tile is a few consecutive queries of one sequence. If it sees many keys, they
+        are cut into parts, which different programs read and `merge_parts` joins.
+        Otherwise a step would take as long as its longest sequence. All parts of a step
+        have the same size, half of an even share: the step's keys, divided by twice the
+        number of programs that run at once, and rounded up to whole rounds. So a
+        program that finishes early can take another part.
 
         Returns [num_items, 6]. The columns: 0 where the tile's block table starts; 1
         the tile's first token; 2 the position of that token; 3 the end of the tile's
@@ -254,7 +254,7 @@ class TritonAttention(TorchAttention):
         """
         queries_per_tile = self.rows_per_tile(counts) // self.group_size
         seqs, numbers = spread(counts)
-        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # first ones of tiles
+        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # the first of each tile
         seqs = seqs[tokens]
         positions = (ends - counts)[seqs] + numbers[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
@@ -271,7 +271,7 @@ class TritonAttention(TorchAttention):
         end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
         items = np.zeros((len(tiles) + num_parts, 6), np.int64)
         items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
-        # Long tiles first: one that starts last would hold up the whole step. The order
+        # Long tiles first: one that starts last would hold up the whole step. The sort
         # is stable, because `merge_parts` expects a tile's parts one after another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
@@ -312,7 +312,7 @@ class FlashAttention(TritonAttention):
     """Steps with chunks of prompts run FlashAttention-2 (Dao 2023), from flash-attn.
 
     It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
-    a dtype of 16 bits. Steps of decodes alone, which CUDA graphs record, are Triton's.
+    a 16-bit dtype. Steps of decodes only, which CUDA graphs record, are left to Triton.
     """
 
     def __init__(self, *settings: Any) -> None:

@@ -16,8 +16,6 @@ The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
     the other writes its own         [0, 2]   it is the only holder of block 2 now
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -41,10 +39,10 @@ class Content:
     The K and V of a block depend on all tokens from the start of the sequence. So two
     blocks hold the same K and V only if everything before them is the same as well.
     Such blocks share one Content object. To compare two blocks it is therefore enough
-    to compare their own tokens, and to look whether `before` is the same object.
+    to compare their own tokens, and to check whether `before` is the same object.
     """
 
-    before: Content | str | None  # that of the preceding block; for a first one, a salt
+    before: "Content | str | None"  # the preceding block's; for a first block, the salt
     token_ids: tuple[int, ...]
     block_id: int | None = None  # the newest block that holds this
 
@@ -90,9 +88,8 @@ class BlockManager:
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0:
-                free_list = self.free_swap_blocks
-                if block_id < self.num_blocks:
-                    free_list = self.free_blocks
+                on_device = block_id < self.num_blocks
+                free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
                 # A block that no request can find is the next one to be taken.
                 free_list.move_to_end(block_id, last=self.is_cached(block_id))
@@ -113,10 +110,10 @@ class BlockManager:
         """Give the sequences of a group blocks for all tokens that they compute next.
         If too few are free, this returns False and changes nothing.
 
-        From the block that it writes next onwards, each sequence needs blocks of its
-        own. If two siblings share block 2 there, they need two blocks, hold one, and
-        must take one. The first takes a copy of block 2, and `copies` tells the step to
-        make it. Then the second is the only holder of block 2.
+        A sequence must not share a block that it is going to write. Say that two
+        siblings share block 2, and write there next. They need two blocks and hold one,
+        so one is taken. The first sibling gets it, as a copy of block 2, which `copies`
+        tells the step to make. Then the second is the only holder of block 2.
         """
         size = self.block_size
         num_needed = 0
@@ -188,7 +185,7 @@ class BlockManager:
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
         first = num_full
-        # All blocks before a published one have been published, too.
+        # Go back to the last block that is published: all before it are, too.
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
         content: Any = seq.group.params.cache_salt
@@ -209,8 +206,8 @@ class BlockManager:
         return self.published.get((before, token_ids)) or Content(before, token_ids)
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether a lookup can find this block, and not a newer one that holds the same
-        K and V.
+        """Whether a lookup can find this block. If several blocks hold the same K and V,
+        it finds the one that was published last.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

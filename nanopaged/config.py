@@ -5,11 +5,10 @@ exists is therefore valid, and no other file checks it again. `dataclasses.repla
 makes a changed copy.
 """
 
-from contextlib import suppress
 from dataclasses import dataclass, fields
 from inspect import formatannotation
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from huggingface_hub.dataclasses import type_validator
 
@@ -29,13 +28,6 @@ def check(is_right: bool, name: str, expected: object, value: object,
         raise error(f"{name} must be {expected}, got {value!r:.200}")
 
 
-def has_type(value: object, annotation: Any) -> bool:
-    with suppress(TypeError):
-        type_validator("", value, annotation)
-        return True
-    return False
-
-
 class Checked:
     """Base of the dataclasses that check their fields when they are made."""
 
@@ -44,7 +36,10 @@ class Checked:
             value = getattr(self, field.name)
             expected = formatannotation(field.type)
             error = ValueError if expected.startswith("Literal") else TypeError
-            check(has_type(value, field.type), field.name, expected, value, error)
+            try:
+                type_validator(field.name, value, field.type)
+            except TypeError:
+                check(False, field.name, expected, value, error)
             if isinstance(value, int | float):
                 low, high = LEAST.get(field.name, 0), MOST.get(field.name, 2**63 - 1)
                 check(value >= low, field.name, f"at least {low}", value)
@@ -118,7 +113,7 @@ class BeamSearchParams(Checked):
 
 @dataclass(frozen=True)
 class EngineConfig(Checked):
-    """The keyword arguments of `LLM`. The engine chooses if one is "auto" or None.
+    """The keyword arguments of `LLM`. The engine chooses those that are "auto".
 
     model: a directory, or the id of a repository on the Hugging Face hub. None stands
         for the bundled model.

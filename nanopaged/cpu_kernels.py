@@ -47,9 +47,9 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
     out, q        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    block_tables  [num_blocks]: one after another
+    block_tables  [num_table_blocks]: one after another
     tables        [num_decodes]: where the block table of each decode starts
-    ends          [num_decodes]: how many keys it has; nothing after them is read
+    ends          [num_decodes]: how many keys each has; nothing after them is read
     """
     num_decodes, num_kv_heads, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
@@ -64,7 +64,8 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
         acc = np.zeros((group_size, head_dim), np.float32)
 
         for j in range((end + block_size - 1) // block_size):
-            k, v = kv_cache[block_table[j], :, kv_head]  # [block_size, head_dim] each
+            k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
+            v = kv_cache[block_table[j], 1, kv_head]
             num_keys = min(block_size, end - j * block_size)
 
             # All query heads of the group use the block while it is in the processor's
@@ -128,7 +129,7 @@ def paged_attention(num_keys, q, *arrays):
     `map`: both are written in C.
     """
     out = np.empty_like(q)
-    num_shares = torch.get_num_threads() * min(4, num_keys // 2048) or 1
+    num_shares = max(1, torch.get_num_threads() * min(4, num_keys // 2048))
     run = partial(run_programs, num_shares, out, q, *arrays)
     done = deque()
     work = partial(done.extend, map(run, range(num_shares)))
@@ -152,5 +153,5 @@ def keep_freed_memory():
     PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
-# A forked child has only one thread, but torch would wait for all that its parent had.
+# A forked process has only one thread, but torch would wait for all that its parent had.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -38,7 +38,7 @@ def token_bytes(tokenizer_ref: ref[Any], token: int) -> tuple[bytes, bytes]:
     once, twice = (tokenizer.decode([token] * count, skip_special_tokens=True)
                    for count in (1, 2))
     first, later = once.encode(), twice[len(once) :].encode()
-    if "\ufffd" in once:  # "�", which stands for bytes that are no whole character
+    if "\ufffd" in once:  # "�", which stands for bytes that are not a whole character
         name = tokenizer.convert_ids_to_tokens(token)
         if name.startswith("<0x"):  # such as "<0xC3>"
             first = later = bytes.fromhex(name[3:5])
@@ -52,7 +52,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str]) -> None:
         self.tokenizer = tokenizer
-        self.stops = sorted(stops)  # of two that begin together, the shorter one counts
+        self.stops = sorted(stops)  # of two that match at the same place, the shorter
         self.stopped_by: str | None = None
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
@@ -89,7 +89,7 @@ class Detokenizer:
         for stop in self.stops if may_stop else []:
             # A stop string that was not there before ends in the new text.
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
-            if 0 <= at < len(self.text):  # it begins before any other one found
+            if 0 <= at < len(self.text):  # an earlier one than those before
                 self.text, self.stopped_by = text[:at], stop
 
     def visible(self, final: bool) -> str:

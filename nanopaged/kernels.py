@@ -1,4 +1,4 @@
-"""Triton kernels: attention over the paged cache, and what writes to it.
+"""Triton kernels: attention over the paged cache, and the kernels that write to it.
 
 Read `cpu_kernels.py` first: it has the same steps in plain loops. `attention.py`
 launches these kernels and explains the shapes. With `TRITON_INTERPRET=1` they run on a
@@ -11,8 +11,8 @@ the first elements of tensors, numbers, and constants that are compiled in, in c
 letters. A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes
 must be powers of two, so DIM is head_dim rounded up, and masks leave out the rest.
 Triton compiles a kernel again when an argument becomes divisible by 16, or stops being
-so. `do_not_specialize` names arguments for which it must not, because they change with
-every step.
+so. `do_not_specialize` names the arguments that must not cause this, because they
+change in every step.
 """
 # mypy: ignore-errors
 
@@ -70,7 +70,7 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     """Where this program's tile is in q or out, and which of its elements exist.
 
     A tile has a row for each query of each head of the group: the row's number is
-    query * GROUP + head. All of them use K and V that are read once.
+    query * GROUP + head. All rows use the same K and V, which are read only once.
     """
     token = tl.load(items + 1)
     num_queries = tl.load(items + 3) - tl.load(items + 2)
@@ -95,7 +95,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
 
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    block_tables  [num_blocks]: one after another
+    block_tables  [num_table_blocks]: one after another
     items         [num_items, 6]: see `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
     parts         [most_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
@@ -181,7 +181,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # its end: the first part starts at 0
+    part_keys = tl.load(items + 5)  # right for a first part, which starts at 0
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 

@@ -28,12 +28,12 @@ from nanopaged.sequence import Outbox, SequenceGroup
 
 
 class LLM(AbstractContextManager["LLM"]):
-    """An engine with one model. For the keyword arguments see `EngineConfig`.
+    """An engine that serves one model. See `EngineConfig` for the keyword arguments.
 
     >>> with LLM() as llm:  # the bundled model
     ...     print(llm.generate("ROMEO:")[0].outputs[0].text)
 
-    Threads may share an engine. Their requests then run in common batches.
+    Threads may share an engine. Their requests then share batches.
     """
 
     # -- The engine --------------------------------------------------------------------
@@ -56,7 +56,7 @@ class LLM(AbstractContextManager["LLM"]):
         weakref.finalize(self, self.runner.free)
         self.ranks.serve(self.runner.run)  # this returns only on rank 0
 
-        self.runs_ahead = self.runner.device.type == "cuda"  # see `_step_ahead`
+        self.runs_ahead = self.runner.is_gpu  # see `_step_ahead`
         # For the rest see "Threads and Ctrl-C".
         self._ids = itertools.count()
         self._inbox: deque[SequenceGroup | str] = deque()
@@ -127,13 +127,13 @@ class LLM(AbstractContextManager["LLM"]):
     def step(self) -> list[RequestOutput]:
         """Run a step, unless there is something to report already.
 
-        Returns the outputs so far of those requests made by `add_request` that have
-        changed. (`generate` and `stream` report their own.)
+        Returns the current output of each request from `add_request` that has changed.
+        (`generate` and `stream` report their own.)
         """
         return self._serve(self._outbox)
 
     def abort_request(self, request_id: str) -> None:
-        """Let the next step end a request and free its blocks.
+        """Have the next step end a request and free its blocks.
 
         The request's last output is what it has so far, with finish_reason "abort". If
         it has finished already, nothing happens.
@@ -192,7 +192,7 @@ class LLM(AbstractContextManager["LLM"]):
         check(not wrong, "token ids", f"from 0 to {vocabulary - 1}", wrong)
         longest = self.runner.max_model_len
         check(0 < len(ids) < longest, "number of prompt tokens",
-              f"at least 1, and below max_model_len={longest}", len(ids))
+              f"at least 1 and less than max_model_len={longest}", len(ids))
         text = prompt if isinstance(prompt, str) else None
         group = SequenceGroup(text, list(ids), params, {*stop_ids, *eos_ids}, longest,
                               self.tokenizer, beam_params)
@@ -215,7 +215,7 @@ class LLM(AbstractContextManager["LLM"]):
     # a step, for the requests of all threads.
     #
     # Ctrl-C, or an error, may arrive at any line. While `_in_step` is False it does no
-    # harm. While it is True the state may be left half changed. Then `_in_step` stays
+    # harm. While it is True the state may be left half-changed. Then `_in_step` stays
     # True, and the next call aborts all requests, no matter who made them, and starts
     # with a new state. (With several ranks that is impossible, because each of them may
     # be anywhere in the step. Then every later call fails.) Even so no request is lost:
@@ -237,7 +237,8 @@ class LLM(AbstractContextManager["LLM"]):
         outbox: Outbox = {}
         try:
             self._submit(groups, outbox)
-            # Look at `live` first: another thread reports a group before it ends it.
+            # Look at `live` before the outbox. Another thread reports a group and then
+            # ends it, so its last report is there when it has ended.
             while any(group.live for group in groups) or outbox:
                 yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
@@ -247,9 +248,9 @@ class LLM(AbstractContextManager["LLM"]):
         """Step, unless the outbox has something already. Then report what is in it."""
         self._check_not_in_step()
         with self._lock:
-            is_closed = self.runner.model is None
-            if is_closed or (self._in_step and self.ranks.size > 1):
-                raise RuntimeError("this engine has been shut down: start a new one")
+            if self.runner.model is None or (self._in_step and self.ranks.size > 1):
+                raise RuntimeError("this engine was shut down, or a step of several "
+                                   "ranks failed: start a new one")
             if self._in_step:
                 self._reset(self.scheduler.unfinished.values())
             self._in_step = True
@@ -290,7 +291,7 @@ class LLM(AbstractContextManager["LLM"]):
             for seq in group.live:
                 seq.finish_reason = "abort"
             group.live = []
-        self._launched: deque[Any] = deque()  # steps whose tokens are not read yet
+        self._launched: deque[Any] = deque()  # steps whose tokens have not been read yet
         self.block_manager = BlockManager(
             self.runner.num_blocks, self.config.block_size,
             self.config.enable_prefix_caching, self.runner.num_swap_blocks)
@@ -300,14 +301,15 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _step_ahead(self) -> None:
         """The same step on a GPU, where `execute` only launches the forward pass. The
-        host reads the tokens of the step before while this one runs, so that the GPU
+        host reads the tokens of the previous step while this one runs, so that the GPU
         need not wait for the host between two steps.
 
         What depends on a token's value, such as whether the sequence has ended, is
         therefore noticed one step late. By then one extra step has been launched for
         that sequence. The token that it samples is ignored. The K and V that it stores
         may go into a block that has been freed. But steps run in order, so the block's
-        next owner writes later.
+        next owner writes later. A group that needs its last token (see `SequenceGroup`)
+        runs only in every second step.
         """
         batch = self.scheduler.schedule()
         self._launched.append((batch, self.runner.execute(batch)))
@@ -316,8 +318,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer; ValueError if the model has none."""
-        check(self.tokenizer is not None, "model", "one with a tokenizer (text needs "
-              "it, token ids do not)", self.config.model)
+        check(self.tokenizer is not None, "model", "one with a tokenizer (needed for "
+              "text, but not for token ids)", self.config.model)
         return self.tokenizer
 
     def stats(self) -> EngineStats:
@@ -327,7 +329,7 @@ class LLM(AbstractContextManager["LLM"]):
                        blocks_used=manager.num_blocks - len(manager.free_blocks))
 
     def shutdown(self) -> None:
-        """Give back this process's memory. Nothing is served after that."""
+        """Free this process's memory. The engine cannot be used after that."""
         self._check_not_in_step()
         with self._lock:
             self.runner.free()

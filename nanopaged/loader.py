@@ -4,7 +4,6 @@ transformers reads the first two. Every weight tensor is accounted for: it is an
 if one is missing, or if one is left over that could change an answer.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import get_local_safetensors_metadata, snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
@@ -42,7 +42,7 @@ def reading(what: str) -> Iterator[None]:
 
 
 def load_config(name: str | Path) -> Any:
-    """The config, as transformers reads it; ValueError if our decoder cannot do it."""
+    """The config, as transformers reads it; ValueError if our decoder cannot run it."""
     with reading(f"config.json of {name}"):
         config = AutoConfig.from_pretrained(name)
     facts = config.to_dict()
@@ -108,7 +108,7 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
-    with backend.device, local_torch_dtype(backend.dtype):
+    with backend.device, local_torch_dtype(backend.dtype), no_init_weights():
         model = CausalLM(ranks.share, backend, ranks).requires_grad_(False)
     if config.load_format == "dummy":
         generator = torch.Generator(backend.device).manual_seed(config.seed)
@@ -127,12 +127,12 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     """Copy every tensor to its place; ValueError if one is missing or left over.
 
     A file is mapped into memory, so no more is read than is copied. It is opened again
-    for each tensor. Otherwise all that was read of it would stay in memory.
+    for each tensor. Otherwise everything read from it would stay in memory.
     """
     files = find_tensors(source)
-    head, embeddings = model.lm_head, model.model.embed_tokens
     if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
-        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
+        head = model.lm_head
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
 
     targets: dict[str, tuple[Tensor, Any]] = {}
     for name, parameter in model.named_parameters():
@@ -155,7 +155,7 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     for name, (target, divided) in targets.items():
         with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
             tensor = part = tensors.get_tensor(name)
-        if divided in range(tensor.ndim):  # not None, nor the columns of a bias
+        if divided in range(tensor.ndim):  # neither None, nor a bias, which has no columns
             part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
         check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))
@@ -164,8 +164,6 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         # added up, so only rank 0 may add it.
         if divided == 1 and target.ndim == 1 and ranks.rank > 0:
             target.zero_()
-    if torch.equal(head.weight, embeddings.weight):  # one copy is enough
-        head.weight = embeddings.weight
 
 
 def find_tensors(source: str | Path) -> dict[str, Path]:
@@ -177,9 +175,6 @@ def find_tensors(source: str | Path) -> dict[str, Path]:
     path = Path(source)
     if not path.is_dir():
         path = Path(snapshot_download(str(source), allow_patterns="*.safetensors*"))
-    file, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    if index.exists() and not file.exists():
-        places = json.loads(index.read_text())["weight_map"]
-        return {name: path / place for name, place in places.items()}
-    with reading(str(file)), safe_open(file, "pt") as tensors:
-        return dict.fromkeys(tensors.keys(), file)
+    with reading(f"the weights in {path}"):
+        places = get_local_safetensors_metadata(path).weight_map
+    return {name: path / place for name, place in places.items()}

@@ -71,9 +71,6 @@ class Linear(nn.Linear):
         super().__init__(in_features, sum(parts.values()), bias)
         self.parts, self.divided = parts, divided
 
-    def reset_parameters(self) -> None:
-        """Draw no random weights: the checkpoint's are loaded."""
-
 
 def pack(linear: nn.Linear) -> None:
     """On CPUs with bfloat16 instructions, reorder W for oneDNN, which makes the
@@ -163,8 +160,7 @@ class CausalLM(nn.Module):
         self.eps = config.rms_norm_eps
         vocab_size, size = config.vocab_size, config.hidden_size
         self.model: Any = nn.Module()
-        self.model.embed_tokens = nn.Embedding(
-            vocab_size, size, _weight=torch.empty(vocab_size, size))  # loaded later
+        self.model.embed_tokens = nn.Embedding(vocab_size, size)
         self.model.layers = nn.ModuleList(
             DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, self.eps)

@@ -1,4 +1,4 @@
-"""What touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
+"""Everything that touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
 
 The scheduler deals in tokens and block ids. The runner turns its `Batch` into one
 forward pass over one flat batch of tokens. From one step to the next it keeps two
@@ -59,11 +59,11 @@ class ModelRunner:
     def run(self, batch: Batch) -> SamplerOutput:
         """This rank's part of a step: move blocks, compute the tokens, and sample.
 
-        Who reads which field of the batch: the moves are read here. The sampler and
-        `Scheduler.update` need `receivers`, which only rank 0 has. Everything else is
-        read by `_prepare`.
+        Who reads which field of the batch: this method reads the moves. The sampler and
+        `Scheduler.update` read `receivers`, which only rank 0 has. `_prepare` reads the
+        rest. (Here only the numbers of entries and of tokens matter.)
         """
-        # What torch.compile does with the functions that are marked `@fused`.
+        # Whether torch.compile compiles the functions that are marked `@fused`.
         stance = "default" if self.compiles else "force_eager"
         with (torch.inference_mode(), torch.compiler.set_stance(stance),
               torch.accelerator.device_index(self.device.index)):
@@ -71,10 +71,10 @@ class ModelRunner:
             self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
             self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
             num_seqs = len(batch.counts)
-            if num_seqs == 0:  # all sequences wait for tokens that are not read yet
+            if num_seqs == 0:  # all sequences wait for tokens that have not been read
                 return SamplerOutput(self.last_tokens[:0], {})
 
-            # Steps of decodes are padded to the next size that has a graph.
+            # A step of decodes only is padded to the next size that has a graph.
             all_decode = len(batch.token_ids) == num_seqs
             fitting = [size for size in self.graphs if all_decode and size >= num_seqs]
             size = min(fitting, default=num_seqs)
@@ -87,15 +87,16 @@ class ModelRunner:
 
             logits = self.model.head(states[metadata.last_indices])
             output = sample(logits, batch.receivers)
-            # Only rank 0 knows the parameters of the requests, so its tokens count.
+            # Only rank 0 knows the requests. The others take the most likely tokens, and
+            # then get those of rank 0.
             tokens = self.ranks.broadcast(output.token_ids)
             self.last_tokens[: len(tokens)] = tokens
             return output
 
     def _prepare(self, batch: Batch, padding: int) -> Metadata:
-        """What the forward pass must know, on the device; see `Metadata`.
+        """What the forward pass needs to know, on the device; see `Metadata`.
 
-        `padding` sequences of one token are added. They must not overwrite the K and V
+        This adds `padding` sequences of one token each. They must not overwrite the K and V
         of others, so theirs go to the pool's last block, number `num_blocks`, which no
         request ever gets.
         """
@@ -116,8 +117,8 @@ class ModelRunner:
         return Metadata(counts, ends, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
-        """Copy arrays to the device: in one transfer, because each has a fixed cost,
-        and always to the same addresses, because graphs read there.
+        """Copy arrays to the device: in one transfer, because every transfer has a
+        fixed cost, and always to the same addresses, because graphs read there.
         """
         flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat
@@ -146,8 +147,8 @@ class ModelRunner:
 
     # -- The start ---------------------------------------------------------------------
 
-    # torch compiles the functions again for each hidden size of all engines in this
-    # process, and gives up after 8 times.
+    # torch compiles the functions again for each hidden size of any engine in this
+    # process, and gives up after 8 versions.
     @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
     def _start(self) -> None:
         """Make room for the inputs of a step and for K and V, and record CUDA graphs.
@@ -163,7 +164,7 @@ class ModelRunner:
         self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
 
         # Run steps of padding, for which a pool of one block is enough. On a GPU, the
-        # largest steps follow. They compile all that any step may need, and show how
+        # largest steps follow. They compile everything that a step may need, and show how
         # much memory a step can take.
         self.num_blocks = self.num_swap_blocks = 0
         self.kv_caches = self.swap_space = self._make_pool(1, device=self.device)
@@ -179,14 +180,14 @@ class ModelRunner:
         num_blocks = min(most_blocks, self._free_bytes() // block_bytes)
         size = torch.tensor(config.num_blocks or num_blocks)
         num_blocks = int(self.ranks.all_reduce(size, "MIN"))
-        check(num_blocks > 0, "num_blocks", "at least 1 (free some memory)", num_blocks)
+        check(num_blocks > 0, "num_blocks", "at least 1 (too little memory)", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
         if config.preemption_mode == "swap":
             swap_bytes = int(config.swap_space * 2**30)
             self.num_swap_blocks = min(most_blocks, swap_bytes // block_bytes)
-        # In pinned memory: a GPU copies from and to it without waiting.
+        # In pinned memory: a GPU copies to and from it without waiting.
         self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
         if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
@@ -216,8 +217,7 @@ class ModelRunner:
         """Run a step of padding, with counts[i] tokens in sequence i."""
         num_seqs = len(counts)
         num_blocks = sum(divide_up(count, self.config.block_size) for count in counts)
-        # With top_p all tokens are sorted, which takes the most memory.
-        params = SamplingParams(top_p=0.5)
+        params = SamplingParams(top_p=0.5)  # so that `lowest_kept` is compiled, too
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
         self.run(Batch(
             [0] * sum(counts), counts, counts, [0] * num_blocks, list(range(num_seqs)),
@@ -250,10 +250,10 @@ class ModelRunner:
     # -- The end -----------------------------------------------------------------------
 
     def free(self) -> None:
-        """Give back the memory, even if somebody still holds the engine."""
+        """Free the memory, even if the engine is still referenced."""
         self.model = None
         for graph, _ in self.graphs.values():
-            graph.reset()  # otherwise NCCL would wait for it when its group ends
+            graph.reset()  # otherwise NCCL would wait for it when the ranks part
         self.graphs = {}
         self.kv_caches = self.swap_space = self.last_tokens[:0]
 
@@ -262,10 +262,9 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     """The checkpoint's dtype, or one that the processor has instructions for."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    if device.type == "cuda" and model_dtype == torch.bfloat16:
-        is_fast = torch.cuda.get_device_properties(device).major >= 8
-        return torch.bfloat16 if is_fast else torch.float16
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32
+    if model_dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
+        return torch.float16
     return model_dtype or torch.float32

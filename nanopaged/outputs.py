@@ -1,4 +1,4 @@
-"""What the caller gets back. Names are vLLM's where it has them."""
+"""What the caller gets back. The names are vLLM's where vLLM has them."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

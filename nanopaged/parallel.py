@@ -13,7 +13,7 @@ tokens are those that rank 0 samples.
 
 How it ends: when rank 0's script ends, for whatever reason, its process leaves the
 group. The other ranks are waiting for the next batch then. Instead they get an error,
-and exit. If any rank fails or is killed, torchrun ends all others.
+and exit. If any rank fails or is killed, torchrun stops all the others.
 """
 
 import os
@@ -107,13 +107,13 @@ class Ranks:
             try:
                 self.broadcast(sizes)
             except RuntimeError:  # rank 0 has left the group
-                os._exit(0)  # a normal exit would let NCCL wait for recorded graphs
+                os._exit(0)  # a normal exit would make NCCL wait for recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
             run(Batch(*[part.tolist() for part in numbers.split(sizes.tolist())]))
 
 
 def leave() -> None:
-    """Leave the process group without waiting for the other ranks, as NCCL would.
+    """Leave the process group. NCCL would wait for the other ranks; `abort` does not.
 
     Gloo's threads must end before Python does: they need its lock to release tensors.
     """

@@ -5,8 +5,8 @@ position, and on which of the request's sequences it belongs to. It does not dep
 what else is in the batch.
 
 A token is drawn in two stages. The vocabulary is cut into buckets of 128 tokens, and
-one random number picks a bucket, then another one picks a token in it. Each time, the
-first one is taken at which the sum of the probabilities so far exceeds the number
+one random number picks a bucket, then another one picks a token in it. Each time, it is
+the first one at which the sum of the probabilities so far exceeds the number
 (inverse-transform sampling). For example, if a bucket had two tokens:
 
     probabilities      0.1  0.4 | 0.2  0.3
@@ -16,7 +16,7 @@ first one is taken at which the sum of the probabilities so far exceeds the numb
 Why not draw from all tokens at once? Sums over a vocabulary of 150,000 tokens need
 float64, which takes 300 MB for 256 rows, and a GPU takes several kernels to sum up a
 row that long. Here no sum is longer than there are buckets. Why two numbers? If one
-number decided both, little of it would be left for the token in an unlikely bucket.
+number decided both, few of its bits would be left to pick a token in an unlikely bucket.
 
 A row of logits with a NaN yields an arbitrary token, and affects no other row.
 """
@@ -34,6 +34,7 @@ from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
 BUCKET_SIZE = 128
+NO_TOP_K = 2**31
 # Random numbers are multiples of this, and below 1. A bucket, or a token within its
 # bucket, that is less likely than this may never be drawn. Sums in float64 are more
 # precise, so the sum of all probabilities exceeds every random number.
@@ -73,20 +74,24 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         logits = logits.index_put(at, logits.new_full((), -torch.inf))
 
     tokens = logits.max(-1).indices  # same as argmax, but three times as fast
-    if any(p.temperature >= GREEDY for p in params):
+    drawing = [p for p in params if p.temperature >= GREEDY]
+    if drawing:
         # [num_samples, 1] each, in one transfer
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
         first, second = table[:, :2].split(1, dim=1)
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
-        if any(p.top_k or p.top_p < 1 or p.min_p for p in params):
-            values = logits
-            if any(p.top_k for p in params):  # only the likeliest tokens, sorted
-                most = max(2, *(p.top_k or logits.shape[1] for p in params))
-                values = logits.topk(min(most, logits.shape[1])).values
+        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
+            # A row with a top_k needs only its most likely tokens, the others need all.
+            top_ks = [p.top_k for p in drawing]
+            most = min(max(2, *top_ks), logits.shape[1])
+            values = logits.topk(most).values if any(top_ks) else logits
             lowest = lowest_kept(values, temperature, *limits)
+            if any(top_ks) and not all(top_ks):
+                others = lowest_kept(logits, temperature, *limits)
+                lowest = lowest.where(limits[0] < NO_TOP_K, others)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
         drawn = draw_tokens(logits, temperature, first, second)
-        # What is drawn at temperature 0 means nothing, and is not taken.
+        # What is drawn at temperature 0 is meaningless, and is discarded.
         tokens = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
 
     logprobs = {i: report_logprobs(raw[i], int(tokens[i]), p.logprobs)
@@ -112,9 +117,9 @@ def draw_params(seq: Sequence) -> list[float]:
     # knows even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
-    top_p = params.top_p if params.top_p < 1 else 2  # no sum reaches 2
+    top_p = params.top_p if params.top_p < 1 else 2  # more than all tokens have, so all stay
     return [first * RESOLUTION, second * RESOLUTION, params.temperature,
-            params.top_k or 2**31, top_p, params.min_p]
+            params.top_k or NO_TOP_K, top_p, params.min_p]
 
 
 @fused
@@ -164,7 +169,7 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     is_out = torch.arange(values.shape[1], device=values.device) >= top_k
     values = values.float().masked_fill(is_out, -torch.inf)
     scaled = (values - values.amax(-1, keepdim=True)) / temperature
-    weights = scaled.exp()  # probabilities, but for a common factor
+    weights = scaled.exp()  # probabilities, up to a common factor
     enough = top_p * weights.sum(-1, keepdim=True)
     # A token stays if those above it are not enough. Sorting would take longer than the
     # rest of the step, so the bound is found by bisection: from -128, where weights are
@@ -173,7 +178,7 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     for _ in range(32):
         middle = (low + high) / 2
         above = (weights * (scaled > middle)).sum(-1, keepdim=True)
-        is_bound = above < enough
-        low, high = low.where(is_bound, middle), middle.where(is_bound, high)
+        is_kept = above < enough
+        low, high = low.where(is_kept, middle), middle.where(is_kept, high)
     is_out = (scaled <= low) | (scaled < min_p.log())
     return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

@@ -2,8 +2,8 @@
 
 First come, first served, with a budget of tokens for each step. The scheduler goes
 through the requests from the oldest to the youngest. The oldest ones run: each of their
-sequences computes one token if it decodes, or a chunk of its prompt if that is not
-computed yet. The rest of the budget admits requests that wait. The scheduler deals in
+sequences computes one token if it decodes, or a chunk of its prompt if that has
+not been computed yet. The rest of the budget admits waiting requests. The scheduler deals in
 block ids and token ids, and never sees a tensor.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
@@ -28,7 +28,7 @@ from nanopaged.sequence import Sequence, SequenceGroup
 
 @dataclass
 class Batch:
-    """One step in plain numbers: all that a rank must know about it.
+    """One step in plain numbers: all that a rank needs to know about it.
 
     Entry i of the step computes `counts[i]` tokens of a sequence, up to, but not
     including, position `ends[i]`. Sample j is drawn from the logits after entry
@@ -43,7 +43,7 @@ class Batch:
 
     The next step decodes all three sequences, after copies=[(2, 3)]. If it is launched
     before the host has read the tokens of this step, they are still pending. Then its
-    token_ids are [-1, -2, -3], which stand for samples 0, 1 and 2 of the step before.
+    token_ids are [-1, -2, -3], which stand for samples 0, 1 and 2 of the previous step.
     """
 
     token_ids: list[int] = field(default_factory=list)  # of one entry after another
@@ -52,9 +52,10 @@ class Batch:
     # For each entry, the blocks of all positions from 0 to its end.
     block_ids: Any = field(default_factory=lambda: array("q"))
     samples: list[int] = field(default_factory=list)  # the entry of each sample
-    # Blocks move in this order before the model runs. A step never swaps both out and
-    # in, and it writes each block only once. A copy may go to a block that has just
-    # been swapped out, or be made from one that has just been swapped in.
+    # Blocks move in this order before the model runs. No step swaps both out and in,
+    # because `schedule` admits no group after a preemption. No block is the target of
+    # two moves. A copy may go to a block that was just swapped out, or be made from one
+    # that was just swapped in.
     swaps_out: Moves = field(default_factory=list)
     swaps_in: Moves = field(default_factory=list)
     copies: Moves = field(default_factory=list)
@@ -82,7 +83,8 @@ class Scheduler:
                 break
             # After a preemption no group is admitted. A pool that was just full has no
             # room for another one. And a group that was just preempted may have pending
-            # tokens, so it is not yet known what it must compute.
+            # tokens, so it is not yet known what it must compute. (All that run come
+            # first, so until then their number can only fall.)
             has_preempted = len(self.running) < num_running
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
@@ -101,8 +103,8 @@ class Scheduler:
         """Let `seq` compute its next tokens, and sample if that computes all of them.
 
         If the budget is too small for all sequences of a group, the last ones wait for
-        the next step. Beams are compared with each other, so the first ones keep their
-        candidates until the last one has its own.
+        the next step. In a beam search, the first ones then keep their candidates until
+        the last one has its own, because all of them are compared.
 
         When the leader has computed the prompt, the other sequences share its blocks,
         including a last block that is not full, and each samples from the same logits.
@@ -204,30 +206,27 @@ class Scheduler:
             group = seq.group
             seq.pending.pop(0)
             if seq.finish_reason is not None:
-                # It ended in the step before, when this step was already launched.
+                # It ended in the previous step, after this one had been launched.
                 continue
             group.report()
             self.stats.output_tokens += 1
 
             if group.beam_params:
                 seq.candidates = output.logprobs[i]
-                # After the last beam all have their candidates, and the search goes on.
+                # Once the last beam has its candidates, the search goes on.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
                     # The answer is the complete beams. Drop those that still run.
                     group.sequences = group.complete_beams
                     self.abort(group)
             else:
                 seq.append(token, output.logprobs.get(i))
-                self._finish_if_complete(seq)
-
-    def _finish_if_complete(self, seq: Sequence) -> None:
-        at_max_len = len(seq.token_ids) >= seq.group.max_len
-        is_stop = seq.ended_by_token
-        if seq.group.params.stop:
-            detokenizer = seq.detokenize(final=is_stop or at_max_len)
-            is_stop |= detokenizer.stopped_by is not None
-        if is_stop or at_max_len:
-            self.finish(seq, "stop" if is_stop else "length")
+                at_max_len = len(seq.token_ids) >= group.max_len
+                is_stop = seq.ended_by_token
+                if group.params.stop:
+                    detokenizer = seq.detokenize(final=is_stop or at_max_len)
+                    is_stop |= detokenizer.stopped_by is not None
+                if is_stop or at_max_len:
+                    self.finish(seq, "stop" if is_stop else "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, whether it runs or waits, and free its blocks."""

@@ -17,7 +17,7 @@ The words of the engine:
                  after the scheduled step
     pending      a token is pending from the moment the step that samples it is
                  scheduled until the host reads the token
-    publish      to enter a full block into the prefix cache, so that others can find it
+    publish      to list a full block in the prefix cache, so that others can find it
     fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's
     preempt      to take a group off the device because the pool is full
@@ -25,8 +25,6 @@ The words of the engine:
     entry        the part of a batch that belongs to one sequence
     budget       how many tokens one step may compute
 """
-
-from __future__ import annotations
 
 from array import array
 from copy import copy
@@ -52,12 +50,12 @@ class Sequence:
     cache yet. The next step computes them, stores them in block 1, and samples t1.
     """
 
-    def __init__(self, group: SequenceGroup, index: int) -> None:
+    def __init__(self, group: "SequenceGroup", index: int) -> None:
         self.group = group
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
-        # A placeholder for each pending token, which the next batch has in place of the
-        # token's id: -1 - i for sample i of the step that samples it.
+        # One number for each pending token, oldest first: -1 - i if it is sample i of
+        # its step. The next batch has this number in place of the unknown id.
         self.pending: list[int] = []
 
         # Only the block manager changes these two.
@@ -75,8 +73,9 @@ class Sequence:
         """The next steps compute all tokens before this position. Then one is sampled.
 
         Before the fork, these are the tokens of the prompt, which all sequences of the
-        group share. After the fork, they are all tokens, including pending ones. For
-        example, request A decodes one token. (The columns count tokens.)
+        group share. After the fork, and always if there is only one sequence, they are
+        all its tokens, including pending ones. For example, request A decodes one
+        token. (The columns count tokens.)
 
                      token_ids  computed  pending  compute_end
             before           7         6        0            7
@@ -106,7 +105,7 @@ class Sequence:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
 
-    def child(self, token: int) -> Sequence:
+    def child(self, token: int) -> "Sequence":
         """A new beam: this one, continued by one of its candidates."""
         beam = Sequence(self.group, self.index)
         beam.token_ids = list(self.token_ids)
@@ -168,8 +167,9 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the value of its last token decides what its next step computes, as in
-        # a beam search. Such a group is not scheduled while it has pending tokens.
+        # True if the values of its last tokens decide what its next step computes. Such
+        # a group is not scheduled while it has pending tokens. In a beam search, they
+        # decide which beams go on.
         self.needs_last_token = beam_params is not None
         # How many prompt tokens it found in the prefix cache; -1 before it has started.
         self.num_cached_tokens = -1
@@ -190,18 +190,17 @@ class SequenceGroup:
         return self.live if self.forked else self.live[:1]
 
     def report(self) -> None:
-        """Let the client know of a change.
+        """Tell the client about a change.
 
         Call this before the change, because Ctrl-C may arrive in between.
         """
         self.outbox[self.request_id] = self
 
     def output(self) -> RequestOutput:
-        outputs = [seq.output(index) for index, seq in enumerate(self.sequences)]
         return RequestOutput(
-            request_id=self.request_id, prompt=self.prompt, outputs=outputs,
-            prompt_token_ids=self.prompt_token_ids, finished=not self.live,
-            num_cached_tokens=max(0, self.num_cached_tokens))
+            self.request_id, self.prompt, self.prompt_token_ids,
+            [seq.output(index) for index, seq in enumerate(self.sequences)],
+            finished=not self.live, num_cached_tokens=max(0, self.num_cached_tokens))
 
 
 Outbox = dict[str, SequenceGroup]  # by request id, in order of change

@@ -74,14 +74,17 @@ def check_error(backend_name):
             ([1, 1, 1], [length + i for length in LENGTHS]) for i in range(1, 6)]:
         q = torch.randn(sum(counts), heads, dim, generator=generator)
         counts, ends = np.array(counts), np.array(ends)
-        positions, slots = map(torch.from_numpy, place_tokens(
-            tables.numpy(), counts, ends, backend.block_size))
+        # The part of each table that its sequence has filled, one after another.
+        table = np.concatenate([own[: -(-end // backend.block_size)]
+                                for own, end in zip(tables.numpy(), ends, strict=True)])
+        positions, slots = place_tokens(table, counts, ends, backend.block_size)
         new = torch.cat([own[end - count : end]
                          for own, count, end in zip(kv, counts, ends, strict=True)])
-        backend.store(*new.chunk(2, 1), cache, slots)
-        plan = map(torch.from_numpy, backend.plan(counts, ends, tables.shape[1]))
+        backend.store(*new.chunk(2, 1), cache, torch.from_numpy(slots))
+        step = [np.zeros_like(positions), positions, slots, backend.plan(counts, ends),
+                table, np.cumsum(counts) - 1]
         out = backend.attend(
-            q, cache, Metadata(positions, slots, tables, counts, ends, list(plan)))
+            q, cache, Metadata(counts, ends, *map(torch.from_numpy, step)))
         owners = np.repeat(range(3), counts)
         for i, (owner, position) in enumerate(zip(owners, positions, strict=True)):
             k, v = kv[owner, : position + 1].permute(1, 0, 2).chunk(2)

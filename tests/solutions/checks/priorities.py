@@ -44,51 +44,46 @@ def check_admission(folder):
     assert finished == [ids[i] for i in (4, 1, 3, 2, 0)], finished
 
 
-def watch_preemptions(llm):
-    """A list that grows by (who gave way, who else ran), as request ids."""
-    given_way, running = [], []
-
-    def observe(phase, batch):
-        now = list(llm.scheduler.running)
-        if phase == "scheduled":
-            gone = [id for id in running if id not in now]
-            given_way.extend((id, [r for r in running if r not in gone]) for id in gone)
-        running[:] = now
-
-    llm.observers.append(observe)
-    return given_way
+def step(llm, given_way):
+    """A step's outputs. The ids of the groups that it preempts are added to the list.
+    """
+    scheduler = llm.scheduler
+    running = list(scheduler.running)
+    outputs = llm.step()
+    given_way += [request_id for request_id in running
+                  if request_id in scheduler.unfinished.keys() - scheduler.running]
+    return outputs
 
 
 def check_preemption(folder, mode, priorities, expected):
     """The largest priority gives way, although it came first; of equal ones, the last.
     """
     llm = engine(folder, num_blocks=20, max_model_len=40, preemption_mode=mode)
-    given_way = watch_preemptions(llm)
-    outputs = {}
+    given_way, outputs = [], {}
     for i, priority in enumerate(priorities):
         llm.add_request([i] * 6, params(priority, 20))
-        llm.step()
+        step(llm, given_way)
     while llm.has_unfinished_requests():
-        outputs |= {output.request_id: output for output in llm.step()}
-    first = [id for id, _ in given_way][: len(expected)]
-    assert first == expected, given_way
+        outputs |= {output.request_id: output for output in step(llm, given_way)}
+    assert given_way[: len(expected)] == expected, given_way
     assert all(len(o.outputs[0].token_ids) == 20 for o in outputs.values())
 
 
 def check_no_starvation(folder, mode, n):
-    """Once admitted, a request ends, even if better ones never cease to come."""
+    """Once admitted, a request ends, even if better ones keep coming forever."""
     llm = engine(folder, num_blocks=4 + 12 * n, max_model_len=32,
                  max_num_batched_tokens=8, preemption_mode=mode)
-    given_way = watch_preemptions(llm)
+    given_way = []
     low = llm.add_request([1] * 8, params(9, 20, n))
-    for step in range(400):
-        if any(output.request_id == low and output.finished for output in llm.step()):
+    for i in range(400):
+        outputs = step(llm, given_way)
+        if any(output.request_id == low and output.finished for output in outputs):
             break
-        llm.add_request([step % 64] * 9, params(0, 16))
+        llm.add_request([i % 64] * 9, params(0, 16))
     else:
         raise AssertionError("a request of low priority was admitted, and starved")
-    assert low in [id for id, _ in given_way], "the low one should have given way once"
-    for request_id in [*llm.scheduler.running, *llm.scheduler.waiting]:
+    assert low in given_way, "the one of low priority should have given way once"
+    for request_id in llm.scheduler.unfinished:
         llm.abort_request(request_id)
     llm.step()
     assert llm.stats().blocks_used == 0

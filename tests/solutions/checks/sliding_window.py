@@ -52,13 +52,6 @@ def engine(folder, **options):
     return LLM(folder, **defaults | options)
 
 
-def watch_blocks(llm):
-    """A list of how many blocks are in use after each step."""
-    used = []
-    llm.observers.append(lambda phase, batch: used.append(llm.stats().blocks_used))
-    return used
-
-
 def check_tokens(folder, model, num_prompts):
     """Greedy tokens equal transformers', by both backends, and chunk by chunk."""
     rng = random.Random(1)
@@ -86,8 +79,13 @@ def check_blocks(folder, model):
     llm = engine(folder, num_blocks=2 * 190 // 4)
     prompts = [random.Random(i).choices(range(96), k=20) for i in range(10)]
     params = SamplingParams(temperature=0, max_tokens=170)
-    used = watch_blocks(llm)
-    for output in llm.generate(prompts, params, use_tqdm=False):
+    for prompt in prompts:
+        llm.add_request(prompt, params)
+    outputs, used = {}, []
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+        used.append(llm.stats().blocks_used)
+    for output in outputs.values():
         expected = reference_tokens(model, output.prompt_token_ids, 170)
         assert output.outputs[0].token_ids[: len(expected)] == expected
     stats = llm.stats()
@@ -129,8 +127,9 @@ def check_run(folder, run, roomy):
     assert answers[0] == answers[1] == answers[2], f"run {run}"
     stats, manager = llm.stats(), llm.block_manager
     assert stats.blocks_used == 0
-    assert not any(block.ref_count for block in manager.blocks)
-    assert len(manager.free_swap_blocks) == len(manager.blocks) - manager.num_blocks
+    assert not any(manager.ref_counts)
+    num_swap_blocks = len(manager.ref_counts) - manager.num_blocks
+    assert len(manager.free_swap_blocks) == num_swap_blocks
     return stats.preemptions_recompute + stats.preemptions_swap
 
 

@@ -51,22 +51,28 @@ def width_of(params):
     return params.beam_width if isinstance(params, BeamSearchParams) else params.n
 
 
+def check_tables(llm):
+    """After a step no sequence holds blocks for tokens that were rejected."""
+    for group in llm.scheduler.running.values():
+        for seq in group.live:
+            num_tokens = len(seq.token_ids) + len(seq.pending)
+            most = llm.block_manager.num_blocks_for(num_tokens)
+            assert len(seq.block_table) <= most, (
+                f"{len(seq.block_table)} blocks for {len(seq.token_ids)} tokens")
+
+
 def serve(llm, requests):
-    prompts, params = map(list, zip(*requests, strict=True))
-    first = llm.stats().steps
-
-    def check_steps(phase, _):
-        if llm.stats().steps - first > 5000:
-            raise AssertionError(
-                "5000 steps: does a sequence count more as computed than it has?")
-
-    llm.observers.append(check_steps)
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    llm.observers.remove(check_steps)
+    ids = [llm.add_request(prompt, params) for prompt, params in requests]
+    outputs, last = {}, llm.stats().steps + 5000
+    while llm.has_unfinished_requests():
+        outputs |= {output.request_id: output for output in llm.step()}
+        check_tables(llm)
+        assert llm.stats().steps < last, (
+            "5000 steps: does a sequence count more as computed than it has?")
     assert llm.stats().blocks_used == 0
-    assert not any(block.ref_count for block in llm.block_manager.blocks)
+    assert not any(llm.block_manager.ref_counts)
     return [[[c.token_ids, c.finish_reason, c.logprobs and [*map(list, c.logprobs)]]
-             for c in output.outputs] for output in outputs]
+             for c in outputs[request_id].outputs] for request_id in ids]
 
 
 def converse(llm, run):
@@ -86,15 +92,6 @@ def plain_answers(num_runs, first):
         return [converse(llm, run) for run in range(first, first + num_runs)]
 
 
-def check_tables(llm):
-    """After a step nobody holds blocks for tokens that were rejected."""
-    for group in llm.scheduler.running.values():
-        for seq in group.live:
-            most = llm.block_manager.num_blocks_for(len(seq.token_ids))
-            assert len(seq.block_table) <= most, (
-                f"{len(seq.block_table)} blocks for {len(seq.token_ids)} tokens")
-
-
 def check_tokens(folder, run, expected):
     """As small a pool as can be, and all kinds of limits: the same answers; returns
     how many preemptions it took.
@@ -111,7 +108,7 @@ def check_tokens(folder, run, expected):
         preemption_mode=rng.choice(["recompute", "swap"]),
         enable_prefix_caching=rng.random() < 0.8)
     llm = engine(folder, **options)
-    llm.observers.append(lambda phase, _: phase == "updated" and check_tables(llm))
+    llm.runs_ahead = rng.random() < 0.3
     requests = list(draw_requests(random.Random(run)))
     for (prompt, params), found, right in zip(
             requests * 2, converse(llm, run), expected, strict=True):
@@ -137,7 +134,9 @@ def count_steps(num_speculative_tokens):
 
 
 def main(num_runs=30, first=0, answers=None):
-    """`answers`: a file of those to expect; else they are made without speculation."""
+    """`answers`: a file of those to expect. Without one they are made here, without
+    speculation.
+    """
     expected = json.loads(Path(answers).read_text()) if answers else plain_answers(
         num_runs, first)
     with tempfile.TemporaryDirectory() as folder:
