@@ -16,8 +16,8 @@ Shapes, here and everywhere:
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_table_blocks]: the physical block of each logical block of the first
-                   sequence, then of the second, and so on
+    block_tables   [num_table_blocks]: the physical block of each logical block of the
+                   first sequence, then of the second, and so on
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
@@ -147,12 +147,13 @@ class TorchAttention:
 
 
 class NumbaAttention(TorchAttention):
-    """On a CPU: decodes by the kernel of `cpu_kernels.py`, prompts' chunks by torch.
+    """On a CPU: `cpu_kernels.py` computes decodes and short chunks, and torch the rest.
 
-    A decode uses every key once per head, so a copy would cost more than the attention.
+    A decode uses every key once per head, so a copy of K and V would take longer than
+    the attention. A long chunk uses every key many times, so there a copy pays off.
     """
 
-    min_queries = 2
+    min_queries = 9  # up to 8 queries, the kernel is usually faster: measured
 
     def __init__(self, *shape: Any) -> None:
         super().__init__(*shape)
@@ -162,23 +163,31 @@ class NumbaAttention(TorchAttention):
         self.kernels.keep_freed_memory()
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """[3, num_decodes]: the token of each decode, where its block table starts, and
-        how many keys it has.
+        """[3, num_queries], the queries for the kernel: which token each of them is,
+        where its block table starts, and how many keys it sees.
         """
+        seqs, numbers = spread(counts)
         tables = starts_of(divide_up(ends, self.block_size))
-        return np.stack((starts_of(counts), tables, ends))[:, counts == 1]
+        num_keys = (ends - counts)[seqs] + numbers + 1
+        plan = np.stack((np.arange(len(seqs)), tables[seqs], num_keys))
+        return plan[:, counts[seqs] < self.min_queries]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        out = super().attend(q, kv_cache, metadata)
         tokens, tables, ends = metadata.plan
-        queries = self.scale * q[tokens].float().unflatten(1, (self.num_kv_heads, -1))
-        if self.dtype == torch.bfloat16:  # NumPy does not know it, so it gets the bits
-            kv_cache = kv_cache.view(torch.uint16)
         num_keys = self.num_kv_heads * int(ends.sum())
-        attended = self.kernels.paged_attention(
-            num_keys, queries.numpy(), kv_cache.numpy(), metadata.block_tables.numpy(),
-            tables.numpy(), ends.numpy())
-        out[tokens] = torch.from_numpy(attended).flatten(1).to(q.dtype)
+        is_all = len(tokens) == len(q)  # then no query has to be copied
+        queries = (q if is_all else q[tokens]).float()
+        queries = self.scale * queries.unflatten(1, (self.num_kv_heads, -1))
+        # NumPy does not know bfloat16, so it gets the bits.
+        bits = kv_cache.view(torch.uint16) if q.dtype == torch.bfloat16 else kv_cache
+        attended = torch.from_numpy(self.kernels.paged_attention(
+            num_keys, queries.numpy(), bits.numpy(), metadata.block_tables.numpy(),
+            tables.numpy(), ends.numpy()))
+        attended = attended.flatten(1).to(q.dtype)
+        if is_all:
+            return attended
+        out = super().attend(q, kv_cache, metadata)
+        out[tokens] = attended
         return out
 
 
@@ -254,7 +263,7 @@ class TritonAttention(TorchAttention):
         """
         queries_per_tile = self.rows_per_tile(counts) // self.group_size
         seqs, numbers = spread(counts)
-        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # the first of each tile
+        tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # first of each tile
         seqs = seqs[tokens]
         positions = (ends - counts)[seqs] + numbers[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
@@ -339,7 +348,7 @@ class FlashAttention(TritonAttention):
         # [num_seqs, max_blocks]: after its end, each row goes on with the next table.
         width = divide_up(int(ends.max()), self.block_size)
         at = tables[:-1, None] + torch.arange(width, device=q.device)
-        table = metadata.block_tables[at.clamp(max=len(metadata.block_tables) - 1)]
+        table = metadata.block_tables[at % len(metadata.block_tables)]
         out = self.flash(
             q, k, v, queries, keys, int(counts.max()), int(ends.max()),
             softmax_scale=self.scale, causal=True, block_table=table.int())
@@ -354,19 +363,19 @@ BACKENDS: dict[str, type[TorchAttention]] = {
 def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> TorchAttention:
     """An attention backend; ValueError if it cannot run here."""
-    if device.type == "cpu":
-        can_use_numba = sys.platform == "linux" and dtype != torch.float16
-        best = "numba" if can_use_numba else "torch"
-        runs_triton = os.environ.get("TRITON_INTERPRET") == "1"
-    else:
-        runs_triton = torch.cuda.get_device_properties(device).major >= 8
-        best = "triton" if runs_triton else "torch"
-    allowed = {"auto", "torch", best} | ({"triton", "flash"} if runs_triton else set())
-    check(name in allowed, "attention_backend",
-          f"one of {sorted(allowed)} with this device and dtype", name)
+    names = ["torch"]  # what can run here, the best one first
+    if device.type == "cuda":
+        if torch.cuda.get_device_properties(device).major >= 8:
+            names = ["triton", "flash", "torch"]
+    elif sys.platform == "linux" and dtype != torch.float16:
+        names = ["numba", "torch"]
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        names += ["triton", "flash"]
+    name = names[0] if name == "auto" else name
+    check(name in names, "attention_backend",
+          f"'auto', or one of {names} with this device and dtype", name)
     try:
-        backend = BACKENDS[best if name == "auto" else name]
-        return backend(model_config, block_size, dtype, device)
+        return BACKENDS[name](model_config, block_size, dtype, device)
     except ImportError as error:
         raise ValueError(f"attention_backend must be 'torch', or its package must be "
                          f"installed, got {name!r}: {error}") from error

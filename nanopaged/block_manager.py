@@ -206,8 +206,8 @@ class BlockManager:
         return self.published.get((before, token_ids)) or Content(before, token_ids)
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether a lookup can find this block. If several blocks hold the same K and V,
-        it finds the one that was published last.
+        """Whether a lookup can find this block. If several blocks hold the same K and
+        V, it finds the one that was published last.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

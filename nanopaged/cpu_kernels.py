@@ -1,9 +1,9 @@
 """PagedAttention in plain loops, compiled by Numba: read this before `kernels.py`.
 
-This computes the decodes of a step on a CPU. A decode has one query, which attends to
-all keys of its sequence. `NumbaAttention` in `attention.py` calls it; the shapes are
-explained there. With `NUMBA_DISABLE_JIT=1` it is plain Python, and a debugger can step
-through it.
+On a CPU this computes decodes and short chunks: each query attends to the keys of its
+sequence, from position 0 to its own. `NumbaAttention` in `attention.py` calls it; the
+shapes are explained there. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you can
+step through it with a debugger.
 
 Equation 4 of the paper says what a query q_i computes. K_j and V_j are the keys and
 values of block j, and d is head_dim:
@@ -42,23 +42,23 @@ from numba import njit
 @njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
 def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
     """Run the programs first, first + stride, first + 2 * stride, ... A program, as
-    Triton calls it, here computes one KV head of one decode.
+    Triton calls it, here computes one KV head for one query.
 
-    out, q        [num_decodes, num_kv_heads, group_size, head_dim], float32; q is
+    out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
-    tables        [num_decodes]: where the block table of each decode starts
-    ends          [num_decodes]: how many keys each has; nothing after them is read
+    tables        [num_queries]: where the block table of each query's sequence starts
+    ends          [num_queries]: how many keys each sees; nothing after them is read
     """
-    num_decodes, num_kv_heads, group_size, head_dim = q.shape
+    num_queries, num_kv_heads, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     scores = np.empty(block_size, np.float32)
 
-    for program in range(first, num_decodes * num_kv_heads, stride):
-        decode, kv_head = divmod(program, num_kv_heads)
-        block_table = block_tables[tables[decode] :]
-        end = ends[decode]
+    for program in range(first, num_queries * num_kv_heads, stride):
+        query, kv_head = divmod(program, num_kv_heads)
+        block_table = block_tables[tables[query] :]
+        end = ends[query]
         highest = np.full(group_size, -1e30, np.float32)  # -inf minus -inf is NaN
         total = np.zeros(group_size, np.float32)
         acc = np.zeros((group_size, head_dim), np.float32)
@@ -75,7 +75,7 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
                 for key in range(num_keys):
                     score = np.float32(0)
                     for dim in range(head_dim):
-                        score += q[decode, kv_head, g, dim] * to_float32(k[key, dim])
+                        score += q[query, kv_head, g, dim] * to_float32(k[key, dim])
                     scores[key] = score
                     higher = max(higher, score)
 
@@ -92,7 +92,7 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
                     for dim in range(head_dim):
                         acc[g, dim] += prob * to_float32(v[key, dim])
 
-        out[decode, kv_head] = acc / total.reshape(-1, 1)
+        out[query, kv_head] = acc / total.reshape(-1, 1)
 
 
 @njit(inline="always")
@@ -153,5 +153,5 @@ def keep_freed_memory():
     PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
-# A forked process has only one thread, but torch would wait for all that its parent had.
+# A forked process has only one thread. torch would wait for all that its parent had.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -254,7 +254,14 @@ class LLM(AbstractContextManager["LLM"]):
             if self._in_step:
                 self._reset(self.scheduler.unfinished.values())
             self._in_step = True
-            self._read_inbox()
+            while self._inbox:
+                item = self._inbox[0]
+                if isinstance(item, SequenceGroup):
+                    if item.live:
+                        self.scheduler.unfinished[item.request_id] = item
+                elif item in self.scheduler.unfinished:
+                    self.scheduler.abort(self.scheduler.unfinished[item])
+                self._inbox.popleft()
             # The step of another thread may have filled the outbox already.
             if not outbox and self.scheduler.unfinished:
                 self._step_ahead() if self.runs_ahead else self._step()
@@ -271,16 +278,6 @@ class LLM(AbstractContextManager["LLM"]):
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")
 
-    def _read_inbox(self) -> None:
-        while self._inbox:
-            item = self._inbox[0]
-            if isinstance(item, SequenceGroup):
-                if item.live:
-                    self.scheduler.unfinished[item.request_id] = item
-            elif item in self.scheduler.unfinished:
-                self.scheduler.abort(self.scheduler.unfinished[item])
-            self._inbox.popleft()
-
     def _reset(self, unfinished: Iterable[SequenceGroup] = ()) -> None:
         """Start with all blocks free and an empty prefix cache.
 
@@ -291,7 +288,7 @@ class LLM(AbstractContextManager["LLM"]):
             for seq in group.live:
                 seq.finish_reason = "abort"
             group.live = []
-        self._launched: deque[Any] = deque()  # steps whose tokens have not been read yet
+        self._launched: deque[Any] = deque()  # steps whose tokens are still to be read
         self.block_manager = BlockManager(
             self.runner.num_blocks, self.config.block_size,
             self.config.enable_prefix_caching, self.runner.num_swap_blocks)

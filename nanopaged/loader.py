@@ -155,7 +155,7 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     for name, (target, divided) in targets.items():
         with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
             tensor = part = tensors.get_tensor(name)
-        if divided in range(tensor.ndim):  # neither None, nor a bias, which has no columns
+        if divided in range(tensor.ndim):  # neither None, nor columns of a bias
             part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
         check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))

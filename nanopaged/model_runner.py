@@ -1,4 +1,4 @@
-"""Everything that touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
+"""All that touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
 
 The scheduler deals in tokens and block ids. The runner turns its `Batch` into one
 forward pass over one flat batch of tokens. From one step to the next it keeps two
@@ -87,8 +87,8 @@ class ModelRunner:
 
             logits = self.model.head(states[metadata.last_indices])
             output = sample(logits, batch.receivers)
-            # Only rank 0 knows the requests. The others take the most likely tokens, and
-            # then get those of rank 0.
+            # Only rank 0 knows the requests. The others take the most likely tokens,
+            # and then get those of rank 0.
             tokens = self.ranks.broadcast(output.token_ids)
             self.last_tokens[: len(tokens)] = tokens
             return output
@@ -96,9 +96,9 @@ class ModelRunner:
     def _prepare(self, batch: Batch, padding: int) -> Metadata:
         """What the forward pass needs to know, on the device; see `Metadata`.
 
-        This adds `padding` sequences of one token each. They must not overwrite the K and V
-        of others, so theirs go to the pool's last block, number `num_blocks`, which no
-        request ever gets.
+        This adds `padding` sequences of one token each. They must not overwrite the K
+        and V of others, so theirs go to the pool's last block, number `num_blocks`,
+        which no request ever gets.
         """
         block_size = self.config.block_size
         counts = np.array(batch.counts + [1] * padding)
@@ -164,8 +164,8 @@ class ModelRunner:
         self.graphs: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
 
         # Run steps of padding, for which a pool of one block is enough. On a GPU, the
-        # largest steps follow. They compile everything that a step may need, and show how
-        # much memory a step can take.
+        # largest steps follow. They compile everything that a step may need, and show
+        # how much memory a step can take.
         self.num_blocks = self.num_swap_blocks = 0
         self.kv_caches = self.swap_space = self._make_pool(1, device=self.device)
         self._run_padding([1])
@@ -180,7 +180,7 @@ class ModelRunner:
         num_blocks = min(most_blocks, self._free_bytes() // block_bytes)
         size = torch.tensor(config.num_blocks or num_blocks)
         num_blocks = int(self.ranks.all_reduce(size, "MIN"))
-        check(num_blocks > 0, "num_blocks", "at least 1 (too little memory)", num_blocks)
+        check(num_blocks > 0, "num_blocks", "at least 1: memory is short", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
@@ -265,6 +265,7 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32
-    if model_dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(False):
-        return torch.float16
+    if device.type == "cuda" and model_dtype == torch.bfloat16:
+        is_fast = torch.cuda.get_device_properties(device).major >= 8
+        return torch.bfloat16 if is_fast else torch.float16
     return model_dtype or torch.float32

@@ -16,7 +16,7 @@ the first one at which the sum of the probabilities so far exceeds the number
 Why not draw from all tokens at once? Sums over a vocabulary of 150,000 tokens need
 float64, which takes 300 MB for 256 rows, and a GPU takes several kernels to sum up a
 row that long. Here no sum is longer than there are buckets. Why two numbers? If one
-number decided both, few of its bits would be left to pick a token in an unlikely bucket.
+number decided both, few of its bits would be left for a token in an unlikely bucket.
 
 A row of logits with a NaN yields an arbitrary token, and affects no other row.
 """
@@ -78,7 +78,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     if drawing:
         # [num_samples, 1] each, in one transfer
         table = to_device(np.array([draw_params(seq) for seq in seqs]), device)
-        first, second = table[:, :2].split(1, dim=1)
+        numbers = table[:, :2].split(1, dim=1)
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
             # A row with a top_k needs only its most likely tokens, the others need all.
@@ -90,7 +90,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
                 others = lowest_kept(logits, temperature, *limits)
                 lowest = lowest.where(limits[0] < NO_TOP_K, others)
             logits = logits.masked_fill(logits < lowest, -torch.inf)
-        drawn = draw_tokens(logits, temperature, first, second)
+        drawn = draw_tokens(logits, temperature, *numbers)
         # What is drawn at temperature 0 is meaningless, and is discarded.
         tokens = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
 
@@ -117,7 +117,8 @@ def draw_params(seq: Sequence) -> list[float]:
     # knows even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
-    top_p = params.top_p if params.top_p < 1 else 2  # more than all tokens have, so all stay
+    # All tokens together have a probability of 1. So with a top_p of 2, all stay.
+    top_p = params.top_p if params.top_p < 1 else 2
     return [first * RESOLUTION, second * RESOLUTION, params.temperature,
             params.top_k or NO_TOP_K, top_p, params.min_p]
 
@@ -171,14 +172,14 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     scaled = (values - values.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp()  # probabilities, up to a common factor
     enough = top_p * weights.sum(-1, keepdim=True)
-    # A token stays if those above it are not enough. Sorting would take longer than the
-    # rest of the step, so the bound is found by bisection: from -128, where weights are
-    # 0, to 0, in steps so small that in the end float32 cannot tell weights apart.
-    low, high = torch.full_like(enough, -128), torch.zeros_like(enough)
-    for _ in range(32):
-        middle = (low + high) / 2
+    # A token stays if the tokens above it are not enough. To find the bound, sorting
+    # would take half as long as the rest of a step. Bisection begins with the range
+    # from -128, where weights are 0, to 0, and halves it until it is too small to hold
+    # two weights that differ in float32.
+    low = torch.full_like(enough, -128)
+    for i in range(32):
+        middle = low + 64 / 2**i
         above = (weights * (scaled > middle)).sum(-1, keepdim=True)
-        is_kept = above < enough
-        low, high = low.where(is_kept, middle), middle.where(is_kept, high)
+        low = torch.where(above < enough, low, middle)
     is_out = (scaled <= low) | (scaled < min_p.log())
     return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

@@ -2,9 +2,9 @@
 
 First come, first served, with a budget of tokens for each step. The scheduler goes
 through the requests from the oldest to the youngest. The oldest ones run: each of their
-sequences computes one token if it decodes, or a chunk of its prompt if that has
-not been computed yet. The rest of the budget admits waiting requests. The scheduler deals in
-block ids and token ids, and never sees a tensor.
+sequences computes one token if it decodes, or a chunk of its prompt if that has not
+been computed yet. The rest of the budget admits waiting requests. The scheduler deals
+in block ids and token ids, and never sees a tensor.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
 is full, the youngest running group has to wait again. Either its blocks move to CPU

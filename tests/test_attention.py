@@ -330,12 +330,12 @@ def test_threads_share_the_programs(threads, monkeypatch):
     calls, run_programs = [], cpu_kernels.run_programs
 
     def run(stride, *arrays_and_first):
-        calls.extend(range(arrays_and_first[-1], 4 * 2, stride))
+        calls.extend(range(arrays_and_first[-1], 6 * 2, stride))
         run_programs(stride, *arrays_and_first)
 
     monkeypatch.setattr(cpu_kernels, "run_programs", run)
-    Case([(90, 1), (17, 1), (0, 5), (3000, 1), (0, 1)], (4, 2, 64), 16).check("numba")
-    assert sorted(calls) == [*range(4 * 2)], "each decode and KV head once"
+    Case([(90, 1), (17, 2), (0, 9), (3000, 1), (0, 2)], (4, 2, 64), 16).check("numba")
+    assert sorted(calls) == [*range(6 * 2)], "each of 6 queries and 2 KV heads once"
 
 
 def test_several_engines_may_decode_at_once():
