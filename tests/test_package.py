@@ -65,7 +65,7 @@ def test_code_lines_are_counted_without_blanks_comments_and_docstrings():
 @pytest.mark.upstream
 def test_the_engine_stays_small():
     counts = count(SOURCES.values())
-    assert 500 < sum(counts.values()) <= 1700, counts
+    assert 500 < sum(counts.values()) <= 1720, counts
 
 
 @pytest.mark.upstream
@@ -73,13 +73,13 @@ def test_its_lines_stay_short():
     """Nodes of the syntax tree; kernels are dense by nature."""
     plain = [path for name, path in SOURCES.items() if "kernels" not in name]
     nodes = sum(1 for path in plain for _ in ast.walk(parse(path)))
-    assert nodes / sum(count(plain).values()) <= 11.5
+    assert nodes / sum(count(plain).values()) <= 11.3
 
 
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", SOURCES)
 def test_its_functions_stay_short(name):
-    most = 60 if "kernels" in name else 50
+    most = 60 if "kernels" in name else 40
     code = code_lines(read(SOURCES[name]))
     for node in ast.walk(parse(SOURCES[name])):
         if isinstance(node, FUNCTIONS):
