@@ -367,10 +367,11 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     if device.type == "cuda":
         if torch.cuda.get_device_properties(device).major >= 8:
             names = ["triton", "flash", "torch"]
-    elif sys.platform == "linux" and dtype != torch.float16:
-        names = ["numba", "torch"]
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        names += ["triton", "flash"]
+    else:
+        if sys.platform == "linux" and dtype != torch.float16:
+            names = ["numba", "torch"]
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            names += ["triton", "flash"]
     name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",
           f"'auto', or one of {names} with this device and dtype", name)
