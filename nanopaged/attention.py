@@ -238,11 +238,13 @@ class TritonAttention(TorchAttention):
         """Cut a step into items of work. Each KV head has one program for each item.
 
         A tile is a few consecutive queries of one sequence. If it sees many keys, they
-        are cut into parts, which different programs read and `merge_parts` joins.
-        Otherwise a step would take as long as its longest sequence. All parts of a step
-        have the same size, half of an even share: the step's keys, divided by twice the
-        number of programs that run at once, and rounded up to whole rounds. So a
-        program that finishes early can take another part.
+        are cut into parts; otherwise a step would take as long as its longest sequence.
+        Each part has a program of its own, and `merge_parts` joins their results.
+
+        All parts of a step have the same size, except that the last one of a tile may
+        be smaller. An even share would be the step's keys, divided by the number of
+        programs of a KV head that run at once. A part is half of that, rounded up to
+        whole rounds: where a program ends early, there is another one to start.
 
         Returns [num_items, 6]. The columns: 0 where the tile's block table starts; 1
         the tile's first token; 2 the position of that token; 3 the end of the tile's
@@ -270,8 +272,10 @@ class TritonAttention(TorchAttention):
         tables = starts_of(divide_up(ends, self.block_size))
         tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
 
-        # Rounding up adds a part for each tile. Fewer than `num_parts` tiles are cut,
-        # so all together, these have less than twice as many parts.
+        # Why len(tiles) + num_parts items are enough: rounding up adds less than one
+        # part for each tile. Why `attend` has room for 2 * num_parts parts of cut
+        # tiles: a cut tile has more than part_keys keys, so fewer than num_parts tiles
+        # are cut, and again rounding up adds less than one part for each.
         num_parts = 2 * self.programs_at_once
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
@@ -280,8 +284,9 @@ class TritonAttention(TorchAttention):
         end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
         items = np.zeros((len(tiles) + num_parts, 6), np.int64)
         items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
-        # Long tiles first: one that starts last would hold up the whole step. The sort
-        # is stable, because `merge_parts` expects a tile's parts one after another.
+        # Tiles with many keys first: if such a tile started last, the whole step would
+        # wait for it. The sort is stable, because `merge_parts` expects the parts of a
+        # tile one after another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -300,8 +305,9 @@ class TritonAttention(TorchAttention):
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
-        # The plan has at most this many parts of tiles that are cut, and they come
-        # first. A fixed size lets the first steps show how much memory a step can take.
+        # Tiles that are cut have more keys than the others, so their parts come first
+        # in the plan, and there are at most this many of them: see `plan`. A fixed size
+        # lets the first steps show how much memory a step can take.
         most_parts = 4 * self.programs_at_once
         shape = most_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)

@@ -5,8 +5,8 @@ sequence, from position 0 to its own. `NumbaAttention` in `attention.py` calls i
 shapes are explained there. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you can
 step through it with a debugger.
 
-Equation 4 of the paper says what a query q_i computes. K_j and V_j are the keys and
-values of block j, and d is head_dim:
+Equation 4 of the PagedAttention paper (Kwon et al. 2023) says what a query q_i
+computes. K_j and V_j are the keys and values of block j, and d is head_dim:
 
     A_ij = exp(q_i^T K_j / sqrt(d)) / sum over blocks t of exp(q_i^T K_t / sqrt(d))
     o_i  = sum over blocks j of A_ij V_j
@@ -15,7 +15,7 @@ where a sum over blocks also runs over the keys in each block. The denominator i
 only after the last block, so the loop adds up the numerator (`acc`) and the denominator
 (`total`) separately, and divides at the end. The exponential of a high score would
 overflow, so both are relative to the highest score so far. When a block has a higher
-one, they shrink. This is the online softmax of Milakov and Gimelshein.
+one, they are scaled down. This is the online softmax of Milakov and Gimelshein.
 
 For example, let one block hold keys with the scores 1 and 3, and the next block a key
 with the score 5:

@@ -99,7 +99,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     items         [num_items, 6]: see `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
     parts         [most_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
-    log_sums      [most_parts, num_kv_heads, ROWS]: log2 of what they were divided by
+    log_sums      [most_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
+                  keys of a part, which is the weight of its result
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -142,7 +143,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
         scores = tl.where(seen, scores, -float("inf"))
 
         # Online softmax (Milakov and Gimelshein): sums are relative to the highest
-        # score so far. If a higher one comes, what has been summed shrinks.
+        # score so far. If a higher one appears, the sums are scaled down.
         higher = tl.maximum(highest, tl.max(scores, 1))
         probs = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
@@ -172,7 +173,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
 def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
                 HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr):
     """The result of a tile whose keys are in several parts: the mean of the parts'
-    results, weighted by what they were divided by (a log-sum-exp merge).
+    results, each weighted by its sum of exponentials (a log-sum-exp merge).
 
     Grid: [most_parts, num_kv_heads]. The program of a tile's first part merges all of
     them, and the others do nothing.

@@ -214,13 +214,14 @@ class LLM(AbstractContextManager["LLM"]):
     # all requests made by `add_request` share one. A thread that waits for outputs runs
     # a step, for the requests of all threads.
     #
-    # Ctrl-C, or an error, may arrive at any line. While `_in_step` is False it does no
-    # harm. While it is True the state may be left half-changed. Then `_in_step` stays
-    # True, and the next call aborts all requests, no matter who made them, and starts
+    # Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort
+    # their own requests. While `_in_step` is False it does no other harm. While it is
+    # True, the state may be left half-changed. Then `_in_step` stays True, and the next
+    # call aborts every request that a step has seen, no matter who made it, and starts
     # with a new state. (With several ranks that is impossible, because each of them may
-    # be anywhere in the step. Then every later call fails.) Even so no request is lost:
-    # an item leaves the inbox only after it has taken effect, and a request enters its
-    # outbox before it changes.
+    # be anywhere in the step. Then every later call fails.) Requests that are still in
+    # the inbox then run, and aborted ones are still reported: an item leaves the inbox
+    # only after it has taken effect, and a request enters its outbox before it changes.
 
     def _submit(self, groups: list[SequenceGroup], outbox: Outbox) -> None:
         """Put requests into the inbox, all at once."""
@@ -237,8 +238,8 @@ class LLM(AbstractContextManager["LLM"]):
         outbox: Outbox = {}
         try:
             self._submit(groups, outbox)
-            # Look at `live` before the outbox. Another thread reports a group and then
-            # ends it, so its last report is there when it has ended.
+            # Look at `live` before the outbox. Another thread reports a group before it
+            # ends it, so once a group has ended, its last report is in the outbox.
             while any(group.live for group in groups) or outbox:
                 yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
@@ -273,7 +274,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _check_not_in_step(self) -> None:
         """A signal handler or a finalizer may run in the middle of a step, on the same
-        thread. It gets an error, because a step within a step would do harm.
+        thread. It gets an error, because a step within a step would do harm. (The lock
+        tells, and not `_in_step`, which stays True after a step has failed.)
         """
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")

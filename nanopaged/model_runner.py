@@ -61,7 +61,7 @@ class ModelRunner:
 
         Who reads which field of the batch: this method reads the moves. The sampler and
         `Scheduler.update` read `receivers`, which only rank 0 has. `_prepare` reads the
-        rest. (Here only the numbers of entries and of tokens matter.)
+        rest. (This method only counts the entries and tokens.)
         """
         # Whether torch.compile compiles the functions that are marked `@fused`.
         stance = "default" if self.compiles else "force_eager"
@@ -233,14 +233,14 @@ class ModelRunner:
         """
         largest = self.config.max_num_seqs
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
-        # A pool and a stream of its own: cuBLAS keeps a workspace for each stream, and
-        # frees it with any graph that was recorded there, even by another engine.
+        # Each engine has its own pool and stream, because cuBLAS keeps a workspace for
+        # each stream. It is freed with any graph that was recorded on that stream.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):
             batch = Batch([0], [1], [1], [self.num_blocks])
             metadata = self._prepare(batch, padding=size - 1)
-            self._forward(metadata)  # a first call may set up what others need
+            self._forward(metadata)  # the first call may set up what later ones need
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the GPU.
             with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):

@@ -12,8 +12,8 @@ share of the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019
 tokens are those that rank 0 samples.
 
 How it ends: when rank 0's script ends, for whatever reason, its process leaves the
-group. The other ranks are waiting for the next batch then. Instead they get an error,
-and exit. If any rank fails or is killed, torchrun stops all the others.
+process group. By then the other ranks are waiting for the next batch. Instead they get
+an error, and exit. If any rank fails or is killed, torchrun stops all the others.
 """
 
 import os
@@ -71,10 +71,10 @@ class Ranks:
         # timeout. If a rank dies, torchrun notices it.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
-        # At exit, finalizers run from the newest to the oldest, so `ModelRunner.free`
-        # runs before `leave`, which is registered here, before the model is made.
-        # Functions registered with `atexit` would run before both. A finalizer belongs
-        # to an object, and this module is one that lives until the exit.
+        # At exit, finalizers run from the newest to the oldest. This one is registered
+        # before the model is made, so `ModelRunner.free` runs before `leave`. (What is
+        # registered with `atexit` would run before both.) A finalizer belongs to an
+        # object: here to the module torch.distributed, which lives until the exit.
         weakref.finalize(dist, leave)
 
     # -- What a step needs -------------------------------------------------------------

@@ -82,6 +82,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
             # A row with a top_k needs only its most likely tokens, the others need all.
+            # At least 2 of them, because torch would compile a size of 1 apart.
             top_ks = [p.top_k for p in drawing]
             most = min(max(2, *top_ks), logits.shape[1])
             values = logits.topk(most).values if any(top_ks) else logits
@@ -172,10 +173,10 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     scaled = (values - values.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp()  # probabilities, up to a common factor
     enough = top_p * weights.sum(-1, keepdim=True)
-    # A token stays if the tokens above it are not enough. To find the bound, sorting
-    # would take half as long as the rest of a step. Bisection begins with the range
-    # from -128, where weights are 0, to 0, and halves it until it is too small to hold
-    # two weights that differ in float32.
+    # A token is out if the tokens above it are enough. Where that begins is found by
+    # bisection, because sorting would take too long: tokens up to `low` are out, and
+    # the bound is in a range above it. This begins with -128, where weights are 0, to 0
+    # and is halved until it is too small to hold two weights that differ in float32.
     low = torch.full_like(enough, -128)
     for i in range(32):
         middle = low + 64 / 2**i

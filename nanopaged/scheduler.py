@@ -52,10 +52,10 @@ class Batch:
     # For each entry, the blocks of all positions from 0 to its end.
     block_ids: Any = field(default_factory=lambda: array("q"))
     samples: list[int] = field(default_factory=list)  # the entry of each sample
-    # Blocks move in this order before the model runs. No step swaps both out and in,
-    # because `schedule` admits no group after a preemption. No block is the target of
-    # two moves. A copy may go to a block that was just swapped out, or be made from one
-    # that was just swapped in.
+    # Blocks move in this order before the model runs. No step swaps both out and in:
+    # `schedule` admits no group after a preemption, and a group that it has admitted
+    # has room for its first step. No block is the target of two moves. A copy may go to
+    # a block that was just swapped out, or be made from one just swapped in.
     swaps_out: Moves = field(default_factory=list)
     swaps_in: Moves = field(default_factory=list)
     copies: Moves = field(default_factory=list)
@@ -83,8 +83,9 @@ class Scheduler:
                 break
             # After a preemption no group is admitted. A pool that was just full has no
             # room for another one. And a group that was just preempted may have pending
-            # tokens, so it is not yet known what it must compute. (All that run come
-            # first, so until then their number can only fall.)
+            # tokens, so it is not yet known what it must compute. (The loop visits all
+            # running groups before the first waiting one. Until it gets there, only a
+            # preemption can change their number.)
             has_preempted = len(self.running) < num_running
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
