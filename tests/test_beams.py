@@ -199,17 +199,10 @@ def test_few_and_many_eos_ids(count, make_model, engine, search, draw):
     check_searches(engine(path, num_blocks=300), path, requests, search, eos)
 
 
-def test_short_searches_and_those_that_fill_the_model(
+def test_a_search_that_fills_the_model_ends_as_if_max_tokens_were_the_room_left(
     beam_model, engine, search, draw, reference
 ):
     llm = engine(beam_model, num_blocks=200, max_model_len=24)
-    cases = [params_of(width, index, max_tokens=count)
-             for width in (2, 5) for index in (0, 1) for count in (1, 2, 3)]
-    requests = [(draw(beam_model, 1 + 3 * (i % 3), each, i), each)
-                for i, each in enumerate(cases)]
-    check_searches(llm, beam_model, requests, search)
-
-    # It is as if max_tokens were the room that is left.
     short, long = (params_of(3, max_tokens=count, ignore_eos=True) for count in (9, 50))
     prompt = draw(beam_model, 15, short, 3)
     (output,) = llm.beam_search([prompt], long)

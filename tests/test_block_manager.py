@@ -100,22 +100,6 @@ def test_the_story_of_the_module():
     assert tables(b, sibling) == [[0, 3], [0, 2]] and refs(manager) == [3, 1, 1, 1]
 
 
-def test_what_cannot_be_found_is_taken_first_then_the_least_recently_used():
-    manager = BlockManager(7, 4)
-    one, two = run(manager, A + B + [9]), run(manager, C)
-    assert tables(one, two) == [[0, 1, 2], [3]]
-    manager.free(one)  # block 2 was never full; of the others the last goes first
-    manager.free(two)
-    assert list(manager.free_blocks) == [2, 4, 5, 6, 1, 0, 3]
-
-    again = admit(manager, A + [8])  # a hit revives block 0
-    assert tables(again) == [[0, 2]]
-    manager.free(again)  # now it is the most recently used
-    assert list(manager.free_blocks) == [2, 4, 5, 6, 1, 3, 0]
-    run(manager, D * 5)
-    assert [hits(manager, tokens + [9]) for tokens in (A + B, C)] == [[0], [3]]
-
-
 def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
     manager = BlockManager(4, 4)
     seq = admit(manager, A + B[:3])
@@ -156,27 +140,6 @@ def test_twins_share_their_content_and_the_newer_is_found():
     compute(manager, late)
     # What follows the one is found after the other.
     assert hits(manager, A + B + [8]) == [*tables(late)[0][:1], 3]
-
-
-def test_a_swap_moves_a_shared_block_once_and_it_stays_shared():
-    manager = BlockManager(6, 4, num_swap_blocks=3)
-    seqs = fork(manager, A + [9], 2)
-    decode(manager, seqs, 0, 1)
-    other = run(manager, A + [8])
-    assert tables(*seqs, other) == [[0, 2], [0, 1], [0, 3]]
-    assert manager.swap(seqs, manager.free_swap_blocks) == [(0, 6), (2, 7), (1, 8)]
-    assert tables(*seqs, other) == [[6, 7], [6, 8], [0, 3]]
-    assert refs(manager) == [1, 0, 0, 1, 0, 0, 2, 1, 1]
-    assert manager.swap([other], manager.free_swap_blocks) == []  # no room
-    assert tables(other) == [[0, 3]] and list(manager.free_swap_blocks) == []
-
-    assert manager.swap(seqs, manager.free_blocks) == [(6, 1), (7, 2), (8, 4)]
-    assert tables(*seqs) == [[1, 2], [1, 4]]
-    manager.free(other)
-    run(manager, B + C + D)  # block 0 is taken, and the prefix is found no more ...
-    assert hits(manager, A + [9]) == []
-    decode(manager, seqs, 5, 5)  # ... until its new block is published
-    assert hits(manager, A + [9]) == [1]
 
 
 # -- Any order of operations -----------------------------------------------------------

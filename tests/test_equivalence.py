@@ -85,15 +85,6 @@ def test_greedy_tokens_equal_transformers_in_all_cases(
         check_case(case, variant, corpus, engine, reference)
 
 
-def test_greedy_tokens_equal_transformers_with_triton_kernels(
-    llama, engine, reference, draw_prompts
-):
-    prompts = draw_prompts(llama, [9], 3)
-    llm = engine(llama, attention_backend="triton", max_num_batched_tokens=16)
-    expected = [reference.generate(llama, prompt, 3) for prompt in prompts]
-    assert first_tokens_of(llm.generate(prompts, greedy(3), False)) == expected
-
-
 @pytest.mark.parametrize("length", [15, 16])
 def test_preemption_at_a_block_boundary_keeps_every_token(
     llama, length, engine, reference, draw_prompts

@@ -4,16 +4,10 @@ Decoders of transformers with our attention, a mixture of experts, and a server.
 patches are in solutions/, and what proves them right are the scripts in its checks/.
 """
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from helpers import SOLUTIONS, apply_patch, copy_package
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-            "--nproc-per-node", "2"]
+from helpers import SOLUTIONS, apply_patch, copy_package, run_python
+from test_ranks import TORCHRUN
 
 
 @pytest.fixture
@@ -27,12 +21,9 @@ def check(tmp_path):
         if patch:
             apply_patch(patch, tmp_path)
         script = SOLUTIONS / "checks" / f"{name}.py"
-        result = subprocess.run(
-            [sys.executable, *python, script, *arguments], cwd=tmp_path, text=True,
-            env=os.environ | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
-        assert result.returncode == 0, result.stdout[-4000:]
-        assert f"{name}: ok" in result.stdout
+        said = run_python(*python, script, *arguments, cwd=tmp_path, timeout=300,
+                          PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+        assert f"{name}: ok" in said
 
     return run
 
@@ -53,7 +44,7 @@ def test_a_mixture_of_experts_gives_the_same_tokens_for_all_kinds_of_routing(che
 
 @pytest.mark.slow
 def test_ranks_share_every_expert(check):
-    check("moe", "moe", "1", python=TORCHRUN)
+    check("moe", "moe", "1", python=[*TORCHRUN, "2"])
 
 
 def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):

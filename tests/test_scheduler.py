@@ -311,23 +311,6 @@ def test_groups_are_preempted_until_the_oldest_has_room_and_one_may_preempt_itse
     world.finish()
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_sequence_ends_where_it_should_and_makes_room_in_the_next_step(ahead):
-    world = World(8, seats=2, ahead=ahead)
-    stop = next_token(tuple(prompt(5)), 0)
-    for group, length, reason in (
-        (world.add(prompt(5), 9, stop=[stop, 3]), 6, "stop"),  # 3 is in the prompt
-        (world.add(prompt(5), 1, stop=[stop]), 6, "stop"),  # the last possible token
-        (world.add(prompt(5), 2), 7, "length"),
-        (world.add(prompt(31), None), 32, "length"),  # as long as the pool
-    ):
-        while group.live:
-            world.step()
-        (seq,) = group.sequences
-        assert (len(seq.token_ids), seq.finish_reason) == (length, reason)
-    world.finish()
-
-
 def test_one_step_ahead_pending_tokens_are_computed_before_they_are_known():
     world = World(8, ahead=True)
     group = world.add(prompt(6), 3)

@@ -149,6 +149,8 @@ class Stress:
                     self.seen["close calls"] += 1
                     continue
                 assert one.token_ids == tokens, f"request {number}: {params}"
+                reason = other.finish_reason if tokens == other.token_ids else "abort"
+                assert one.finish_reason in (None, reason), f"request {number}"
                 if is_whole:
                     assert outcome(one) == outcome(other), f"request {number}"
                     for given, at in zip(one.logprobs or [], other.logprobs or [],
@@ -253,13 +255,3 @@ def test_mixed_requests_on_a_small_pool_get_what_they_get_alone(
     assert len(stress.given_up) > count / 40 and seen["abandoned"], seen
     assert (seen["aborted while swapped"] > 0) == bool(num_swap_blocks), seen
     stress.llm.shutdown()
-
-
-def test_the_script_of_a_failure_repeats_it(text_model, alone):
-    options = {**CPU, "block_size": 4, "num_blocks": 36, "max_model_len": LONGEST}
-    stress = Stress(text_model, options, False, alone(1, 80).requests[:20],
-                    random.Random(3))
-    stress.run()
-    names = {}
-    exec(str(stress.script), names)
-    assert names["llm"].stats() == stress.llm.stats()
