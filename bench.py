@@ -4,7 +4,7 @@
     python bench.py --vs transformers         # transformers too, and the ratio
     python bench.py --full                    # nano-vllm's workload; use a GPU for this
     python bench.py decode --vs transformers  # tokens/s by batch size, and for prompts
-    python bench.py host                      # the time of a step outside the model
+    python bench.py host                      # the time a step spends outside the model
     python bench.py prefix                    # a prompt whose beginning is cached
     python bench.py memory --plots DIR        # the paper's results, and ours, simulated
     python bench.py --threads 4 --engine '{"block_size": 32, "dtype": "float32"}'
@@ -12,8 +12,8 @@
 
 Weights are random unless --engine says otherwise; trained ones would take as long. Each
 figure is the median of `--repeats` runs after a warm-up. Both sides of a ratio are
-measured in the same process. What only a GPU can tell (single kernels, timelines) is
-measured by `tests/gpu/run.py`.
+measured in the same process. What only a GPU can show (individual kernels, timelines)
+is measured by `tests/gpu/run.py`.
 """
 
 import argparse
@@ -80,7 +80,7 @@ def make_engine(args: Args, **changes: Any) -> LLM:
     llm = LLM(**(defaults | args.engine | changes))
     if args.steps_ahead is not None:
         llm.runs_ahead = bool(args.steps_ahead)
-    # Touch the memory of the KV pool once, as a server has after running for a while.
+    # Touch the KV pool's memory once, as a server will have done after a while.
     llm.runner.kv_caches.zero_()
     return llm
 
@@ -124,14 +124,14 @@ class Transformers:
 
     def __init__(self, args: Args, llm: LLM) -> None:
         self.temperature, self.batch_size = args.temperature, args.vs_batch
-        logging.disable(logging.ERROR)  # it warns that psutil is missing
+        logging.disable(logging.ERROR)  # no warning that psutil is missing
         config = transformers.AutoConfig.from_pretrained(args.model)
         loader: Any = transformers.AutoModelForCausalLM
         model = loader.from_config(config, dtype=llm.runner.dtype)
         self.model = model.to(llm.runner.device).eval()
 
     def run_batch(self, prompts: list[list[int]], length: int) -> list[float]:
-        """Run a batch, padded on the left. Returns the times at which tokens came."""
+        """Run a batch, padded on the left. Returns the times at which tokens arrive."""
         width = max(len(prompt) for prompt in prompts)
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
@@ -141,7 +141,7 @@ class Transformers:
         self.model.generate(
             ids.to(self.model.device), attention_mask=mask.to(self.model.device),
             generation_config=self.generation_config(length), streamer=clock)
-        assert len(times) == 1 + length, "it stopped early"
+        assert len(times) == 1 + length, "transformers stopped early"
         return times[1:]
 
     def static(self, requests: Requests) -> float:
@@ -154,14 +154,14 @@ class Transformers:
         return time.perf_counter() - began
 
     def continuous(self, requests: Requests) -> float:
-        """Seconds for all requests with continuous batching, without its setup.
+        """Seconds for all requests with continuous batching, not counting its setup.
 
-        This does what `generate_batch` does, which cannot give each output a length of
+        This stands in for `generate_batch`, which cannot give each output a length of
         its own.
         """
         # On a CPU, every layer multiplies all queries of a step by all keys, and by
-        # default the pool takes 60% of the memory. It is fastest with few tokens in a
-        # step and a small pool.
+        # default the pool takes 60% of the memory. transformers is fastest with
+        # few tokens in a step and a small pool.
         options: Figures = {}
         if self.model.device.type == "cpu":
             blocks = 8 + sum(-(-(len(p) + length) // 32) for p, length in requests)
@@ -180,7 +180,7 @@ class Transformers:
                 result = manager.get_result(timeout=1)
                 if result is not None and result.is_finished():
                     lengths.append(len(result.generated_tokens))
-                assert manager.is_running(), "its thread ended early"
+                assert manager.is_running(), "transformers' thread ended early"
             seconds = time.perf_counter() - began
         assert sum(lengths) == sum(n for _, n in requests), "it stopped early"
         return seconds
@@ -280,7 +280,7 @@ def bench_decode(args: Args) -> Figures:
 
 
 def run_batch(llm: LLM, prompts: list[list[int]], length: int) -> list[float]:
-    """Run a batch. Returns the time at which all sequences had their next token."""
+    """Run a batch. Returns the times at which all sequences had one more token."""
     for prompt in prompts:
         llm.add_request(prompt, sampling(length))
     times = []

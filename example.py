@@ -2,7 +2,7 @@
 
     python example.py                                 # the bundled model, offline
     python example.py --model Qwen/Qwen3-0.6B --chat  # from the Hugging Face hub
-    python example.py --trace run.html                # write a page of every step
+    python example.py --trace run.html                # a page that shows every step
 """
 
 import argparse
@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trace", metavar="FILE", help="write a page of every step")
+    parser.add_argument("--trace", metavar="FILE", help="a page that shows every step")
     args = parser.parse_args()
     try:
         args.params = SamplingParams(

@@ -108,7 +108,7 @@ class TorchAttention:
         self.device = device
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """What else the backend needs on the device. Here that is nothing."""
+        """Whatever else the backend needs on the device; here, nothing."""
         return counts[:0]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -150,7 +150,7 @@ class NumbaAttention(TorchAttention):
     """On a CPU: `cpu_kernels.py` computes decodes and short chunks, and torch the rest.
 
     A decode uses every key once per head, so a copy of K and V would take longer than
-    the attention. A long chunk uses every key many times, so there a copy pays off.
+    the attention. A long chunk uses every key many times, so a copy pays off there.
     """
 
     min_queries = 9  # up to 8 queries, the kernel is usually faster: measured
@@ -192,7 +192,7 @@ class NumbaAttention(TorchAttention):
 
 
 class TritonAttention(TorchAttention):
-    """On a GPU: the kernels of `kernels.py` do everything.
+    """On a GPU: the kernels in `kernels.py` do everything.
 
     What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
     of decodes can be replayed with other contents of the tensors.
@@ -327,7 +327,7 @@ class FlashAttention(TritonAttention):
     """Steps with chunks of prompts run FlashAttention-2 (Dao 2023), from flash-attn.
 
     It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
-    a 16-bit dtype. Steps of decodes only, which CUDA graphs record, are left to Triton.
+    a 16-bit dtype. Decode-only steps, which CUDA graphs record, are left to Triton.
     """
 
     def __init__(self, *settings: Any) -> None:
@@ -384,13 +384,13 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     try:
         return BACKENDS[name](model_config, block_size, dtype, device)
     except ImportError as error:
-        raise ValueError(f"attention_backend must be 'torch', or its package must be "
+        raise ValueError(f"attention_backend must be 'torch', or one whose package is "
                          f"installed, got {name!r}: {error}") from error
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device: for a GPU through pinned memory, because otherwise
-    the host would wait for the copy.
+    """Copy an array to the device. For a GPU it goes through pinned memory, because
+    otherwise the host would wait for the copy.
     """
     tensor = torch.from_numpy(values)
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor

@@ -8,8 +8,8 @@ changes a reference count or a block table.
 
 The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
-    A comes: p0 ... p5               [0, 1]   its step publishes block 0, which is full
-    B comes: p0 ... p3, q4, q5       [0, 2]   block 0 has two references now
+    A arrives: p0 ... p5             [0, 1]   its step publishes block 0, which is full
+    B arrives: p0 ... p3, q4, q5     [0, 2]   block 0 has two references now
     B forks, because it has n=2      [0, 2]   its sibling has the same block table
     one of them writes its 7th token [0, 3]   not into block 2, which both share, but
                                               into a copy of it: copy-on-write
@@ -107,7 +107,7 @@ class BlockManager:
         self.replace_blocks(child, list(shared), num_tokens)
 
     def grow(self, seqs: list[Sequence], copies: Moves) -> bool:
-        """Give the sequences of a group blocks for all tokens that they compute next.
+        """Give a group's sequences blocks for all tokens that they will compute next.
         If too few are free, this returns False and changes nothing.
 
         A sequence must not share a block that it is going to write. Say that two

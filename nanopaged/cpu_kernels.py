@@ -117,7 +117,7 @@ def paged_attention(num_keys, q, *arrays):
     """Run all programs on torch's threads; together they read `num_keys` keys. The
     other arguments are those of `run_programs`, and its `out` is returned.
 
-    After each operation torch's threads keep spinning for some milliseconds, ready for
+    After each operation torch's threads keep spinning for a few milliseconds, ready for
     the next one. Threads of our own would compete with them for the cores. So torch's
     threads run the kernel: each takes a share of the programs, then the next share,
     until none is left. A share has a fixed cost, so if there are few keys, there is
@@ -153,5 +153,5 @@ def keep_freed_memory():
     PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 
-# A forked process has only one thread. torch would wait for all that its parent had.
+# A forked process has only one thread. torch would wait for all those its parent had.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -52,7 +52,7 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str]) -> None:
         self.tokenizer = tokenizer
-        self.stops = sorted(stops)  # of two that match at the same place, the shorter
+        self.stops = sorted(stops)  # so the shorter of two at the same place wins
         self.stopped_by: str | None = None
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
@@ -65,9 +65,9 @@ class Detokenizer:
 
     def update(self, token_ids: list[int], final: bool, may_stop: bool) -> None:
         """Decode what is new in `token_ids`, which begin with the prompt. Look for stop
-        strings if they may end the sequence already.
+        strings if they may already end the sequence.
 
-        `final` means that nothing follows. Then an incomplete character becomes "�".
+        `final` means that nothing follows, so an incomplete character becomes "�".
         """
         if self.tokenizer is None or self.stopped_by is not None:
             return

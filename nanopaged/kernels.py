@@ -78,7 +78,7 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     dim = tl.arange(0, DIM)[None, :]
     query = row // GROUP
     head = tl.program_id(1) * GROUP + row % GROUP
-    # The tile's own address needs 64 bits, places within it 32, which saves registers.
+    # The tile's own address needs 64 bits. Places in it need 32, which saves registers.
     at = query * stride + head * HEAD_DIM + dim
     mask = (query < num_queries.to(tl.int32)) & (dim < HEAD_DIM)
     return tensor + token * stride + at, mask

@@ -79,7 +79,7 @@ class LLM(AbstractContextManager["LLM"]):
         groups = self._make_groups(prompts, sampling_params)
         with closing(self._run(groups, final_only=True)) as outputs:
             # Every bar has a finalizer, even a hidden one, and Python drops a Ctrl-C
-            # that arrives in a finalizer. So there is no bar unless it is wanted.
+            # that arrives in a finalizer. So there is no bar unless one is wanted.
             bar = tqdm(outputs, total=len(groups)) if use_tqdm else outputs
             return sorted(bar, key=lambda output: int(output.request_id))
 
@@ -95,7 +95,7 @@ class LLM(AbstractContextManager["LLM"]):
     def chat(self, messages: list[Any], sampling_params: Any = None,
              use_tqdm: bool = True,
              chat_template_kwargs: Any = None) -> list[RequestOutput]:
-        """Answer a conversation, a list of {"role": ..., "content": ...}, or several.
+        """Answer one or several conversations: lists of {"role": ..., "content": ...}.
 
         `chat_template_kwargs` are passed on to the tokenizer's `apply_chat_template`.
         """
@@ -161,7 +161,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _make_group(self, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
                     cache_salt: Any = None) -> SequenceGroup:
-        """A request that can be served; ValueError or TypeError if it never can."""
+        """A request that can be served; ValueError or TypeError if it never can be."""
         ids = prompt if prompt_token_ids is None else prompt_token_ids
         if isinstance(ids, str):
             ids = self.get_tokenizer()(ids).input_ids
@@ -219,9 +219,10 @@ class LLM(AbstractContextManager["LLM"]):
     # True, the state may be left half-changed. Then `_in_step` stays True, and the next
     # call aborts every request that a step has seen, no matter who made it, and starts
     # with a new state. (With several ranks that is impossible, because each of them may
-    # be anywhere in the step. Then every later call fails.) Requests that are still in
-    # the inbox then run, and aborted ones are still reported: an item leaves the inbox
-    # only after it has taken effect, and a request enters its outbox before it changes.
+    # be anywhere in the step. In that case every later call fails.) Requests that are
+    # still in the inbox then run, and aborted ones are still reported: an item leaves
+    # the inbox only after it has taken effect, and a request enters its outbox before
+    # it changes.
 
     def _submit(self, groups: list[SequenceGroup], outbox: Outbox) -> None:
         """Put requests into the inbox, all at once."""
@@ -308,7 +309,7 @@ class LLM(AbstractContextManager["LLM"]):
         that sequence. The token that it samples is ignored. The K and V that it stores
         may go into a block that has been freed. But steps run in order, so the block's
         next owner writes later. A group that needs its last token (see `SequenceGroup`)
-        runs only in every second step.
+        runs only in every other step.
         """
         batch = self.scheduler.schedule()
         self._launched.append((batch, self.runner.execute(batch)))

@@ -33,7 +33,7 @@ KNOWN = {
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Let the errors of a library say what it was reading, and what to do about it."""
+    """Make a library's errors say what could not be read, and what to do about it."""
     try:
         yield
     except Exception as error:
@@ -70,7 +70,7 @@ def load_tokenizer(name: str | Path) -> Any:
 
 def load_generation_config(name: str | Path,
                            model_config: Any) -> tuple[list[int], SamplingParams]:
-    """The ids of all EOS tokens, and the parameters for requests that have none.
+    """The ids of all EOS tokens, and the parameters for requests without their own.
 
     Both come from generation_config.json, if the model has one. It may name several EOS
     tokens where config.json has one or none.
@@ -160,8 +160,8 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))
         target.copy_(part)
-        # A bias that is not divided although its matrix is: the ranks' results are
-        # added up, so only rank 0 may add it.
+        # This bias is not divided, although its matrix is. The ranks' results are added
+        # up, so only rank 0 may add it.
         if divided == 1 and target.ndim == 1 and ranks.rank > 0:
             target.zero_()
 

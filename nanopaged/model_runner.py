@@ -1,4 +1,4 @@
-"""All that touches tensors: the model, the KV pool, the inputs of a step, CUDA graphs.
+"""Everything that touches tensors: model, KV pool, inputs of a step, CUDA graphs.
 
 The scheduler deals in tokens and block ids. The runner turns its `Batch` into one
 forward pass over one flat batch of tokens. From one step to the next it keeps two
@@ -71,10 +71,10 @@ class ModelRunner:
             self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
             self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
             num_seqs = len(batch.counts)
-            if num_seqs == 0:  # all sequences wait for tokens that have not been read
+            if num_seqs == 0:  # all sequences are waiting for tokens still to be read
                 return SamplerOutput(self.last_tokens[:0], {})
 
-            # A step of decodes only is padded to the next size that has a graph.
+            # A decode-only step is padded to the next size that has a graph.
             all_decode = len(batch.token_ids) == num_seqs
             fitting = [size for size in self.graphs if all_decode and size >= num_seqs]
             size = min(fitting, default=num_seqs)
@@ -180,7 +180,7 @@ class ModelRunner:
         num_blocks = min(most_blocks, self._free_bytes() // block_bytes)
         size = torch.tensor(config.num_blocks or num_blocks)
         num_blocks = int(self.ranks.all_reduce(size, "MIN"))
-        check(num_blocks > 0, "num_blocks", "at least 1: memory is short", num_blocks)
+        check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
@@ -207,8 +207,8 @@ class ModelRunner:
         """How much memory there is for K and V."""
         if not self.is_gpu:
             return 4 << 30  # what stays unused costs nothing
-        # torch keeps what the largest step needed for the steps to come, so that is
-        # not free any more.
+        # For later steps, torch keeps what the largest step needed, so that is no
+        # longer free.
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = (1 - self.config.gpu_memory_utilization) * total
         return int(free - reserved) - (256 << 20)  # for the CUDA graphs

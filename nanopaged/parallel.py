@@ -35,7 +35,7 @@ dist: Any = torch.distributed
 # The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
 # otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-# What is sent of a batch: all fields except the last one, which matters to rank 0 only.
+# The fields of a batch that are sent: all but the last, which matters only to rank 0.
 # Moves are sent as one flat list, and become pairs again where they are used. Nothing
 # is unpickled.
 FIELDS = [field.name for field in fields(Batch)[:-1]]
@@ -58,7 +58,7 @@ class Ranks:
 
         num_processes = int(os.environ.get("WORLD_SIZE", 1))
         check(num_processes == self.size, "tensor_parallel_size", f"{num_processes}, "
-              "as many processes as there are (torchrun starts several)", self.size)
+              "the number of processes (torchrun starts several)", self.size)
         check(not dist.is_initialized(), "tensor_parallel_size", "1 for another engine "
               "in this process, because the other ranks serve the first", self.size)
         backend = "gloo"
@@ -68,7 +68,7 @@ class Ranks:
         if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
         # An engine may be idle for a long time, so waiting for the next batch has no
-        # timeout. If a rank dies, torchrun notices it.
+        # timeout. If a rank dies, torchrun notices.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
         # At exit, finalizers run from the newest to the oldest. This one is registered

@@ -5,7 +5,7 @@ position, and on which of the request's sequences it belongs to. It does not dep
 what else is in the batch.
 
 A token is drawn in two stages. The vocabulary is cut into buckets of 128 tokens, and
-one random number picks a bucket, then another one picks a token in it. Each time, it is
+one random number picks a bucket, then another one picks a token in it. Each picks
 the first one at which the sum of the probabilities so far exceeds the number
 (inverse-transform sampling). For example, if a bucket had two tokens:
 
@@ -81,7 +81,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         numbers = table[:, :2].split(1, dim=1)
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
-            # A row with a top_k needs only its most likely tokens, the others need all.
+            # A row with a top_k needs only its most likely tokens; the others need all.
             # At least 2 of them, because torch would compile a size of 1 apart.
             top_ks = [p.top_k for p in drawing]
             most = min(max(2, *top_ks), logits.shape[1])
@@ -114,8 +114,8 @@ def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
 def draw_params(seq: Sequence) -> list[float]:
     """Two random numbers, the temperature, and the limits: top-k, top-p and min-p."""
     params = seq.group.params
-    # All tokens before the new one are computed: this is its position, which the host
-    # knows even if it has not read them yet.
+    # All tokens before the new one are computed, so their number is its position. The
+    # host knows it even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
     # All tokens together have a probability of 1. So with a top_p of 2, all stay.
@@ -163,8 +163,8 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         top_k   the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and including the one that
                 brings the sum of their probabilities to top_p
-        min_p   of these, tokens stay that are at least min_p times as likely as the
-                most likely one
+        min_p   of these, the tokens stay if they are at least min_p times as likely
+                as the most likely one
 
     The result is a logit, so that tied tokens stay or go together.
     """

@@ -10,9 +10,9 @@ A group is admitted, preempted and resumed as a whole (gang scheduling). When th
 is full, the youngest running group has to wait again. Either its blocks move to CPU
 memory (swap), or its K and V are given up and computed again later (recompute).
 
-A request that can never fit is refused when it is made. Every other one is served
-sooner or later: the oldest group is the last to be preempted, and alone it fits into
-the pool.
+A request that can never fit is refused when it is made. All others are served sooner
+or later: the oldest group is the last to be preempted, and it fits into the pool on
+its own.
 """
 
 from array import array
@@ -42,8 +42,8 @@ class Batch:
         block_ids = [0, 1, 0, 2]   samples = [0, 1, 1]
 
     The next step decodes all three sequences, after copies=[(2, 3)]. If it is launched
-    before the host has read the tokens of this step, they are still pending. Then its
-    token_ids are [-1, -2, -3], which stand for samples 0, 1 and 2 of the previous step.
+    before the host has read the tokens of this step, they are still pending. In that
+    case its token_ids are [-1, -2, -3]: samples 0, 1 and 2 of the previous step.
     """
 
     token_ids: list[int] = field(default_factory=list)  # of one entry after another
@@ -74,7 +74,7 @@ class Scheduler:
     # -- Before the forward pass -------------------------------------------------------
 
     def schedule(self) -> Batch:
-        """Decide the next step. What it will compute counts as computed from here on.
+        """Plan the next step. What it will compute counts as computed from here on.
         """
         batch = Batch()
         num_running = len(self.running)
@@ -82,7 +82,7 @@ class Scheduler:
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break
             # After a preemption no group is admitted. A pool that was just full has no
-            # room for another one. And a group that was just preempted may have pending
+            # room for another group. And one that was just preempted may have pending
             # tokens, so it is not yet known what it must compute. (The loop visits all
             # running groups before the first waiting one. Until it gets there, only a
             # preemption can change their number.)
@@ -177,7 +177,7 @@ class Scheduler:
             group.num_cached_tokens = num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Let the youngest running group wait again. It keeps its tokens.
+        """Make the youngest running group wait again. It keeps its tokens.
 
         If the CPU's pool has no room for its blocks, they are freed. (That pool is
         empty if preemption_mode is "recompute".) Then the leader will compute the
@@ -216,7 +216,7 @@ class Scheduler:
                 seq.candidates = output.logprobs[i]
                 # Once the last beam has its candidates, the search goes on.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
-                    # The answer is the complete beams. Drop those that still run.
+                    # The answer is the complete beams. Drop those still running.
                     group.sequences = group.complete_beams
                     self.abort(group)
             else:
@@ -230,7 +230,7 @@ class Scheduler:
                     self.finish(seq, "stop" if is_stop else "length")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence, whether it runs or waits, and free its blocks."""
+        """End a sequence, whether running or waiting, and free its blocks."""
         group = seq.group
         group.report()
         seq.finish_reason = reason

@@ -1,6 +1,6 @@
 """A request and its sequences: the tokens so far, and where their K and V are.
 
-The words of the engine:
+The engine's terms:
 
     token        an id from the vocabulary. A sequence has the prompt's tokens, then its
                  own
@@ -106,7 +106,7 @@ class Sequence:
             self.cumulative_logprob += logprobs[token].logprob
 
     def child(self, token: int) -> "Sequence":
-        """A new beam: this one, continued by one of its candidates."""
+        """A new beam: this one, continued with one of its candidates."""
         beam = Sequence(self.group, self.index)
         beam.token_ids = list(self.token_ids)
         beam.logprobs = list(self.logprobs)

@@ -167,7 +167,7 @@ def test_the_pool_gets_what_is_left(tiny, engine, quick_gpu):
 def test_a_small_gpu_is_told_what_to_do(tiny, engine):
     with PretendedGpu(free_bytes=1 << 20, computes=False) as gpu:
         message = message_of(lambda: engine(tiny, device="cuda", num_blocks=None))
-        assert "num_blocks must be at least 1: memory is short" in message
+        assert "num_blocks must be at least 1 (memory is low)" in message
         assert not gpu.graphs
 
 
