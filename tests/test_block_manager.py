@@ -100,6 +100,22 @@ def test_the_story_of_the_module():
     assert tables(b, sibling) == [[0, 3], [0, 2]] and refs(manager) == [3, 1, 1, 1]
 
 
+def test_what_cannot_be_found_is_taken_first_then_the_least_recently_used():
+    manager = BlockManager(7, 4)
+    one, two = run(manager, A + B + [9]), run(manager, C)
+    assert tables(one, two) == [[0, 1, 2], [3]]
+    manager.free(one)  # block 2 was never full; of the others the last goes first
+    manager.free(two)
+    assert list(manager.free_blocks) == [2, 4, 5, 6, 1, 0, 3]
+
+    again = admit(manager, A + [8])  # a hit revives block 0
+    assert tables(again) == [[0, 2]]
+    manager.free(again)  # now it is the most recently used
+    assert list(manager.free_blocks) == [2, 4, 5, 6, 1, 3, 0]
+    run(manager, D * 5)
+    assert [hits(manager, tokens + [9]) for tokens in (A + B, C)] == [[0], [3]]
+
+
 def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
     manager = BlockManager(4, 4)
     seq = admit(manager, A + B[:3])

@@ -452,5 +452,7 @@ def test_inductor_makes_few_kernels_of_each_function():
     """The code that it would run on an H200, by size of the vocabulary and rows."""
     shown = run_python("-c", INDUCTOR, TRITON_INTERPRET=None)
     launches = re.findall(r"^launches (\w+) (\d+)$", shown, re.M)
-    assert launches == [("silu_mul", "1"), ("add_norm", "1"), ("norm_rotate", "1")] + (
-        12 * [("draw_tokens", "3"), ("lowest_kept", "2")])
+    most = {"silu_mul": 1, "add_norm": 1, "norm_rotate": 1, "draw_tokens": 3,
+            "lowest_kept": 2}
+    assert len(launches) == 3 + 12 * 2 and {name for name, _ in launches} == set(most)
+    assert [name for name, count in launches if int(count) > most[name]] == []

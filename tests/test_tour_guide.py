@@ -139,7 +139,8 @@ def test_every_number_in_the_text_is_computed(name):
 @pytest.mark.upstream
 @pytest.mark.parametrize("text", [*TEXTS.values(), MANUAL], ids=[*TEXTS, "solutions"])
 def test_every_symbol_and_quote_in_the_text_exists(text):
-    paths = [*PACKAGE.rglob("*.py"), *SOLUTIONS.rglob("*.p*")]
+    paths = [*PACKAGE.rglob("*.py"), *SOLUTIONS.rglob("*.py"),
+             *SOLUTIONS.glob("*.patch")]
     sources = {path: path.read_text("utf-8") for path in paths}
     known = {path.name for path in sources}
     for path in SOLUTIONS.glob("*.patch"):  # what a text asks for is in its solution
@@ -262,7 +263,7 @@ def test_a_mutant_is_caught_by_its_test(mutant, copy):
     file, old, new, test = mutant
     path = copy / "nanopaged" / file
     path.write_text(path.read_text("utf-8").replace(old, new), "utf-8")
-    assert run_tests(copy, test) == 1
+    assert run_tests(copy, test) in (1, 2)  # 2: it cannot even be imported
 
 
 @pytest.mark.slow
@@ -270,7 +271,7 @@ def test_a_mutant_is_caught_by_its_test(mutant, copy):
 @pytest.mark.parametrize("name", EXERCISES)
 def test_an_exercise_can_be_solved_and_is_not_yet(name, copy):
     test = f"tests/solutions/checks/{name}.py"
-    assert run_tests(copy, test) == 1
+    assert run_tests(copy, test) in (1, 2)  # 2: it cannot even be imported
     apply_patch(name, copy)
     assert run_tests(copy, test) == 0
 
