@@ -43,7 +43,7 @@ VALUE_ERRORS = {
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
     "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
     "start(tensor_parallel_size=3)": "must be a divisor of num_attention_heads=4, got ",
-    "start(tensor_parallel_size=2)": "must be 1, as many processes as there are (torch",
+    "start(tensor_parallel_size=2)": "must be 1, the number of processes (torch",
     "ask([])": "number of prompt tokens must be at least 1 and less than max_model_le",
     "ask([7] * 96)": "less than max_model_len=96, got 96",
     "ask([5, -1])": "token ids must be from 0 to 159, got [-1]",
