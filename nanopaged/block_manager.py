@@ -116,6 +116,10 @@ class BlockManager:
         tells the step to make. Then the second is the only holder of block 2.
         """
         size = self.block_size
+        if len(seqs) == 1 and seqs[0].compute_end <= len(seqs[0].block_table) * size:
+            # The usual case, decided fast. A sequence alone, or a leader before the
+            # fork, shares only full blocks, and never writes into those.
+            return True
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
