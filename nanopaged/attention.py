@@ -116,12 +116,6 @@ class TorchAttention:
         kv, size = torch.stack((k, v), 1), self.block_size
         kv_cache[slots // size, :, :, slots % size] = kv
 
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
-        moves: [num_moves, 2], blocks of the source and of the target.
-        """
-        target[:, moves[:, 1]] = source[:, moves[:, 0]].to(target.device)
-
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
@@ -294,14 +288,6 @@ class TritonAttention(TorchAttention):
             k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
             self.head_dim, self.block_size)
 
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        # All at once. Within one pool, no block is both read and written: those that
-        # are read still belong to a sequence, and those that are written were free.
-        size = source[0, 0].numel()
-        self.kernels.copy_blocks[len(moves), len(source), divide_up(size, 2048)](
-            source, target, to_device(moves, self.device), source.shape[1],
-            target.shape[1], size)
-
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
@@ -386,12 +372,3 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     except ImportError as error:
         raise ValueError(f"attention_backend must be 'torch', or one whose package is "
                          f"installed, got {name!r}: {error}") from error
-
-
-def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device. For a GPU it goes through pinned memory, because
-    otherwise the host would wait for the copy.
-    """
-    tensor = torch.from_numpy(values)
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-    return tensor.to(device, non_blocking=True)

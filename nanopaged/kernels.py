@@ -46,24 +46,6 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     tl.store(v_at, tl.load(v + token * v_stride + at, mask), mask)
 
 
-@triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
-def copy_blocks(source, target, moves, source_blocks, target_blocks,
-                SIZE: constexpr):
-    """Copy blocks of all layers, including to and from pinned CPU memory.
-
-    Grid: [num_moves, num_layers, pieces of a block], where a piece has 2048 elements.
-
-    source, target  [num_layers, source_blocks or target_blocks, SIZE]
-    moves           [num_moves, 2]: a block of the source and one of the target
-    """
-    move = moves + tl.program_id(0) * 2
-    layer = tl.program_id(1).to(tl.int64)
-    source += (layer * source_blocks + tl.load(move)) * SIZE
-    target += (layer * target_blocks + tl.load(move + 1)) * SIZE
-    at = tl.program_id(2) * 2048 + tl.arange(0, 2048)
-    tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
-
-
 @triton.jit
 def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
                ROWS: constexpr, DIM: constexpr):

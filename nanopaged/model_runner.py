@@ -16,7 +16,7 @@ from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
-from nanopaged.sampler import SamplerOutput, sample
+from nanopaged.sampler import SamplerOutput, sample, to_device
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 
@@ -139,11 +139,18 @@ class ModelRunner:
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: list[Any]) -> None:
-        """Copy blocks; those in CPU memory are numbered after the device's."""
-        if moves:
-            ids = np.array(moves).reshape(-1, 2)
-            ids -= self.num_blocks * (ids >= self.num_blocks)
-            self.backend.copy_blocks(source, target, ids)
+        """Copy blocks of all layers from one pool to another, or within a pool.
+
+        Blocks in CPU memory are numbered after the device's. Only 16 are copied at a
+        time, because those on their way need memory, too. Their order does not matter:
+        a block that is read belongs to a sequence, and one that is written was free.
+        """
+        ids = np.array(moves, dtype=np.int64).reshape(-1, 2)
+        ids -= self.num_blocks * (ids >= self.num_blocks)
+        for first in range(0, len(ids), 16):
+            old, new = ids[first : first + 16].T
+            blocks = source[:, to_device(old, source.device)].to(target.device)
+            target[:, to_device(new, target.device)] = blocks
 
     # -- The start ---------------------------------------------------------------------
 
@@ -167,7 +174,7 @@ class ModelRunner:
         # largest steps follow. They compile everything that a step may need, and show
         # how much memory a step can take.
         self.num_blocks = self.num_swap_blocks = 0
-        self.kv_caches = self.swap_space = self._make_pool(1, device=self.device)
+        self.kv_caches = self.swap_space = self._make_pool(1, self.device)
         self._run_padding([1])
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -183,12 +190,11 @@ class ModelRunner:
         check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
-        self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
+        self.kv_caches = self._make_pool(num_blocks + 1, self.device)
         if config.preemption_mode == "swap":
             swap_bytes = int(config.swap_space * 2**30)
             self.num_swap_blocks = min(most_blocks, swap_bytes // block_bytes)
-        # In pinned memory: a GPU copies to and from it without waiting.
-        self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
+        self.swap_space = self._make_pool(self.num_swap_blocks, "cpu")
         if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
         logger.info(
@@ -196,12 +202,12 @@ class ModelRunner:
             type(self.backend).__name__, self.dtype, num_blocks, block_size,
             len(self.graphs))
 
-    def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
+    def _make_pool(self, num_blocks: int, device: Any) -> Tensor:
         """Memory for K and V of all layers. Nothing is read before it is written."""
         share = self.ranks.share  # the sizes of this rank's part of the model
         return torch.empty(
             share.num_hidden_layers, num_blocks, 2, share.num_key_value_heads,
-            self.config.block_size, share.head_dim, dtype=self.dtype, **place)
+            self.config.block_size, share.head_dim, dtype=self.dtype, device=device)
 
     def _free_bytes(self) -> int:
         """How much memory there is for K and V."""
@@ -221,7 +227,7 @@ class ModelRunner:
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
         self.run(Batch(
             [0] * sum(counts), counts, counts, [0] * num_blocks, list(range(num_seqs)),
-            copies=[(0, 0)], receivers=group.sequences * num_seqs))
+            receivers=group.sequences * num_seqs))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:

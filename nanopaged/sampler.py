@@ -21,13 +21,14 @@ number decided both, few of its bits would be left for a token in an unlikely bu
 A row of logits with a NaN yields an arbitrary token, and affects no other row.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from nanopaged.attention import to_device
 from nanopaged.model import fused
 from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Sequence
@@ -55,7 +56,8 @@ class SamplerOutput:
     def read(self) -> list[int]:
         """Wait for the tokens.
 
-        Nowhere else does the host wait for the device, except for log-probabilities.
+        Nowhere else does the host wait for the device, except for log-probabilities and
+        for swaps.
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
@@ -98,6 +100,15 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     logprobs = {i: report_logprobs(raw[i], int(tokens[i]), p.logprobs)
                 for i, p in enumerate(params) if p.logprobs is not None}
     return SamplerOutput(tokens, logprobs)
+
+
+def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Copy an array to the device. For a GPU it goes through pinned memory, because
+    otherwise the host would wait for the copy.
+    """
+    tensor = torch.from_numpy(values)
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
 
 
 def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:

@@ -217,22 +217,6 @@ def test_a_step_writes_its_slots_and_nothing_else(name):
         assert pool[0].isnan().all() and pool[2].isnan().all()
 
 
-@EACH
-@pytest.mark.parametrize("moves", [[(0, 5), (3, 1), (0, 2)], [(4, 0)], []], ids=str)
-def test_blocks_are_copied_in_all_layers(name, moves):
-    """Within a pool, and from one to another of another size: swapping."""
-    moved = np.array(moves, np.int64).reshape(-1, 2)
-    for other in (None, torch.randn(7, 9, 2, 3, 4, 5)):
-        source = torch.randn(7, 6, 2, 3, 4, 5)
-        target = source if other is None else other
-        expected = target.clone()
-        for pair in moves:
-            expected[:, pair[1]] = source[:, pair[0]]
-        if moves or name != "triton":  # a grid of nothing is never launched
-            make_backend(name, (6, 3, 5), 4).copy_blocks(source, target, moved)
-        assert torch.equal(target, expected)
-
-
 def test_auto_takes_the_plain_loops_where_they_can_run():
     sizes = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     found = [type(attention.make_backend("auto", sizes, 16, dtype, CPU)).__name__

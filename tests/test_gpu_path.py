@@ -281,9 +281,10 @@ def test_a_decode_step_of_qwen3_launches_no_more_than_before(
 
 
 def test_nothing_waits_but_the_reading_of_tokens(tiny, engine, gpu):
-    """Whatever is sampled; only log-probabilities, and so beams, are read at once."""
-    llm = engine(tiny, device="cuda", num_blocks=14, preemption_mode="swap",
-                 **OPTIONS)
+    """Whatever is sampled; only log-probabilities, and so beams, are read at once. (A
+    swap waits, too.)
+    """
+    llm = engine(tiny, device="cuda", num_blocks=14, **OPTIONS)
     plain = [(prompt, params) for prompt, params in requests(count=12)
              if isinstance(params, SamplingParams) and params.logprobs is None]
     gpu.waits.clear()
@@ -351,7 +352,7 @@ def test_kernels_compile_for_gpus_and_fit_into_them(
         for jit, _, kinds, options in gpu.kernel_keys.values():
             jobs.append((arch, jit.__name__, kinds, options))
     assert {name for _, name, *_ in jobs} == {
-        "store", "copy_blocks", "paged_attention", "merge_parts"}
+        "store", "paged_attention", "merge_parts"}
     (tmp_path / "jobs").write_text(json.dumps(jobs))
     lines = run_python("-c", COMPILE, str(tmp_path / "jobs"), TRITON_INTERPRET=None)
     for job, line in zip(jobs, lines.splitlines(), strict=True):
