@@ -39,8 +39,8 @@ class ModelRunner:
                                     config.block_size, self.dtype, self.device)
         self.model: Any = load_model(config, self.backend, ranks)
 
-        # Up to the size of its window, attention within a sliding window is the same
-        # as full attention.
+        # Up to the size of the window, sliding-window attention is the same as full
+        # attention.
         longest = model_config.max_position_embeddings
         longest = min(longest, getattr(model_config, "sliding_window", None) or longest)
         self.max_model_len = config.max_model_len or longest
@@ -81,7 +81,7 @@ class ModelRunner:
             metadata = self._prepare(batch, padding=size - num_seqs)
             if fitting:
                 graph, states = self.graphs[size]
-                graph.replay()
+                graph.replay()  # it reads what `_prepare` wrote, and fills `states`
             else:
                 states = self._forward(metadata)
 
@@ -110,15 +110,16 @@ class ModelRunner:
             positions=positions,
             slots=slots,
             plan=self.backend.plan(counts, ends),
-            # Tables grow with their sequences, and whatever follows them moves. So
-            # nothing that a graph reads may follow.
+            # Tables grow with their sequences, which moves whatever follows them. So
+            # only what no graph reads may follow.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
         """Copy arrays to the device: in one transfer, because every transfer has a
-        fixed cost, and always to the same addresses, because graphs read there.
+        fixed cost, and always to the same addresses, because graphs read there. (The
+        copy waits in the GPU's queue until the previous step has read the old ones.)
         """
         flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat
@@ -130,8 +131,8 @@ class ModelRunner:
     def _forward(self, metadata: Metadata) -> Tensor:
         """The last hidden states of all tokens: [num_tokens, hidden_size].
 
-        A token id of -1 - i is pending: it is token i of those that the last step
-        sampled, which the host has not read yet.
+        A token id of -1 - i is pending: it stands for sample i of the last step, which
+        the host has not read yet. (It has read those of earlier steps.)
         """
         token_ids = metadata.token_ids
         pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
@@ -142,8 +143,8 @@ class ModelRunner:
         """Copy blocks of all layers from one pool to another, or within a pool.
 
         Blocks in CPU memory are numbered after the device's. Only 16 are copied at a
-        time, because those on their way need memory, too. Their order does not matter:
-        a block that is read belongs to a sequence, and one that is written was free.
+        time, because blocks in transit need memory, too. The moves may run in any
+        order: they read blocks that a sequence holds, and write blocks that were free.
         """
         ids = np.array(moves, dtype=np.int64).reshape(-1, 2)
         ids -= self.num_blocks * (ids >= self.num_blocks)
@@ -213,8 +214,8 @@ class ModelRunner:
         """How much memory there is for K and V."""
         if not self.is_gpu:
             return 4 << 30  # what stays unused costs nothing
-        # For later steps, torch keeps what the largest step needed, so that is no
-        # longer free.
+        # torch keeps the memory of the largest step for later ones, so that does not
+        # count as free.
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = (1 - self.config.gpu_memory_utilization) * total
         return int(free - reserved) - (256 << 20)  # for the CUDA graphs
@@ -233,14 +234,16 @@ class ModelRunner:
     def _capture_graphs(self) -> None:
         """Record the forward pass of decodes for some batch sizes; others are padded.
 
-        A graph repeats the same kernels on the same tensors, so each step puts its
-        inputs into the same places. The head is not recorded: logits for every batch
-        size would take more memory than all the rest.
+        A graph repeats the same kernels with the same sizes and addresses. It fits any
+        batch of this size, because `_upload` always writes to the same addresses, and
+        the plans of equally many decodes have the same shape. The head is not recorded:
+        logits for every batch size would take more memory than all the rest.
         """
         largest = self.config.max_num_seqs
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
-        # Each engine has its own pool and stream, because cuBLAS keeps a workspace for
-        # each stream. It is freed with any graph that was recorded on that stream.
+        # Each engine records on a stream of its own. When a graph is freed, the
+        # workspace that cuBLAS keeps for its stream is freed, too, and the graphs of
+        # another engine would go on using it.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):
