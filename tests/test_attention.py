@@ -335,16 +335,6 @@ def test_several_engines_may_decode_at_once():
     assert all(torch.equal(out, one) for i, out in enumerate(outs) for one in again[i])
 
 
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_every_bfloat16_becomes_its_float32():
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
-    to_float32 = getattr(cpu_kernels.to_float32, "py_func", cpu_kernels.to_float32)
-    wide = np.array([to_float32(number) for number in bits.view(torch.uint16).numpy()])
-    expected = bits.float().numpy()
-    assert np.array_equal(wide, expected, equal_nan=True)
-    assert np.array_equal(np.signbit(wide), np.signbit(expected))
-
-
 SMALL_CASES = """
 import sys
 import torch
@@ -359,6 +349,7 @@ def small_cases():
             for dtype in (F32, BF16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["function", "Dispatcher"])
 def test_the_kernel_as_plain_python_and_without_a_folder_for_compiled_code(
         kind, tmp_path):

@@ -420,7 +420,7 @@ with ExitStack() as stack:
     show(model.add_norm, [x, x, ((1024,), half)], 1e-6)
     shapes = (256, 32, 128), (16, 128), (8, 128), (256, 1, 128), (256, 1, 128)
     show(norm_rotate, [(shape, half) for shape in shapes])
-    for size in (151_936, 128_256, 50_257, 32_000):
+    for size in (151_936, 50_257):
         for rows in (1, 2, 256):
             numbers = (rows, 1), full
             show(sampler.draw_tokens, [((rows, size), half), *[numbers] * 3])
@@ -435,5 +435,5 @@ def test_inductor_makes_few_kernels_of_each_function():
     launches = re.findall(r"^launches (\w+) (\d+)$", shown, re.M)
     most = {"silu_mul": 1, "add_norm": 1, "norm_rotate": 1, "draw_tokens": 3,
             "lowest_kept": 2}
-    assert len(launches) == 3 + 12 * 2 and {name for name, _ in launches} == set(most)
+    assert len(launches) == 3 + 6 * 2 and {name for name, _ in launches} == set(most)
     assert [name for name, count in launches if int(count) > most[name]] == []
