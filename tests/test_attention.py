@@ -39,9 +39,6 @@ EACH = pytest.mark.parametrize("name", DTYPES)
 # Query heads, KV heads, head_dim.
 HEADS = [(1, 1, 16), (14, 2, 64), (4, 2, 80), (3, 3, 96), (4, 1, 256), (10, 2, 24),
          (8, 1, 128), (33, 1, 16)]
-# Tokens in the cache, and new ones: chunks and decodes around the ends of blocks.
-MIXED = [(0, 1), (0, 5), (7, 1), (8, 1), (9, 1), (4, 4), (3, 6), (0, 17), (16, 3),
-         (40, 1), (5, 1)]
 
 
 def make_backend(name, heads=(4, 2, 16), block_size=16, dtype=F32):
@@ -130,7 +127,7 @@ def random_case(seed, name, longest):
     rng = random.Random(seed)
     pasts = [rng.choice([0, rng.randint(0, longest)]) for _ in range(rng.randint(1, 6))]
     seqs = [(past, rng.choice([1, 1, rng.randint(1, longest // 2)])) for past in pasts]
-    return Case(seqs, rng.choice(HEADS), 2 ** rng.randint(0, 8),
+    return Case(seqs, HEADS[seed % len(HEADS)], 2 ** rng.randint(0, 8),
                 rng.choice(DTYPES[name]), seed)
 
 
@@ -143,13 +140,6 @@ def random_case(seed, name, longest):
 def test_random_steps(name, seeds, longest):
     for seed in seeds:
         random_case(seed, name, longest).check(name, programs_at_once=seed % 5 * 10 + 1)
-
-
-@EACH
-@pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_chunks_and_decodes_mix_under_any_heads(name, heads):
-    Case(MIXED, heads, dtype=DTYPES[name][-1]).check(name)
-    Case([(past, 1) for past, _ in MIXED], heads, dtype=DTYPES[name][0]).check(name)
 
 
 @EACH

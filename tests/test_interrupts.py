@@ -193,10 +193,6 @@ def add_and_step(llm, prompts):
     return lambda: [llm.add_request(prompts[0], greedy()), llm.step()]
 
 
-def start_a_stream(llm, prompts):
-    return lambda: next(llm.stream(prompts, greedy(n=2)))
-
-
 def shut_down(llm, prompts):
     add_all(llm, prompts, greedy(n=2))
     llm.step()
@@ -205,7 +201,7 @@ def shut_down(llm, prompts):
 
 @pytest.mark.parametrize("growth", [1.7, pytest.param(1.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prepare", [
-    close_a_stream, abort_two, add_and_step, start_a_stream, shut_down])
+    close_a_stream, abort_two, add_and_step, shut_down])
 def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
     llm, moment, struck = LLM(llama, **SMALL), 1, True
     while struck:
