@@ -102,14 +102,6 @@ def test_an_error_in_a_file_is_one_sentence_that_names_it(
     assert message.format(name=name, path=file.parent) in found and "\n" not in found
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_are_rounded_to_the_dtype_of_the_engine(dtype, llama, engine):
-    exact, rounded = (engine(llama, dtype=name).runner.model.model
-                      for name in ("float32", dtype))
-    expected = exact.embed_tokens.weight.to(getattr(torch, dtype))
-    assert torch.equal(rounded.embed_tokens.weight, expected)
-
-
 # -- Memory ----------------------------------------------------------------------------
 
 PEAK = """

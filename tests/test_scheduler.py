@@ -123,7 +123,9 @@ class World:
         done, num_blocks = Counter(), 0
         for count, end in zip(batch.counts, batch.ends, strict=True):
             num_blocks += -(-end // self.size)
-            done[owners[batch.block_ids[num_blocks - 1]]] += count
+            group = owners[batch.block_ids[num_blocks - 1]]
+            assert end < group.max_len, "nothing follows the last token"
+            done[group] += count
         launched = batch, self.execute(batch)
         if self.ahead:
             launched, self.launched = self.launched, launched
