@@ -246,8 +246,8 @@ class TritonAttention(TorchAttention):
         a long tile are cut into parts. Each of them has a program of its own (for each
         KV head), and `merge_parts` joins their results.
 
-        How many keys has a part? The same number in the whole step, except that the
-        last part of a tile may be smaller. Add up the keys of all tiles, and divide
+        How many keys does a part have? The same number in the whole step, except that
+        the last part of a tile may be smaller. Add up the keys of all tiles, and divide
         them among the programs that run at once: each would get an equal share. A part
         is half of that, rounded up to whole rounds. So there are about twice as many
         programs, and when one ends early, another one starts.

@@ -87,7 +87,7 @@ class Detokenizer:
         self.text = text = self.text + new
 
         for stop in self.stops if may_stop else []:
-            # A stop string that was not there before ends in the new text.
+            # A stop string that was not found earlier must end in the new text.
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
             if 0 <= at < len(self.text):  # earlier than any found so far
                 self.text, self.stopped_by = text[:at], stop

@@ -95,7 +95,7 @@ class LLM(AbstractContextManager["LLM"]):
     def chat(self, messages: list[Any], sampling_params: Any = None,
              use_tqdm: bool = True,
              chat_template_kwargs: Any = None) -> list[RequestOutput]:
-        """Answer one or several conversations: lists of {"role": ..., "content": ...}.
+        """Answer one or more conversations: lists of {"role": ..., "content": ...}.
 
         `chat_template_kwargs` are passed on to the tokenizer's `apply_chat_template`.
         """
@@ -210,7 +210,7 @@ class LLM(AbstractContextManager["LLM"]):
     # prefix cache. Only a step changes it, and only one thread at a time runs a step.
     # All other code puts new requests, and the ids of requests to abort, into the
     # inbox, which the next step empties. A step puts every request that changes into
-    # the request's outbox. Each call of `generate` and `stream` has its own outbox, and
+    # the request's outbox. Each call to `generate` or `stream` has its own outbox, and
     # all requests made by `add_request` share one. A thread that waits for outputs runs
     # a step, for the requests of all threads.
     #
@@ -259,7 +259,7 @@ class LLM(AbstractContextManager["LLM"]):
             while self._inbox:
                 item = self._inbox[0]
                 if isinstance(item, SequenceGroup):
-                    if item.live:  # unless Ctrl-C came before `popleft`, and it ended
+                    if item.live:  # unless it ended, after a Ctrl-C before `popleft`
                         self.scheduler.unfinished[item.request_id] = item
                 elif item in self.scheduler.unfinished:
                     self.scheduler.abort(self.scheduler.unfinished[item])

@@ -237,7 +237,7 @@ class ModelRunner:
 
         A graph repeats the same kernels with the same sizes and addresses. It fits any
         batch of this size, because `_upload` always writes to the same addresses, and
-        the plans of equally many decodes have the same shape. The head is not recorded:
+        plans for equal numbers of decodes have the same shape. The head is not recorded:
         logits for every batch size would take more memory than all the rest.
         """
         largest = self.config.max_num_seqs

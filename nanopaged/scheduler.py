@@ -84,8 +84,8 @@ class Scheduler:
             # After a preemption no group is admitted. A pool that was just full has no
             # room for another group. And one that was just preempted may have pending
             # tokens, so it is not yet known what it must compute. (Groups are admitted
-            # only after the last running one was visited. So if fewer run than at the
-            # start, there was a preemption.)
+            # only after the last running one has been visited. So if fewer run than at
+            # the start, there was a preemption.)
             has_preempted = len(self.running) < num_running
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)

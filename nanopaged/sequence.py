@@ -187,8 +187,8 @@ class SequenceGroup:
 
     @property
     def next_sequences(self) -> list[Sequence]:
-        """The sequences whose tokens are computed next: before the fork, the leader. It
-        is empty while the group waits for its last token.
+        """The sequences whose tokens are computed next: before the fork, the leader.
+        The list is empty while the group waits for its last token.
         """
         if self.needs_last_token and any(seq.pending for seq in self.live):
             return []
