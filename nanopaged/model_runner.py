@@ -237,8 +237,8 @@ class ModelRunner:
 
         A graph repeats the same kernels with the same sizes and addresses. It fits any
         batch of this size, because `_upload` always writes to the same addresses, and
-        plans for equal numbers of decodes have the same shape. The head is not recorded:
-        logits for every batch size would take more memory than all the rest.
+        plans for equal numbers of decodes have the same shape. The head is not
+        recorded: logits for every batch size would take more memory than all the rest.
         """
         largest = self.config.max_num_seqs
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
