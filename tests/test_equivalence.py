@@ -17,7 +17,7 @@ LENGTHS = [1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33]
 NEW_TOKENS, MAX_MODEL_LEN = 16, 64
 # block size, (max_num_seqs, max_num_batched_tokens), prefix caching, a tight pool
 MATRIX = list(itertools.product(
-    [2, 4, 8, 16, 32], [(4, 4), (7, 16), (32, 2048)], [True, False], [True, False]))
+    [1, 4, 8, 16, 32], [(4, 4), (7, 16), (32, 2048)], [True, False], [True, False]))
 random.Random(0).shuffle(MATRIX)
 
 
@@ -53,11 +53,12 @@ def check_case(case, variant, prompts, engine, reference):
         variant.path, block_size=block_size, max_model_len=MAX_MODEL_LEN,
         num_blocks=one + 1 if is_tight else 2 * len(prompts) * one,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=budget,
-        enable_prefix_caching=caching,
+        enable_prefix_caching=caching, swap_space=0.001,
+        preemption_mode="recompute" if case % 2 else "swap",
         attention_backend="torch" if case % 3 == 0 else "auto")
     check_batch(llm, variant.path, prompts, reference)
     stats = llm.stats()
-    preempted = stats.preemptions_recompute > 0
+    preempted = stats.preemptions_recompute + stats.preemptions_swap > 0
     assert is_tight == preempted or block_size == 32, "is the pool tight or not?"
     if not is_tight:
         again = check_batch(llm, variant.path, prompts, reference)
