@@ -7,6 +7,7 @@ None of that may give points, or take any from another milestone.
 import argparse
 import ast
 import json
+import shutil
 
 import pytest
 
@@ -25,12 +26,21 @@ return numbers
 """
 
 
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """What `make` writes."""
+    folder = tmp_path_factory.mktemp("course") / "copy"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(course, "draw_faults", lambda seed: [])  # that takes seconds
+        course.make(argparse.Namespace(
+            folder=folder, milestone=list(course.MILESTONES), seed=1))
+    return folder
+
+
 @pytest.fixture
-def student(tmp_path):
-    """The copy that a student gets."""
-    course.make(argparse.Namespace(
-        folder=tmp_path / "copy", milestone=list(course.MILESTONES), seed=1))
-    return tmp_path / "copy"
+def student(copy, tmp_path):
+    """A copy that a student may change."""
+    return shutil.copytree(copy, tmp_path / "copy")
 
 
 def solve(student, number):
