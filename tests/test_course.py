@@ -78,13 +78,10 @@ def test_the_copy_has_signatures_and_docstrings_and_the_tests_as_they_are(studen
 
 @pytest.mark.slow
 def test_each_milestone_is_graded_alone(student):
-    assert scores(student, BLOCKS, SCHEDULER, SAMPLING) == [0, 0, 0]
-    solve(student, BLOCKS)
     solve(student, SAMPLING)
     course.replace_body(student, SCHEDULE, "import os; os._exit(0)")
-    assert scores(student, BLOCKS, SCHEDULER, SAMPLING) == [15, 0, 10]
     (student / "nanopaged/block_manager.py").write_text("def")
-    assert scores(student, BLOCKS, SAMPLING) == [0, 10]
+    assert scores(student, BLOCKS, SCHEDULER, SAMPLING) == [0, 0, 10]
 
 
 @pytest.mark.slow
