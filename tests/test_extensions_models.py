@@ -1,6 +1,6 @@
-"""Three of the extensions that people write first, each in a copy of the package.
+"""Four of the extensions that people write first, each in a copy of the package.
 
-Decoders of transformers with our attention, a mixture of experts, and a server. The
+Decoders of transformers, a mixture of experts, a server, and Ray on two nodes. The
 patches are in solutions/, and what proves them right are the scripts in its checks/.
 """
 
@@ -51,3 +51,9 @@ def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):
     for package in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(package)
     check(None, "server")
+
+
+@pytest.mark.slow
+def test_ray_answers_every_prompt_once_even_if_an_engine_is_killed(check):
+    pytest.importorskip("ray.data", reason="pip install 'ray[data]'")
+    check(None, "ray_batch")
