@@ -1,9 +1,9 @@
 """Extensions of the engine, as somebody who forks it would write them.
 
 Each is a patch in solutions/, and a script in solutions/checks/ shows that it works:
-four change the engine, two bring other decoders, and a server needs no patch. So a
-change of the engine that makes one of them impossible is noticed here. A patch that no
-longer applies has to be made anew.
+four change the engine, two bring other decoders; a server and Ray need no patch. So
+a change of the engine that makes one of them impossible is noticed here. A patch that
+no longer applies has to be made anew.
 """
 
 import json
@@ -107,3 +107,9 @@ def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):
     for package in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(package)
     assert "server: ok" in check("server")
+
+
+@pytest.mark.slow
+def test_ray_answers_every_prompt_once_even_if_an_engine_is_killed(check):
+    pytest.importorskip("ray.data", reason="pip install 'ray[data]'")
+    check("ray_batch")

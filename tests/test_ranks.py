@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ import pytest
 
 from helpers import CPU, ROOT, draw_requests, run_python, serve
 
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1",
-            "--nproc-per-node"]
+LAUNCHER = ["-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
+TORCHRUN = [*LAUNCHER, "--standalone", "--nproc-per-node"]
 OPTIONS = CPU | {"block_size": 4, "max_model_len": 96, "num_blocks": 28,
                  "max_num_seqs": 12, "max_num_batched_tokens": 24}
 SOON = 60  # seconds, for busy machines; usually it takes a few
@@ -171,6 +172,7 @@ ENDS = {  # how: what torchrun's output must have
     "a second engine": "ValueError: tensor_parallel_size must be 1 for another engine",
     "an error in rank 1": r"ValueError: the machine is on fire[\s\S]*rank *: 1",
     "kill -9 of rank 0": "Signal 9", "kill -9 of rank 1": "Signal 9",
+    "kill -9 of machine 0": "", "kill -9 of machine 1": "",
     "Ctrl-C": "SIGINT|KeyboardInterrupt"}
 
 
@@ -185,27 +187,41 @@ def has_ended(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_every_end_of_a_script_ends_all_its_ranks(how, llama, reference, tmp_path):
+    """For torchrun, a machine is a launcher with its ranks. Here each has one rank."""
     (tmp_path / "script.py").write_text(ENDING)
-    process = subprocess.Popen(
-        [sys.executable, *TORCHRUN, "2", "script.py", llama, json.dumps(OPTIONS), how],
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    machines = [[*TORCHRUN, "2"]]
+    if "machine" in how:
+        machines = [[*LAUNCHER, "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint",
+                     endpoint] for node in "01"]
+    launchers = [subprocess.Popen(
+        [sys.executable, *options, "script.py", llama, json.dumps(OPTIONS), how],
         cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, encoding="utf-8",
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    pids = []
+        for options in machines]
+    pids = [launcher.pid for launcher in launchers]
     try:
         expected = reference.generate(llama, [5, 6, 7], 8)
-        assert json.loads(process.stdout.readline()) == expected
-        pids += [int((tmp_path / rank).read_text()) for rank in "01"]
+        assert json.loads(launchers[0].stdout.readline()) == expected
+        ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+        pids += ranks
+        if "machine" in how:
+            os.kill(launchers[int(how[-1])].pid, signal.SIGKILL)
         if how.startswith("kill"):
-            os.kill(pids[int(how[-1])], signal.SIGKILL)
+            os.kill(ranks[int(how[-1])], signal.SIGKILL)
         elif how == "Ctrl-C":  # a terminal sends it to all processes
-            os.killpg(process.pid, signal.SIGINT)
-        _, stderr = process.communicate(timeout=SOON)  # until nobody holds the pipes
-        assert (process.returncode == 0) == (how == "the end of the script"), stderr
-        assert re.search(ENDS[how], stderr), stderr
+            os.killpg(launchers[0].pid, signal.SIGINT)
+        # Until nobody holds the pipes.
+        stderr = [launcher.communicate(timeout=SOON)[1] for launcher in launchers]
+        is_normal = launchers[0].returncode == 0
+        assert is_normal == (how == "the end of the script"), stderr
+        assert re.search(ENDS[how], stderr[0]), stderr
         assert all(map(has_ended, pids))
     finally:
-        for pid in [process.pid, *pids]:
+        for pid in pids:
             if not has_ended(pid):
                 os.kill(pid, signal.SIGKILL)
-        process.communicate()
+        for launcher in launchers:
+            launcher.communicate()

@@ -1,0 +1,73 @@
+"""Answer all prompts of a file, with engines on all machines of a Ray cluster.
+
+    python ray_batch.py prompts.jsonl answers.jsonl 8 '{"model": "Qwen/Qwen3-8B"}' \
+        '{"max_tokens": 256}' '{"num_gpus": 1}'
+
+That is 8 engines with these options, what to sample, and what each engine needs. The
+prompts are JSON lines or Parquet, with a column "prompt". Each row gets a line in the
+answers: its columns, its number as "row", and either "outputs" or an "error". If the
+script is stopped, run it again: it continues with the rows that have no line yet.
+"""
+
+import json
+import sys
+from dataclasses import asdict
+
+import pyarrow.parquet
+from ray.data import ActorPoolStrategy, DataContext, from_items
+
+from nanopaged import LLM, SamplingParams
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, options, params):
+        self.llm, self.params = LLM(**options), params
+
+    def __call__(self, batch):
+        rows = [json.loads(line) for line in batch["line"]]
+        return {"line": [json.dumps(row) + "\n" for row in self.answer(rows)]}
+
+    def answer(self, rows):
+        prompts = [{"prompt": row.get("prompt")} for row in rows]
+        # Seeds that depend on nothing else: a repeated row gets the same answer again.
+        params = [SamplingParams(**{"seed": row["row"]} | self.params) for row in rows]
+        try:
+            outputs = self.llm.generate(prompts, params, use_tqdm=False)
+        except (TypeError, ValueError) as error:  # look for the rows that are refused
+            if len(rows) == 1:
+                return [rows[0] | {"error": str(error)}]
+            return self.answer(rows[::2]) + self.answer(rows[1::2])
+        return [row | {"outputs": asdict(output)["outputs"]}
+                for row, output in zip(rows, outputs, strict=True)]
+
+
+def read(path):
+    if path.endswith(".parquet"):
+        return pyarrow.parquet.read_table(path).to_pylist()
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def run(prompts, answers, engines, options, params, resources, batch_size=256):
+    rows = read(prompts)
+    with open(answers, "a", encoding="utf-8", buffering=1) as file:
+        left = {*range(len(rows))} - {row["row"] for row in read(answers)}
+        DataContext.get_current().max_errored_blocks = -1  # let the rest go on
+        # Prompts that begin alike go to the same engine, which caches their beginning.
+        order = sorted(left, key=lambda i: str(rows[i].get("prompt")))
+        lines = [{"line": json.dumps(rows[i] | {"row": i})} for i in order]
+        # Each batch is a block, so another engine repeats it if its engine is killed.
+        num_batches = len(lines) // batch_size + 1
+        pool = ActorPoolStrategy(size=engines, max_tasks_in_flight_per_actor=1)
+        results = from_items(lines, override_num_blocks=num_batches).map_batches(
+            Engine, fn_constructor_args=(options, params), compute=pool, **resources)
+        for block in results.iter_batches(batch_size=None, prefetch_batches=0):
+            file.writelines(block["line"])
+            left -= {json.loads(line)["row"] for line in block["line"]}
+    print("Rows without an answer:", sorted(left) or "none")
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:3], *map(json.loads, sys.argv[3:]))
