@@ -306,19 +306,15 @@ def test_tokens_have_their_text_with_spaces_and_whole_characters(
     assert Pieces(tokenizer).texts(ids[:3]) == ["a", "\ufffd", "\ufffd"]
 
 
-def test_a_long_run_keeps_frames_with_events_and_counts_the_others(
-        llama, engine, monkeypatch):
-    monkeypatch.setattr("nanopaged.tour.recorder.MANY_FRAMES", 20)
-    monkeypatch.setattr("nanopaged.tour.recorder.MOST_FRAMES", 24)
+def test_a_long_run_keeps_its_beginning_and_its_end(llama, engine, monkeypatch):
+    monkeypatch.setattr("nanopaged.tour.recorder.MOST_CHARACTERS", 5000)
     llm = engine(llama)
     with trace(llm) as run:
         for _ in range(4):
             llm.generate([[1, 2, 3]], greedy(12), use_tqdm=False)
-    frames = run.frames
-    assert len(frames) == 25 and frames[-1]["phase"] == "end"
-    # Each of the four runs: one phase "begin", and two for each of twelve steps.
-    assert len(frames) - 2 + run.num_left_out == 4 * 25
-    for frame in frames[20:24]:
-        assert any(not KINDS[kind].is_minor for kind, _ in frame["events"])
-    held, state = read_engine(llm), read_state(run.states()[-1])
+    frames, states = run.frames, run.states()
+    assert frames[-1]["phase"] == "end" and len(frames) == len(states) < 30
+    # Each of the four runs: three phases in each of twelve steps.
+    assert len(frames) - 2 + run.num_left_out == pytest.approx(4 * 36, abs=20)
+    held, state = read_engine(llm), read_state(states[-1])
     assert state == {key: held[key] for key in state}
