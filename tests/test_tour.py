@@ -11,9 +11,9 @@ from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.tour import trace
 from nanopaged.tour.kinds import KINDS
 from nanopaged.tour.observers import observers
-from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.recorder import unpack
 from nanopaged.tour.source import excerpt
+from nanopaged.tour.state import token_texts
 
 HOSTILE = "</script><script>alert(1)</script><!-- \"'&amp; \u202ekcab \U0001f600\u0301"
 SOFT = "ROMEO:\nBut, soft! what light through yonder"
@@ -298,12 +298,12 @@ def test_tokens_have_their_text_with_spaces_and_whole_characters(
         tokenizer, sentencepiece_tokenizer):
     for each in (tokenizer, sentencepiece_tokenizer):
         ids = each("the table of the block", add_special_tokens=False).input_ids
-        texts = Pieces(each).texts(ids)
+        texts = token_texts(each, ids)
         assert "".join(texts).strip() == "the table of the block" and len(texts) > 4
-    assert Pieces(None).texts([12]) == [" 12"]
+    assert token_texts(None, [12]) == [" 12"]
     ids = tokenizer("a\U0001f600b", add_special_tokens=False).input_ids
-    assert Pieces(tokenizer).texts(ids) == ["a", "\U0001f600", "", "", "", "b"]
-    assert Pieces(tokenizer).texts(ids[:3]) == ["a", "\ufffd", "\ufffd"]
+    assert token_texts(tokenizer, ids) == ["a", "", "", "", "\U0001f600", "b"]
+    assert token_texts(tokenizer, ids[:3]) == ["a", "", ""]
 
 
 def test_a_long_run_keeps_its_beginning_and_its_end(llama, engine, monkeypatch):

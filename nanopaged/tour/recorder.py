@@ -12,6 +12,7 @@ import html
 import json
 import zlib
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,10 +24,8 @@ from nanopaged.tour.events import Events, key
 from nanopaged.tour.kinds import KINDS, Kind
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import TEMPLATES, check_writable, page
-from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
-from nanopaged.tour.state import Groups, State, group_state, take_state
-from nanopaged.tour.words import count
+from nanopaged.tour.state import Groups, State, group_state, take_state, token_texts
 
 MOST_CHARACTERS = 20_000_000  # of the states: after these, only the last one is kept
 NUM_FINISHED = 6  # requests that are shown after their end
@@ -54,7 +53,7 @@ class Trace(AbstractContextManager["Trace"]):
         self.frames: list[dict[str, Any]] = []
         self.groups: dict[str, State] = {}  # all requests that were shown
         self.num_left_out = 0  # frames
-        self.pieces = Pieces(llm.tokenizer)
+        self._texts = partial(token_texts, llm.tokenizer)
         self._known: Groups = {}
         self._events = Events()
         self._scheduler = llm.scheduler  # the one that is watched
@@ -108,14 +107,14 @@ class Trace(AbstractContextManager["Trace"]):
         new = [id for id in self._scheduler.unfinished if id not in self._known]
         self._known |= self._scheduler.unfinished
         for request_id in new:
-            group = group_state(self._known[request_id], self.pieces.texts)
+            group = group_state(self._known[request_id], self._texts)
             self.groups[request_id] = group
             if phase != "start":
-                tokens = count(len(group["prompt"]), "prompt token")
                 self._events.add(
-                    "arrive", f"request {request_id} ({group['kind']}, {tokens})")
-        state = take_state(self._scheduler, self._known, self._events.now,
-                           self.pieces.texts)
+                    "arrive", f"request {request_id} ({group['kind']}; length of the "
+                    f"prompt: {len(group['prompt'])})")
+        state = take_state(
+            self._scheduler, self._known, self._events.now, self._texts)
         text = json.dumps(state, separators=(",", ":"))
         events = self._events.collect()
         for request_id in state["finished"][:-NUM_FINISHED]:
