@@ -400,7 +400,7 @@ def bench_prefix(args: Args) -> Figures:
             run["first_token_s"] = median(run["runs"])
             run["computed_tokens"] = len(prompt) - output.num_cached_tokens
     llm.shutdown()
-    show(f"prompts of {args.prefix_len} common tokens and 32 others", figures)
+    show(f"prompts of {args.prefix_len} shared tokens and 32 others", figures)
     return figures
 
 

@@ -73,7 +73,7 @@ def parse_arguments() -> argparse.Namespace:
 def utf8(argument: str) -> str:
     """Read an argument as UTF-8, even if the locale is ASCII.
 
-    Python then hides each byte that it cannot decode in a "surrogate" character.
+    Python then hides each undecodable byte in a "surrogate" character.
     """
     return argument.encode("utf-8", "surrogateescape").decode("utf-8")
 

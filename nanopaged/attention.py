@@ -8,8 +8,8 @@ chunk of a prompt, later chunks, the rest after a cached prefix, and decodes.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, one sequence after the other
-    num_seqs       sequences in the batch, which are the batch's entries. (For a CUDA
-                   graph there are more: padding, in sequences of one token)
+    num_seqs       sequences in the batch, which are the batch's entries. (A CUDA
+                   graph may need padding: more sequences, of one token each)
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim] each
@@ -48,17 +48,17 @@ Ints: TypeAlias = NDArray[np.integer[Any]]
 @dataclass
 class Metadata:
     """A step as the model and its attention see it, the same in all layers. The first
-    two are on the host, and the tensors are on the device.
+    two fields are on the host, and the tensors are on the device.
     """
 
-    counts: Ints  # [num_seqs]: how many tokens of each sequence are computed
-    ends: Ints  # [num_seqs]: how many keys it then has
+    counts: Ints  # [num_seqs]: how many tokens of each sequence this step computes
+    ends: Ints  # [num_seqs]: how many keys each of them has after that
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
-    plan: Tensor  # integers: whatever the backend's own `plan` returns
+    plan: Tensor  # integers: what this backend's `plan` returned
     block_tables: Tensor  # [num_table_blocks]
-    last_indices: Tensor  # [num_samples]: the tokens after which one is sampled
+    last_indices: Tensor  # [num_samples]: the token that each sample follows
 
 
 def divide_up(number: Any, divisor: Any) -> Any:
@@ -67,8 +67,8 @@ def divide_up(number: Any, divisor: Any) -> Any:
 
 
 def starts_of(counts: Ints) -> Ints:
-    """Where the things of each owner start, if they are one after another and owner i
-    has counts[i] of them: [2, 3] -> [0, 2].
+    """Where each owner's things start, if they are one after another and owner i has
+    counts[i] of them: [2, 3] -> [0, 2].
     """
     return np.cumsum(counts) - counts
 
@@ -86,8 +86,8 @@ def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
     """The positions and slots of all tokens, as in the story above."""
     seqs, numbers = spread(counts)
     positions = (ends - counts)[seqs] + numbers
-    tables = starts_of(divide_up(ends, block_size))
-    block_ids = block_tables[tables[seqs] + positions // block_size]
+    table_starts = starts_of(divide_up(ends, block_size))
+    block_ids = block_tables[table_starts[seqs] + positions // block_size]
     return positions, block_ids * block_size + positions % block_size
 
 
@@ -95,7 +95,7 @@ class TorchAttention:
     """The reference, on any device: gather K and V, then call torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs
-    min_queries = 1  # `attend` skips sequences with fewer tokens in this step
+    min_queries = 1  # a subclass may compute sequences with fewer queries by itself
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -114,13 +114,8 @@ class TorchAttention:
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Put K and V into their slots."""
         kv, size = torch.stack((k, v), 1), self.block_size
+        # Both sides are [num_tokens, 2, num_kv_heads, head_dim].
         kv_cache[slots // size, :, :, slots % size] = kv
-
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        """Copy blocks of all layers; source, target: [num_layers, num_blocks, ...];
-        moves: [num_moves, 2], blocks of the source and of the target.
-        """
-        target[:, moves[:, 1]] = source[:, moves[:, 0]].to(target.device)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
@@ -149,14 +144,14 @@ class TorchAttention:
 class NumbaAttention(TorchAttention):
     """On a CPU: `cpu_kernels.py` computes decodes and short chunks, and torch the rest.
 
-    A decode uses every key once per head, so a copy of K and V would take longer than
-    the attention. A long chunk uses every key many times, so a copy pays off there.
+    A decode reads every key once per head, so gathering K and V first, as torch needs
+    them, would take longer than the attention. For a long chunk it pays off.
     """
 
-    min_queries = 9  # up to 8 queries, the kernel is usually faster: measured
+    min_queries = 9  # measured: with up to 8 queries, the kernel is usually faster
 
-    def __init__(self, *shape: Any) -> None:
-        super().__init__(*shape)
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
         from nanopaged import cpu_kernels
 
         self.kernels: Any = cpu_kernels
@@ -167,35 +162,44 @@ class NumbaAttention(TorchAttention):
         where its block table starts, and how many keys it sees.
         """
         seqs, numbers = spread(counts)
-        tables = starts_of(divide_up(ends, self.block_size))
+        table_starts = starts_of(divide_up(ends, self.block_size))
         num_keys = (ends - counts)[seqs] + numbers + 1
-        plan = np.stack((np.arange(len(seqs)), tables[seqs], num_keys))
+        plan = np.stack((np.arange(len(seqs)), table_starts[seqs], num_keys))
         return plan[:, counts[seqs] < self.min_queries]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        tokens, tables, ends = metadata.plan
-        num_keys = self.num_kv_heads * int(ends.sum())
+        tokens, table_starts, num_keys = metadata.plan
+        num_reads = self.num_kv_heads * int(num_keys.sum())
         is_all = len(tokens) == len(q)  # then no query has to be copied
         queries = (q if is_all else q[tokens]).float()
+        # [num_queries, num_kv_heads, group_size, head_dim]
         queries = self.scale * queries.unflatten(1, (self.num_kv_heads, -1))
-        # NumPy does not know bfloat16, so it gets the bits.
+        # NumPy has no bfloat16, so it gets the bits.
         bits = kv_cache.view(torch.uint16) if q.dtype == torch.bfloat16 else kv_cache
         attended = torch.from_numpy(self.kernels.paged_attention(
-            num_keys, queries.numpy(), bits.numpy(), metadata.block_tables.numpy(),
-            tables.numpy(), ends.numpy()))
+            num_reads, queries.numpy(), bits.numpy(), metadata.block_tables.numpy(),
+            table_starts.numpy(), num_keys.numpy()))
         attended = attended.flatten(1).to(q.dtype)
         if is_all:
             return attended
-        out = super().attend(q, kv_cache, metadata)
+        out = super().attend(q, kv_cache, metadata)  # only the long chunks
         out[tokens] = attended
         return out
 
 
 class TritonAttention(TorchAttention):
-    """On a GPU: the kernels in `kernels.py` do everything.
+    """On a GPU: the kernels in `kernels.py` do everything. The words for their work:
+
+        program  one run of a kernel's code. A GPU runs hundreds of them at once
+        tile     a few consecutive queries of one sequence
+        row      of a tile: one of its queries, for one query head
+        part     of a tile: a range of its keys. If it has many keys, several programs
+                 share them
+        item     a tile and one of its parts: what one program computes for one KV head
+        round    the keys that a program loads at a time
 
     What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
-    of decodes can be replayed with other contents of the tensors.
+    of decodes can be replayed with new contents in the same tensors.
     """
 
     can_be_recorded = True
@@ -213,14 +217,15 @@ class TritonAttention(TorchAttention):
             num_processors = gpu.multi_processor_count
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
-        # The speed of decoding depends on how much of K and V is in flight. To keep its
-        # memory busy, an H200 needs 4.8 TB/s (bandwidth) x 1 us (latency) = 4.8 MB, or
-        # 36 KB for each of its 132 multiprocessors. A program reads rounds of 16 KB of
-        # K and 16 KB of V (64 keys of head_dim 128 in bfloat16). While it computes one
-        # round, the next one is in flight. A multiprocessor has room for three such
-        # programs. The programs of all KV heads share this room: hence the division.
-        row_bytes = self.dim * self.dtype.itemsize
-        self.keys_per_round = max(16, min(128, (16 << 10) // row_bytes))
+        # The speed of decoding depends on how much of K and V is in flight, on its way
+        # from memory. An H200 can deliver 4.8 TB/s, and a byte takes about 1 us. So to
+        # keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
+        # multiprocessors. A program computes one round while the next one is in flight:
+        # 16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
+        # programs fit into a multiprocessor at once. That is more than enough.
+        key_bytes = self.dim * self.dtype.itemsize
+        self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
+        # For each KV head, because an item has a program for each of them.
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
@@ -228,40 +233,41 @@ class TritonAttention(TorchAttention):
         self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
     def rows_per_tile(self, counts: Ints) -> int:
-        """How many rows a tile has. A row is one query of one head. Large tiles would
-        be mostly empty where sequences have few queries.
+        """How many rows each tile of a step has. Large tiles would be mostly empty if
+        the sequences have few queries on average.
         """
         is_large = counts.mean() * self.group_size > self.few_rows
         return self.many_rows if is_large else self.few_rows
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """Cut a step into items of work. Each KV head has one program for each item.
+        """Cut a step into items, [num_items, 6].
 
-        A tile is a few consecutive queries of one sequence. If it sees many keys, they
-        are cut into parts; otherwise a step would take as long as its longest sequence.
-        Each part has a program of its own, and `merge_parts` joins their results.
+        Without parts, a step would take as long as its longest sequence. So the keys of
+        a long tile are cut into parts. Each of them has a program of its own (for each
+        KV head), and `merge_parts` joins their results.
 
-        All parts of a step have the same size, except that the last one of a tile may
-        be smaller. An even share would be the step's keys, divided by the number of
-        programs of a KV head that run at once. A part is half of that, rounded up to
-        whole rounds: where a program ends early, there is another one to start.
+        How many keys has a part? The same number in the whole step, except that the
+        last part of a tile may be smaller. Add up the keys of all tiles, and divide
+        them among the programs that run at once: each would get an equal share. A part
+        is half of that, rounded up to whole rounds. So there are about twice as many
+        programs, and when one ends early, another one starts.
 
-        Returns [num_items, 6]. The columns: 0 where the tile's block table starts; 1
-        the tile's first token; 2 the position of that token; 3 the end of the tile's
-        keys; 4 the first key of this part; 5 the end of this part.
+        For example, let 2 programs (of a KV head) run at once, and let a round have 64
+        keys. Two decodes have 1000 and 100 keys. So 1100 keys are cut into 2 x 2 parts
+        of 275, which are rounded up to 5 rounds, or 320 keys. The first decode has four
+        parts, the second has one:
 
-        For example, let 2 programs of a KV head run at once, and let a round have 64
-        keys. Two decodes have 1000 and 100 keys, and 1100 / 4 is 275, or 5 rounds. So a
-        part has 320 keys, and the first decode has four parts. (Its block table has 63
-        blocks, because block_size is 16.)
+            table  token  position  num_keys  first_key   end
+                0      0       999      1000          0   320
+                0      0       999      1000        320   640
+                0      0       999      1000        640   960
+                0      0       999      1000        960  1000
+               63      1        99       100          0   100
 
-            [[0, 0, 999, 1000,   0,  320],
-             [0, 0, 999, 1000, 320,  640],
-             [0, 0, 999, 1000, 640,  960],
-             [0, 0, 999, 1000, 960, 1000],
-             [63, 1, 99,  100,   0,  100]]
-
-        Items without keys follow, so that the shape depends on the counts alone.
+        table: where the block table of the tile's sequence starts. (The first one has
+        63 blocks of 16 tokens.) token, position: the tile's first token, and where it
+        is in its sequence. num_keys: how many keys the tile sees. first_key, end: the
+        part. Items without keys follow, so that the shape depends on counts alone.
         """
         queries_per_tile = self.rows_per_tile(counts) // self.group_size
         seqs, numbers = spread(counts)
@@ -269,13 +275,14 @@ class TritonAttention(TorchAttention):
         seqs = seqs[tokens]
         positions = (ends - counts)[seqs] + numbers[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
-        tables = starts_of(divide_up(ends, self.block_size))
-        tiles = np.stack((tables[seqs], tokens, positions, num_keys), 1)
+        table_starts = starts_of(divide_up(ends, self.block_size))
+        tiles = np.stack((table_starts[seqs], tokens, positions, num_keys), 1)
 
-        # Why len(tiles) + num_parts items are enough: rounding up adds less than one
-        # part for each tile. Why `attend` has room for 2 * num_parts parts of cut
-        # tiles: a cut tile has more than part_keys keys, so fewer than num_parts tiles
-        # are cut, and again rounding up adds less than one part for each.
+        # All keys together fill at most num_parts parts. But the last part of a tile
+        # may not be full, which adds less than one part for each tile. So there are at
+        # most len(tiles) + num_parts items. And fewer than num_parts tiles are cut,
+        # because each of those has more keys than a part. So these have at most
+        # 2 * num_parts parts: the room that `attend` makes.
         num_parts = 2 * self.programs_at_once
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
@@ -294,20 +301,13 @@ class TritonAttention(TorchAttention):
             k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
             self.head_dim, self.block_size)
 
-    def copy_blocks(self, source: Tensor, target: Tensor, moves: Ints) -> None:
-        # All at once. Within one pool, no block is both read and written: those that
-        # are read still belong to a sequence, and those that are written were free.
-        size = source[0, 0].numel()
-        self.kernels.copy_blocks[len(moves), len(source), divide_up(size, 2048)](
-            source, target, to_device(moves, self.device), source.shape[1],
-            target.shape[1], size)
-
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
         # Tiles that are cut have more keys than the others, so their parts come first
-        # in the plan, and there are at most this many of them: see `plan`. A fixed size
-        # lets the first steps show how much memory a step can take.
+        # in the plan, and `plan` shows why there are at most this many of them. It is
+        # always the same size, so the trial steps of `ModelRunner._start` need as much
+        # memory for it as any other step.
         most_parts = 4 * self.programs_at_once
         shape = most_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
@@ -339,8 +339,8 @@ class FlashAttention(TritonAttention):
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         if counts.max() == 1:
             return super().plan(counts, ends)
-        # [3, num_seqs + 1]: where each sequence's queries start, where its keys would
-        # start if all keys were one after another, where its table starts; then totals.
+        # [3, num_seqs + 1]: the running totals of the sequences' queries, keys and
+        # blocks, from 0. flash-attn calls the first two cu_seqlens_q and cu_seqlens_k.
         sizes = counts, ends, divide_up(ends, self.block_size)
         return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 
@@ -350,10 +350,12 @@ class FlashAttention(TritonAttention):
             return super().attend(q, kv_cache, metadata)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
-        queries, keys, tables = metadata.plan.int()
-        # [num_seqs, max_blocks]: after its end, each row goes on with the next table.
+        queries, keys, table_starts = metadata.plan.int()
+        # [num_seqs, max_blocks]. All rows have the same length, so short ones run on
+        # into the next table, and the last ones start again with the first table. Only
+        # as many blocks are read as a sequence has.
         width = divide_up(int(ends.max()), self.block_size)
-        at = tables[:-1, None] + torch.arange(width, device=q.device)
+        at = table_starts[:-1, None] + torch.arange(width, device=q.device)
         table = metadata.block_tables[at % len(metadata.block_tables)]
         out = self.flash(
             q, k, v, queries, keys, int(counts.max()), int(ends.max()),
@@ -386,12 +388,3 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     except ImportError as error:
         raise ValueError(f"attention_backend must be 'torch', or one whose package is "
                          f"installed, got {name!r}: {error}") from error
-
-
-def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy an array to the device. For a GPU it goes through pinned memory, because
-    otherwise the host would wait for the copy.
-    """
-    tensor = torch.from_numpy(values)
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
-    return tensor.to(device, non_blocking=True)

@@ -76,8 +76,8 @@ class BlockManager:
 
     def replace_blocks(self, seq: Sequence, block_ids: list[int],
                        num_tokens: int) -> None:
-        """Let `seq` hold these blocks in place of those it has. They hold the K and V
-        of its first `num_tokens` tokens.
+        """Replace the blocks of `seq` with these, which hold the K and V of its first
+        `num_tokens` tokens.
 
         Its old blocks are freed from the last to the first, so the beginning of a
         sequence stays cached longest.
@@ -110,20 +110,20 @@ class BlockManager:
         """Give a group's sequences blocks for all tokens that they will compute next.
         If too few are free, this returns False and changes nothing.
 
-        A sequence must not share a block that it is going to write. Say that two
+        A sequence must not share a block that it will write to. Say that two
         siblings share block 2, and write there next. They need two blocks and hold one,
         so one is taken. The first sibling gets it, as a copy of block 2, which `copies`
         tells the step to make. Then the second is the only holder of block 2.
         """
         size = self.block_size
         if len(seqs) == 1 and seqs[0].compute_end <= len(seqs[0].block_table) * size:
-            # The usual case, decided fast. A sequence alone, or a leader before the
+            # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
-            first = seq.num_computed_tokens // size
+            first = seq.num_computed_tokens // size  # the logical block it writes next
             num_needed += self.num_blocks_for(seq.compute_end) - first
             held.update(seq.block_table[first:])
         if num_needed - len(held) > len(self.free_blocks):
@@ -151,6 +151,7 @@ class BlockManager:
         held = dict.fromkeys(chain.from_iterable(seq.block_table for seq in seqs))
         if len(held) > len(target):
             return []
+        # No references yet: `replace_blocks` counts them.
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             new_table = [moved[block_id] for block_id in seq.block_table]
@@ -210,8 +211,8 @@ class BlockManager:
         return self.published.get((before, token_ids)) or Content(before, token_ids)
 
     def is_cached(self, block_id: int) -> bool:
-        """Whether a lookup can find this block. If several blocks hold the same K and
-        V, it finds the one that was published last.
+        """Whether the prefix cache lists this block. If several blocks hold the same K
+        and V, it lists the one that was published last.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

@@ -66,7 +66,7 @@ class SamplingParams(Checked):
         engine choose one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
         every position, in addition to the sampled token.
-    cache_salt: a request shares cached blocks only with requests with the same salt.
+    cache_salt: only requests with the same salt share cached blocks.
     """
 
     n: int = 1

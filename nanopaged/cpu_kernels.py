@@ -40,16 +40,17 @@ from numba import njit
 # The flags allow sums in any order, which vector instructions need. Flags that rule out
 # NaN and infinity are left out.
 @njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
-    """Run the programs first, first + stride, first + 2 * stride, ... A program, as
-    Triton calls it, here computes one KV head for one query.
+def run_programs(
+        stride, out, q, kv_cache, block_tables, table_starts, num_keys, first):
+    """Run the programs `first`, `first + stride`, and so on. A program (Triton's word)
+    computes one KV head for one query.
 
     out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
-    tables        [num_queries]: where the block table of each query's sequence starts
-    ends          [num_queries]: how many keys each sees; nothing after them is read
+    table_starts  [num_queries]: where the block table of each query's sequence starts
+    num_keys      [num_queries]: how many keys each sees; nothing after them is read
     """
     num_queries, num_kv_heads, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
@@ -57,8 +58,8 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
 
     for program in range(first, num_queries * num_kv_heads, stride):
         query, kv_head = divmod(program, num_kv_heads)
-        block_table = block_tables[tables[query] :]
-        end = ends[query]
+        block_table = block_tables[table_starts[query] :]
+        end = num_keys[query]
         highest = np.full(group_size, -1e30, np.float32)  # -inf minus -inf is NaN
         total = np.zeros(group_size, np.float32)
         acc = np.zeros((group_size, head_dim), np.float32)
@@ -66,13 +67,13 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
         for j in range((end + block_size - 1) // block_size):
             k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
             v = kv_cache[block_table[j], 1, kv_head]
-            num_keys = min(block_size, end - j * block_size)
+            num_here = min(block_size, end - j * block_size)  # keys in this block
 
             # All query heads of the group use the block while it is in the processor's
             # cache. One head after the other would take about twice as long.
             for g in range(group_size):
                 higher = highest[g]
-                for key in range(num_keys):
+                for key in range(num_here):
                     score = np.float32(0)
                     for dim in range(head_dim):
                         score += q[query, kv_head, g, dim] * to_float32(k[key, dim])
@@ -86,7 +87,7 @@ def run_programs(stride, out, q, kv_cache, block_tables, tables, ends, first):
                 for dim in range(head_dim):
                     acc[g, dim] *= shrink
 
-                for key in range(num_keys):
+                for key in range(num_here):
                     prob = np.exp(scores[key] - higher)
                     total[g] += prob
                     for dim in range(head_dim):
@@ -113,23 +114,24 @@ with suppress(RuntimeError, AttributeError):
 PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
 
 
-def paged_attention(num_keys, q, *arrays):
-    """Run all programs on torch's threads; together they read `num_keys` keys. The
+def paged_attention(num_reads, q, *arrays):
+    """Run all programs on torch's threads; together they read `num_reads` keys. The
     other arguments are those of `run_programs`, and its `out` is returned.
 
     After each operation torch's threads keep spinning for a few milliseconds, ready for
     the next one. Threads of our own would compete with them for the cores. So torch's
     threads run the kernel: each takes a share of the programs, then the next share,
-    until none is left. A share has a fixed cost, so if there are few keys, there is
-    only one share.
+    until none is left. A share has a fixed cost, so there is only one if there are few
+    keys, and otherwise at most four for each thread.
 
     The threads must not run any Python code. Python would call signal handlers there,
     and an exception from a handler, such as Ctrl-C, would get lost in the C code that
     started the thread's work. So they run `extend`, which pulls the shares through
-    `map`: both are written in C.
+    `map`: both are written in C. They hold Python's lock only between two shares,
+    because `run_programs` releases it (nogil).
     """
     out = np.empty_like(q)
-    num_shares = max(1, torch.get_num_threads() * min(4, num_keys // 2048))
+    num_shares = max(1, torch.get_num_threads() * min(4, num_reads // 2048))
     run = partial(run_programs, num_shares, out, q, *arrays)
     done = deque()
     work = partial(done.extend, map(run, range(num_shares)))
@@ -137,7 +139,7 @@ def paged_attention(num_keys, q, *arrays):
         # This is what "#pragma omp parallel" calls, in the OpenMP library that torch
         # uses. The first 0 stands for all of its threads.
         PROCESS.GOMP_parallel(ctypes.CFUNCTYPE(None)(work), None, 0, 0)
-    work()  # on this thread, if any shares are left
+    work()  # the only share, or whatever the threads have left
     if len(done) < num_shares:
         raise RuntimeError("the CPU kernel failed; Python has printed the reason")
     return out

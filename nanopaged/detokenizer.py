@@ -26,7 +26,7 @@ BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 @lru_cache(2**18)  # its weak references keep no tokenizer in memory
 def token_bytes(tokenizer_ref: ref[Any], token: int) -> tuple[bytes, bytes]:
-    """The bytes of a token at the beginning of a text, and those after other tokens.
+    """The bytes of a token at the beginning of a text, and after other tokens.
 
     They differ if the tokenizer drops the space before the first word. Such a tokenizer
     decodes a token as "block", and the same token twice as "block block", so the bytes
@@ -89,11 +89,11 @@ class Detokenizer:
         for stop in self.stops if may_stop else []:
             # A stop string that was not there before ends in the new text.
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
-            if 0 <= at < len(self.text):  # an earlier one than those before
+            if 0 <= at < len(self.text):  # earlier than any found so far
                 self.text, self.stopped_by = text[:at], stop
 
     def visible(self, final: bool) -> str:
-        """The text. Before the end, its last characters are held back, because a stop
+        """The text. Unless `final`, its last characters are held back, because a stop
         string may begin there: the last two, for example, if it is "END".
         """
         num_held_back = 0 if final else max(map(len, self.stops), default=1) - 1

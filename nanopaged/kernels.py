@@ -6,13 +6,13 @@ CPU, one program after another, for tests and debuggers. Use float32 or float16 
 because the interpreter cannot multiply bfloat16.
 
 A kernel is the code of one program. It is launched on a grid of many programs, and
-`tl.program_id` says which one this is. Its arguments come in three groups: pointers to
-the first elements of tensors, numbers, and constants that are compiled in, in capital
-letters. A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes
-must be powers of two, so DIM is head_dim rounded up, and masks leave out the rest.
-Triton compiles a kernel again when an argument becomes divisible by 16, or stops being
-so. `do_not_specialize` names the arguments that must not cause this, because they
-change in every step.
+`tl.program_id` says which one this is. Its arguments come in three groups: pointers (to
+the first elements of tensors), numbers, and compiled-in constants (in capital letters).
+A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes must be
+powers of two, so DIM is head_dim rounded up, and masks leave out the rest. Triton
+compiles a kernel again when an argument becomes divisible by 16, or no longer is.
+`do_not_specialize` names the arguments that must not cause this, because they change in
+every step.
 """
 # mypy: ignore-errors
 
@@ -38,7 +38,7 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     at = tl.arange(0, triton.next_power_of_2(SIZE))  # elements of all heads
     mask = at < SIZE
     slot = tl.load(slots + token)  # in 64 bits: a pool has too many elements for 32
-    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # of the block's K, or its V
+    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # of its head, in K and in V
     k_at = kv_cache + slot // BLOCK_SIZE * 2 * SIZE * BLOCK_SIZE
     k_at += row * HEAD_DIM + at % HEAD_DIM
     v_at = k_at + SIZE * BLOCK_SIZE
@@ -46,39 +46,21 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     tl.store(v_at, tl.load(v + token * v_stride + at, mask), mask)
 
 
-@triton.jit(do_not_specialize=["source_blocks", "target_blocks"])
-def copy_blocks(source, target, moves, source_blocks, target_blocks,
-                SIZE: constexpr):
-    """Copy blocks of all layers, including to and from pinned CPU memory.
-
-    Grid: [num_moves, num_layers, pieces of a block], where a piece has 2048 elements.
-
-    source, target  [num_layers, source_blocks or target_blocks, SIZE]
-    moves           [num_moves, 2]: a block of the source and one of the target
-    """
-    move = moves + tl.program_id(0) * 2
-    layer = tl.program_id(1).to(tl.int64)
-    source += (layer * source_blocks + tl.load(move)) * SIZE
-    target += (layer * target_blocks + tl.load(move + 1)) * SIZE
-    at = tl.program_id(2) * 2048 + tl.arange(0, 2048)
-    tl.store(target + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)
-
-
 @triton.jit
 def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
                ROWS: constexpr, DIM: constexpr):
-    """Where this program's tile is in q or out, and which of its elements exist.
+    """Where this tile is in `q` or `out`, and which of its elements exist.
 
     A tile has a row for each query of each head of the group: the row's number is
     query * GROUP + head. All rows use the same K and V, which are read only once.
     """
     token = tl.load(items + 1)
-    num_queries = tl.load(items + 3) - tl.load(items + 2)
+    num_queries = tl.load(items + 3) - tl.load(items + 2)  # num_keys - position
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, DIM)[None, :]
     query = row // GROUP
     head = tl.program_id(1) * GROUP + row % GROUP
-    # The tile's own address needs 64 bits. Places in it need 32, which saves registers.
+    # The tile's address needs 64 bits. Offsets in it need 32, which saves registers.
     at = query * stride + head * HEAD_DIM + dim
     mask = (query < num_queries.to(tl.int32)) & (dim < HEAD_DIM)
     return tensor + token * stride + at, mask
@@ -96,7 +78,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     q             [num_tokens, num_heads, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
-    items         [num_items, 6]: see `TritonAttention.plan`
+    items         [num_items, 6]: the columns are those of `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
     parts         [most_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
     log_sums      [most_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
@@ -158,7 +140,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     result = acc / total[:, None]
-    if end - first_key == num_keys:
+    if end - first_key == num_keys:  # all keys of the tile: there are no other parts
         stride = NUM_KV_HEADS * GROUP * HEAD_DIM
         out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)
         tl.store(out_at, result, mask=mask)

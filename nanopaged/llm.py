@@ -78,7 +78,7 @@ class LLM(AbstractContextManager["LLM"]):
         """
         groups = self._make_groups(prompts, sampling_params)
         with closing(self._run(groups, final_only=True)) as outputs:
-            # Every bar has a finalizer, even a hidden one, and Python drops a Ctrl-C
+            # Every bar, even if hidden, has a finalizer, and Python drops a Ctrl-C
             # that arrives in a finalizer. So there is no bar unless one is wanted.
             bar = tqdm(outputs, total=len(groups)) if use_tqdm else outputs
             return sorted(bar, key=lambda output: int(output.request_id))
@@ -125,7 +125,7 @@ class LLM(AbstractContextManager["LLM"]):
         return groups[0].request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run a step, unless there is something to report already.
+        """Run a step, unless there is already something to report.
 
         Returns the current output of each request from `add_request` that has changed.
         (`generate` and `stream` report their own.)
@@ -174,8 +174,8 @@ class LLM(AbstractContextManager["LLM"]):
         vocabulary, most_seqs = self.model_config.vocab_size, self.config.max_num_seqs
         beam_params = params if isinstance(params, BeamSearchParams) else None
         if beam_params:
-            # A group of `beam_width` sequences. Each reports enough candidates that
-            # `beam_width` can go on, even if every EOS token is among them.
+            # A group of `beam_width` sequences. Each reports enough candidates for
+            # `beam_width` to go on, even if every EOS token is among them.
             most_seqs = min(most_seqs, vocabulary - len(eos_ids))
             params = SamplingParams(
                 n=params.beam_width, temperature=0, max_tokens=params.max_tokens,
@@ -220,9 +220,9 @@ class LLM(AbstractContextManager["LLM"]):
     # call aborts every request that a step has seen, no matter who made it, and starts
     # with a new state. (With several ranks that is impossible, because each of them may
     # be anywhere in the step. In that case every later call fails.) Requests that are
-    # still in the inbox then run, and aborted ones are still reported: an item leaves
-    # the inbox only after it has taken effect, and a request enters its outbox before
-    # it changes.
+    # still in the inbox then run, because an item leaves the inbox only after it has
+    # taken effect. Aborted ones are still reported, because a request enters its outbox
+    # before it changes.
 
     def _submit(self, groups: list[SequenceGroup], outbox: Outbox) -> None:
         """Put requests into the inbox, all at once."""
@@ -239,19 +239,19 @@ class LLM(AbstractContextManager["LLM"]):
         outbox: Outbox = {}
         try:
             self._submit(groups, outbox)
-            # Look at `live` before the outbox. Another thread reports a group before it
-            # ends it, so once a group has ended, its last report is in the outbox.
+            # Look at `live` before the outbox. A group enters its outbox before it
+            # ends. So if none is live, no report can be added any more.
             while any(group.live for group in groups) or outbox:
                 yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
             self._inbox.extend([group.request_id for group in groups if group.live])
 
     def _serve(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
-        """Step, unless the outbox has something already. Then report what is in it."""
+        """Step, unless the outbox already has something. Then report what is in it."""
         self._check_not_in_step()
         with self._lock:
             if self.runner.model is None or (self._in_step and self.ranks.size > 1):
-                raise RuntimeError("this engine was shut down, or a step of several "
+                raise RuntimeError("this engine was shut down, or a step on several "
                                    "ranks failed: start a new one")
             if self._in_step:
                 self._reset(self.scheduler.unfinished.values())
@@ -259,7 +259,7 @@ class LLM(AbstractContextManager["LLM"]):
             while self._inbox:
                 item = self._inbox[0]
                 if isinstance(item, SequenceGroup):
-                    if item.live:
+                    if item.live:  # unless Ctrl-C came before `popleft`, and it ended
                         self.scheduler.unfinished[item.request_id] = item
                 elif item in self.scheduler.unfinished:
                     self.scheduler.abort(self.scheduler.unfinished[item])
@@ -275,8 +275,8 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _check_not_in_step(self) -> None:
         """A signal handler or a finalizer may run in the middle of a step, on the same
-        thread. It gets an error, because a step within a step would do harm. (The lock
-        tells, and not `_in_step`, which stays True after a step has failed.)
+        thread. It gets an error, because a step within a step would do harm. (This asks
+        the lock, not `_in_step`, which stays True after a step has failed.)
         """
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")

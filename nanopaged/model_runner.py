@@ -16,7 +16,7 @@ from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
-from nanopaged.sampler import SamplerOutput, sample
+from nanopaged.sampler import SamplerOutput, sample, to_device
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 
@@ -39,8 +39,8 @@ class ModelRunner:
                                     config.block_size, self.dtype, self.device)
         self.model: Any = load_model(config, self.backend, ranks)
 
-        # Up to the size of its window, attention within a sliding window is the same
-        # as full attention.
+        # Up to the size of the window, sliding-window attention is the same as full
+        # attention.
         longest = model_config.max_position_embeddings
         longest = min(longest, getattr(model_config, "sliding_window", None) or longest)
         self.max_model_len = config.max_model_len or longest
@@ -81,7 +81,7 @@ class ModelRunner:
             metadata = self._prepare(batch, padding=size - num_seqs)
             if fitting:
                 graph, states = self.graphs[size]
-                graph.replay()
+                graph.replay()  # it reads what `_prepare` wrote, and fills `states`
             else:
                 states = self._forward(metadata)
 
@@ -110,15 +110,16 @@ class ModelRunner:
             positions=positions,
             slots=slots,
             plan=self.backend.plan(counts, ends),
-            # Tables grow with their sequences, and whatever follows them moves. So
-            # nothing that a graph reads may follow.
+            # Tables grow with their sequences, which moves whatever follows them. So
+            # only what no graph reads may follow.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
         """Copy arrays to the device: in one transfer, because every transfer has a
-        fixed cost, and always to the same addresses, because graphs read there.
+        fixed cost, and always to the same addresses, because graphs read there. (The
+        copy waits in the GPU's queue until the previous step has read the old ones.)
         """
         flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat
@@ -130,8 +131,8 @@ class ModelRunner:
     def _forward(self, metadata: Metadata) -> Tensor:
         """The last hidden states of all tokens: [num_tokens, hidden_size].
 
-        A token id of -1 - i is pending: it is token i of those that the last step
-        sampled, which the host has not read yet.
+        A token id of -1 - i is pending: it stands for sample i of the last step, which
+        the host has not read yet. (It has read those of earlier steps.)
         """
         token_ids = metadata.token_ids
         pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
@@ -139,11 +140,18 @@ class ModelRunner:
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
 
     def _move_blocks(self, source: Tensor, target: Tensor, moves: list[Any]) -> None:
-        """Copy blocks; those in CPU memory are numbered after the device's."""
-        if moves:
-            ids = np.array(moves).reshape(-1, 2)
-            ids -= self.num_blocks * (ids >= self.num_blocks)
-            self.backend.copy_blocks(source, target, ids)
+        """Copy blocks of all layers from one pool to another, or within a pool.
+
+        Blocks in CPU memory are numbered after the device's. Only 16 are copied at a
+        time, because blocks in transit need memory, too. The moves may run in any
+        order: they read blocks that a sequence holds, and write blocks that were free.
+        """
+        ids = np.array(moves, dtype=np.int64).reshape(-1, 2)
+        ids -= self.num_blocks * (ids >= self.num_blocks)
+        for first in range(0, len(ids), 16):
+            old, new = ids[first : first + 16].T
+            blocks = source[:, to_device(old, source.device)].to(target.device)
+            target[:, to_device(new, target.device)] = blocks
 
     # -- The start ---------------------------------------------------------------------
 
@@ -167,7 +175,7 @@ class ModelRunner:
         # largest steps follow. They compile everything that a step may need, and show
         # how much memory a step can take.
         self.num_blocks = self.num_swap_blocks = 0
-        self.kv_caches = self.swap_space = self._make_pool(1, device=self.device)
+        self.kv_caches = self.swap_space = self._make_pool(1, self.device)
         self._run_padding([1])
         if self.is_gpu:
             torch.cuda.empty_cache()
@@ -183,12 +191,11 @@ class ModelRunner:
         check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
         self.num_blocks = num_blocks
-        self.kv_caches = self._make_pool(num_blocks + 1, device=self.device)
+        self.kv_caches = self._make_pool(num_blocks + 1, self.device)
         if config.preemption_mode == "swap":
             swap_bytes = int(config.swap_space * 2**30)
             self.num_swap_blocks = min(most_blocks, swap_bytes // block_bytes)
-        # In pinned memory: a GPU copies to and from it without waiting.
-        self.swap_space = self._make_pool(self.num_swap_blocks, pin_memory=self.is_gpu)
+        self.swap_space = self._make_pool(self.num_swap_blocks, "cpu")
         if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
         logger.info(
@@ -196,19 +203,19 @@ class ModelRunner:
             type(self.backend).__name__, self.dtype, num_blocks, block_size,
             len(self.graphs))
 
-    def _make_pool(self, num_blocks: int, **place: Any) -> Tensor:
+    def _make_pool(self, num_blocks: int, device: Any) -> Tensor:
         """Memory for K and V of all layers. Nothing is read before it is written."""
         share = self.ranks.share  # the sizes of this rank's part of the model
         return torch.empty(
             share.num_hidden_layers, num_blocks, 2, share.num_key_value_heads,
-            self.config.block_size, share.head_dim, dtype=self.dtype, **place)
+            self.config.block_size, share.head_dim, dtype=self.dtype, device=device)
 
     def _free_bytes(self) -> int:
         """How much memory there is for K and V."""
         if not self.is_gpu:
             return 4 << 30  # what stays unused costs nothing
-        # For later steps, torch keeps what the largest step needed, so that is no
-        # longer free.
+        # torch keeps the memory of the largest step for later ones, so that does not
+        # count as free.
         free, total = torch.cuda.mem_get_info(self.device)
         reserved = (1 - self.config.gpu_memory_utilization) * total
         return int(free - reserved) - (256 << 20)  # for the CUDA graphs
@@ -221,20 +228,22 @@ class ModelRunner:
         group = SequenceGroup(None, [0], params, set(), self.max_model_len, None)
         self.run(Batch(
             [0] * sum(counts), counts, counts, [0] * num_blocks, list(range(num_seqs)),
-            copies=[(0, 0)], receivers=group.sequences * num_seqs))
+            receivers=group.sequences * num_seqs))
 
     @torch.inference_mode()
     def _capture_graphs(self) -> None:
         """Record the forward pass of decodes for some batch sizes; others are padded.
 
-        A graph repeats the same kernels on the same tensors, so each step puts its
-        inputs into the same places. The head is not recorded: logits for every batch
-        size would take more memory than all the rest.
+        A graph repeats the same kernels with the same sizes and addresses. It fits any
+        batch of this size, because `_upload` always writes to the same addresses, and
+        the plans of equally many decodes have the same shape. The head is not recorded:
+        logits for every batch size would take more memory than all the rest.
         """
         largest = self.config.max_num_seqs
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
-        # Each engine has its own pool and stream, because cuBLAS keeps a workspace for
-        # each stream. It is freed with any graph that was recorded on that stream.
+        # Each engine records on a stream of its own. When a graph is freed, the
+        # workspace that cuBLAS keeps for its stream is freed, too, and the graphs of
+        # another engine would go on using it.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):

@@ -51,7 +51,7 @@ class RequestOutput:
 class EngineStats:
     """What the engine holds now, and what it has done since it started.
 
-    An error or Ctrl-C within a step makes it start anew, with all counters at 0.
+    An error or Ctrl-C within a step makes it start over, with all counters at 0.
     """
 
     blocks_total: int

@@ -74,7 +74,7 @@ class Ranks:
         # At exit, finalizers run from the newest to the oldest. This one is registered
         # before the model is made, so `ModelRunner.free` runs before `leave`. (What is
         # registered with `atexit` would run before both.) A finalizer belongs to an
-        # object: here to the module torch.distributed, which lives until the exit.
+        # object: here to the module torch.distributed, which lives until exit.
         weakref.finalize(dist, leave)
 
     # -- What a step needs -------------------------------------------------------------

@@ -6,7 +6,7 @@ what else is in the batch.
 
 A token is drawn in two stages. The vocabulary is cut into buckets of 128 tokens, and
 one random number picks a bucket, then another one picks a token in it. Each picks
-the first one at which the sum of the probabilities so far exceeds the number
+the first one at which the running sum of the probabilities exceeds it
 (inverse-transform sampling). For example, if a bucket had two tokens:
 
     probabilities      0.1  0.4 | 0.2  0.3
@@ -15,11 +15,13 @@ the first one at which the sum of the probabilities so far exceeds the number
 
 Why not draw from all tokens at once? Sums over a vocabulary of 150,000 tokens need
 float64, which takes 300 MB for 256 rows, and a GPU takes several kernels to sum up a
-row that long. Here no sum is longer than there are buckets. Why two numbers? If one
+row that long. Here the longest sum is over the buckets. Why two numbers? If one
 number decided both, few of its bits would be left for a token in an unlikely bucket.
 
 A row of logits with a NaN yields an arbitrary token, and affects no other row.
 """
+
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,17 +29,16 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
-from nanopaged.attention import to_device
 from nanopaged.model import fused
 from nanopaged.outputs import Logprob, Logprobs
 from nanopaged.sequence import Sequence
 
-GREEDY = 1e-5  # lower temperatures are greedy: a division by them would overflow
+GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
 BUCKET_SIZE = 128
 NO_TOP_K = 2**31
 # Random numbers are multiples of this, and below 1. A bucket, or a token within its
 # bucket, that is less likely than this may never be drawn. Sums in float64 are more
-# precise, so the sum of all probabilities exceeds every random number.
+# precise than this, so the last one exceeds every random number.
 RESOLUTION = 2.0**-32
 
 
@@ -55,7 +56,7 @@ class SamplerOutput:
     def read(self) -> list[int]:
         """Wait for the tokens.
 
-        Nowhere else does the host wait for the device, except for log-probabilities.
+        The host waits for the device only here, and for log-probabilities and swaps.
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
@@ -81,8 +82,9 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         numbers = table[:, :2].split(1, dim=1)
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
-            # A row with a top_k needs only its most likely tokens; the others need all.
-            # At least 2 of them, because torch would compile a size of 1 apart.
+            # For rows with a top_k, the most likely tokens are enough (at least 2 of
+            # them, because torch would compile a size of 1 separately). If other rows
+            # need all tokens, their bounds are computed separately.
             top_ks = [p.top_k for p in drawing]
             most = min(max(2, *top_ks), logits.shape[1])
             values = logits.topk(most).values if any(top_ks) else logits
@@ -98,6 +100,15 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     logprobs = {i: report_logprobs(raw[i], int(tokens[i]), p.logprobs)
                 for i, p in enumerate(params) if p.logprobs is not None}
     return SamplerOutput(tokens, logprobs)
+
+
+def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Copy an array to the device. For a GPU it goes through pinned memory, because
+    otherwise the host would wait for the copy.
+    """
+    tensor = torch.from_numpy(values)
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
 
 
 def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
@@ -173,10 +184,10 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     scaled = (values - values.amax(-1, keepdim=True)) / temperature
     weights = scaled.exp()  # probabilities, up to a common factor
     enough = top_p * weights.sum(-1, keepdim=True)
-    # A token is out if the tokens above it are enough. Where that begins is found by
-    # bisection, because sorting would take too long: tokens up to `low` are out, and
-    # the bound is in a range above it. This begins with -128, where weights are 0, to 0
-    # and is halved until it is too small to hold two weights that differ in float32.
+    # A token is out if the tokens above it are already enough. Sorting all tokens would
+    # take too long, so bisection finds the bound. Tokens up to `low` are out, and the
+    # bound is in a range above it. At first that is the range from -128, where weights
+    # are 0, to 0. It is halved until two weights in it cannot differ in float32.
     low = torch.full_like(enough, -128)
     for i in range(32):
         middle = low + 64 / 2**i

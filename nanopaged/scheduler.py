@@ -83,9 +83,9 @@ class Scheduler:
                 break
             # After a preemption no group is admitted. A pool that was just full has no
             # room for another group. And one that was just preempted may have pending
-            # tokens, so it is not yet known what it must compute. (The loop visits all
-            # running groups before the first waiting one. Until it gets there, only a
-            # preemption can change their number.)
+            # tokens, so it is not yet known what it must compute. (Groups are admitted
+            # only after the last running one was visited. So if fewer run than at the
+            # start, there was a preemption.)
             has_preempted = len(self.running) < num_running
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
@@ -117,7 +117,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(batch.token_ids)
         first = seq.num_computed_tokens
         end = min(seq.compute_end, first + budget)
-        if end == first:
+        if end == first:  # no budget is left, or the last token needs no K and V
             return
         manager.advance(seq, end - first)
         # A pending token is not in token_ids yet. An entry that computes one computes
@@ -147,7 +147,7 @@ class Scheduler:
         """Let a waiting group run, if there is room for all its sequences.
 
         The rule is the same for groups that are new, swapped out or to be recomputed.
-        As many blocks must be free as its sequences can need at their present lengths,
+        Enough blocks must be free for all its sequences at their present lengths,
         not counting blocks of a cached prefix that others hold. While others run, 1% of
         the pool must also stay free (the watermark). Otherwise the group would be
         preempted as soon as an older one needs a block.

@@ -94,7 +94,10 @@ class Sequence:
 
     @property
     def banned_tokens(self) -> set[int]:
-        """Tokens that must not be sampled next: stop tokens, before `min_tokens`."""
+        """Tokens that must not be sampled next: stop tokens, before `min_tokens`.
+
+        When a token is sampled, all before it are computed, but some may be pending.
+        """
         too_short = self.num_computed_tokens < self.group.min_len
         return self.group.stop_token_ids if too_short else set()
 
@@ -145,8 +148,8 @@ class Sequence:
 class SequenceGroup:
     """One request: its parameters, and the sequences that answer it.
 
-    All sequences begin with the same prompt. Until it is computed, only the leader is
-    worked on. Then the group forks: the others share the leader's blocks, and each
+    All sequences begin with the same prompt. Until it is computed, only the leader
+    runs. Then the group forks: the others share the leader's blocks, and each
     sequence goes its own way.
     """
 
@@ -184,7 +187,9 @@ class SequenceGroup:
 
     @property
     def next_sequences(self) -> list[Sequence]:
-        """The sequences whose tokens are computed next: before the fork, the leader."""
+        """The sequences whose tokens are computed next: before the fork, the leader. It
+        is empty while the group waits for its last token.
+        """
         if self.needs_last_token and any(seq.pending for seq in self.live):
             return []
         return self.live if self.forked else self.live[:1]

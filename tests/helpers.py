@@ -44,8 +44,11 @@ def greedy(max_tokens=16, **more):
 
 
 def draw_requests(seed, count=12, *, vocab_size=500, lengths=range(1, 40), most=5,
-                  max_tokens=24, stop=("e", "th")):
-    """Random prompts and parameters: greedy, sampled (up to `most` each) and beams."""
+                  max_tokens=24, stop=("e", "th"), more=lambda rng: {}):
+    """Random prompts and parameters: greedy, sampled (up to `most` each) and beams.
+
+    `more` draws further parameters of those that are not beams.
+    """
     rng = random.Random(seed)
     for _ in range(count):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.choice(lengths))]
@@ -58,7 +61,8 @@ def draw_requests(seed, count=12, *, vocab_size=500, lengths=range(1, 40), most=
             seed=rng.randrange(99), min_tokens=rng.choice([0, 1]),
             logprobs=rng.choice([None, 2]), temperature=rng.choice([0, 0.7]),
             stop=rng.choice([None, *stop]),
-            stop_token_ids=rng.choice([None, list(range(0, vocab_size, 17))]))
+            stop_token_ids=rng.choice([None, list(range(0, vocab_size, 17))]),
+            **more(rng))
 
 
 def add_all(llm, prompts, params):

@@ -129,8 +129,9 @@ def check_beams(output, found, params, eos=EOS):
 
 def params_of(width, index=0, **more):
     """Eight ways to search, that differ in all they can."""
-    fields = {"max_tokens": NEW_TOKENS, "ignore_eos": index % 4 > 2,
-              "length_penalty": [1.0, 0.0, 2.0, 0.5][index // 2]}
+    fields = {"max_tokens": [NEW_TOKENS, 1 + 2 * index][index // 3 % 2],
+              "length_penalty": [1.0, 0.0, 2.0, -0.5][index // 2],
+              "ignore_eos": index % 4 > 2}
     return BeamSearchParams(width, **(fields | more))
 
 
@@ -214,24 +215,6 @@ def test_a_search_that_fills_the_model_ends_as_if_max_tokens_were_the_room_left(
 # -- Blocks, limits, text --------------------------------------------------------------
 
 
-def test_the_blocks_held_are_the_nodes_of_the_tree_of_beams(beam_model, engine, draw):
-    """With one token a block; so a dropped beam frees its own blocks at once."""
-    params = params_of(4, ignore_eos=True)
-    prompt = draw(beam_model, 6, params, seed=12)
-    llm = engine(beam_model, block_size=1, num_blocks=100)
-    llm.add_request(prompt, params)
-    sizes = []
-    while llm.has_unfinished_requests():
-        llm.step()
-        nodes = {tuple(seq.token_ids[:count])
-                 for group in llm.scheduler.running.values() for seq in group.live
-                 for count in range(1, seq.num_computed_tokens + 1)}
-        sizes.append(len(nodes))
-        assert llm.stats().blocks_used == len(nodes)
-    growth = [after - before for before, after in itertools.pairwise(sizes[:-1])]
-    assert sum(grown < 4 for grown in growth) > 3, f"hardly a beam was dropped: {sizes}"
-
-
 def test_a_search_is_at_most_as_wide_as_the_vocabulary_without_eos(llama, engine):
     llm = engine(llama, num_blocks=1000, max_num_seqs=256, max_num_batched_tokens=256)
     most = llm.model_config.vocab_size - len(llm.eos_token_ids)
@@ -251,31 +234,3 @@ def test_beams_come_in_the_order_of_prompts_with_text(text_model, engine, tokeni
         texts = [tokenizer.decode(tokens, skip_special_tokens=True)
                  for tokens in all_tokens_of(output)]
         assert [beam.text for beam in output.outputs] == texts and len(set(texts)) > 1
-
-
-# -- At random -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_random_searches_equal_transformers(variant, engine, reference, search, draw):
-    """Any settings, any model, pools hardly larger than needed."""
-    rng, eos = random.Random(variant.index), reference.eos_ids
-    requests = []
-    for index in range(16):
-        params = BeamSearchParams(
-            rng.randint(2, 6), rng.randint(1, 20), rng.choice([-1.0, 0.0, 0.3, 2.0]),
-            ignore_eos=rng.random() < 0.2)
-        prompt = draw(variant.path, rng.randint(1, 24), params, index, eos)
-        requests.append((prompt, params))
-    preemptions = 0
-    for block_size, mode in [(1, "recompute"), (4, "swap")]:
-        worst = max(each.beam_width * (1 + each.max_tokens // block_size)
-                    + (len(prompt) + 1) // block_size for prompt, each in requests)
-        llm = engine(
-            variant.path, block_size=block_size, max_model_len=48,
-            num_blocks=max(worst, 48 // block_size) + 6, max_num_seqs=30,
-            max_num_batched_tokens=30 + rng.choice([0, 7, 60]), preemption_mode=mode,
-            swap_space=swap_space(variant.path, worst, block_size))
-        check_searches(llm, variant.path, requests, search, eos)
-        preemptions += llm.stats().preemptions_recompute + llm.stats().preemptions_swap
-    assert preemptions > 0

@@ -29,13 +29,12 @@ def report(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("how, state", [
-    ("exit", "failed"), pytest.param("hang", "out of time", marks=pytest.mark.slow)])
-def test_a_part_that_fails_is_named_and_the_others_run(report, how, state, monkeypatch):
-    monkeypatch.setitem(run.PARTS, "ranks", 3)
-    monkeypatch.setitem(run.PARTS, "kernels", 7)
-    code, parts = report(["ranks", "kernels"], f"ranks:{how}", "--seconds", "96")
-    assert code == 1 and parts["ranks"]["state"] == state
+@pytest.mark.slow
+def test_a_part_that_hangs_is_out_of_time_and_the_others_run(report, monkeypatch):
+    monkeypatch.setitem(run.PARTS, "ranks", 2)
+    monkeypatch.setitem(run.PARTS, "kernels", 8)
+    code, parts = report(["ranks", "kernels"], "ranks:hang", "--seconds", "96")
+    assert code == 1 and parts["ranks"]["state"] == "out of time"
     assert {"machine", "first"} == {*parts["ranks"]["tasks"]}, "what was done is lost"
     assert parts["kernels"]["state"] == "complete" and parts["kernels"]["tasks"]
 
@@ -50,23 +49,15 @@ def test_an_unknown_part_is_an_error_and_so_is_no_gpu(report, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("names", [("tokens", "kernels"), ("speed", "ranks")])
-def test_all_parts_run_tiny(report, names):
-    code, parts = report(names, "", "--seconds", "900")
-    assert list(parts) == list(names)
-    assert code == 0, parts
-    assert all(len(part["tasks"]) > 2 for part in parts.values())
-    assert "failed" not in json.dumps(parts)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("failures", [
     {"tokens": "exception", "speed": "exception"},  # the part after each is complete
     {"kernels": "exit", "ranks": "exception"}], ids=" and ".join)
-def test_each_part_may_fail(report, failures):
+def test_each_part_may_fail_and_each_other_is_complete(report, failures):
     words = " ".join(map(":".join, failures.items()))
     code, parts = report(run.PARTS, words, "--seconds", "600")
     states = {name: found["state"] for name, found in parts.items()}
     expected = dict.fromkeys(run.PARTS, "complete") | dict.fromkeys(failures, "failed")
     assert code == 1 and states == expected
+    for name in parts.keys() - failures:
+        assert len(parts[name]["tasks"]) > 2 and "failed" not in str(parts[name])
     assert str(ROOT) not in json.dumps(parts) and "parts.py" in json.dumps(parts)

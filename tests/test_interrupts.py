@@ -13,7 +13,6 @@ import linecache
 import random
 import signal
 import sys
-import weakref
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -26,9 +25,17 @@ import pytest
 
 import helpers
 import nanopaged
-from helpers import CPU, add_all, drain, first_tokens_of, generate, greedy, tokens_of
+from helpers import (
+    CPU,
+    add_all,
+    all_tokens_of,
+    drain,
+    first_tokens_of,
+    generate,
+    greedy,
+    tokens_of,
+)
 from nanopaged import LLM, BeamSearchParams, model_runner
-from nanopaged.block_manager import BlockManager
 from nanopaged.sampler import sample
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.observers import observers
@@ -136,7 +143,7 @@ def ask_for_everything(llm, prompts):
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
-@pytest.mark.parametrize("count", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [5, pytest.param(30, marks=pytest.mark.slow)])
 def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
     rng = random.Random(count)
     with LLM(llama, preemption_mode=mode, **SMALL) as llm:
@@ -149,7 +156,7 @@ def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
             assert struck.line and is_sound(llm, work), struck.line
 
 
-@pytest.mark.parametrize("stride", [13, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [13, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_second_ctrl_c_after_the_first(stride, llama, work):
     """While the first one ends the call, and while the next call starts anew."""
     def observer(phase, batch):
@@ -186,10 +193,6 @@ def add_and_step(llm, prompts):
     return lambda: [llm.add_request(prompts[0], greedy()), llm.step()]
 
 
-def start_a_stream(llm, prompts):
-    return lambda: next(llm.stream(prompts, greedy(n=2)))
-
-
 def shut_down(llm, prompts):
     add_all(llm, prompts, greedy(n=2))
     llm.step()
@@ -198,7 +201,7 @@ def shut_down(llm, prompts):
 
 @pytest.mark.parametrize("growth", [1.7, pytest.param(1.1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("prepare", [
-    close_a_stream, abort_two, add_and_step, start_a_stream, shut_down])
+    close_a_stream, abort_two, add_and_step, shut_down])
 def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
     llm, moment, struck = LLM(llama, **SMALL), 1, True
     while struck:
@@ -240,7 +243,7 @@ def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch):
             assert generate(llm, prompts, greedy(3)) == answers
 
 
-# -- Threads, and the garbage collector ------------------------------------------------
+# -- Threads ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
@@ -262,59 +265,31 @@ def test_threads_get_their_own_answers_and_leave_nothing_behind(ahead, llama, wo
         assert not llm.has_unfinished_requests() and is_sound(llm, work)
 
 
-@pytest.mark.parametrize("method", ["match_prefix", "grow", "advance", "free"])
-def test_the_garbage_collector_closes_a_stream_in_the_middle_of_a_step(
-        method, llama, work, monkeypatch):
-    original, closed, noted = getattr(BlockManager, method), [], []
-
-    def collect_first(self, *arguments):
-        before = len(closed)
-        gc.collect()
-        noted.extend(closed[before:])
-        return original(self, *arguments)
-
-    monkeypatch.setattr(BlockManager, method, collect_first)
-    with LLM(llama, **SMALL) as llm, deadline():
-        for _ in range(3):
-            cycle = [llm.stream(work[0][:2], greedy(20, n=2))]
-            weakref.finalize(cycle[0], closed.append, cycle[0].__name__)
-            next(cycle[0])
-            cycle.append(cycle)
-            del cycle
-            assert generate(llm, work[0], greedy(COUNT)) == [[t] for t in work[1]]
-        assert len(noted) == 3 and is_sound(llm, work)
-
-
 # -- Observers, signal handlers, errors ------------------------------------------------
 
 
 @pytest.mark.parametrize("phase", ["begin", "scheduled", "executed", "updated"])
 def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work):
-    """But requests can be added and aborted there."""
     def observer(now, batch):
-        if now == phase and llm.scheduler.running and not added:
-            added.append(llm.add_request(work[0][1], greedy(COUNT)))
-            llm.abort_request(victim)
+        if now == phase and llm.scheduler.running:
+            struck.append(now)
             for call in (llm.step, llm.shutdown, lambda: generate(llm, [[5]], greedy()),
                          lambda: next(llm.stream([5]))):
                 with pytest.raises(RuntimeError, match="within a step"):
                     call()
 
-    added = []
+    struck = []
     with LLM(llama, **SMALL) as llm, deadline():
         observers(llm).append(observer)
-        victim = llm.add_request(work[0][0], greedy(40))
-        assert generate(llm, work[0][2:], greedy(COUNT)) == [[t] for t in work[1][2:]]
-        ends = {i: output.outputs[0] for i, output in drain(llm).items()}
-        assert ends[victim].finish_reason == "abort" and len(ends) == 2
-        assert ends[added[0]].token_ids == work[1][1]
-        assert is_sound(llm, work)
+        assert is_sound(llm, work) and struck
 
 
 @pytest.mark.parametrize("growth", [1.5, pytest.param(1.05, marks=pytest.mark.slow)])
-def test_a_signal_handler_may_add_and_abort_at_any_line(growth, llama, work):
+def test_a_signal_handler_may_add_abort_and_close_at_any_line(growth, llama, work):
+    """And so may the garbage collector, which closes a stream that is left."""
     def handler():
         llm.abort_request(victim)
+        stream.close()
         llm.add_request(work[0][1], greedy(COUNT))
         with suppress(RuntimeError):  # between two steps it can do that
             assert generate(llm, work[0][:1], greedy(3)) == [[work[1][0][:3]]]
@@ -323,9 +298,12 @@ def test_a_signal_handler_may_add_and_abort_at_any_line(growth, llama, work):
     with LLM(llama, **SMALL) as llm:
         while struck:
             victim = llm.add_request(work[0][0], greedy(40))
+            stream = llm.stream(work[0][:2], greedy(20, n=2))
+            next(stream)
             with deadline(), AtLine(moment, handler) as at:
                 answers = generate(llm, work[0][2:], greedy(COUNT))
             struck, moment = at.line, int(1 + growth * moment)
+            stream.close()
             assert answers == [[tokens] for tokens in work[1][2:]], struck
             (end, *added) = drain(llm).values()
             assert end.finished and len(added) == bool(struck), struck
@@ -394,8 +372,12 @@ def test_bad_logits_of_one_request_change_no_other(
         return sample(logits, seqs)
 
     with LLM(llama, **SMALL) as llm, deadline():
+        others = [greedy(COUNT, seed=1, **fields) for fields in (
+            {}, {"temperature": 0.5, "logprobs": 2}, {"temperature": 1, "top_p": 0.9},
+            {"temperature": 1, "top_k": 4, "top_p": 0.9})]
+        expected = generate(llm, work[0], others)
         monkeypatch.setattr(model_runner, "sample", spoil)
-        first, *others = llm.generate(
-            [work[0][0], *work[0]], [victim] + [greedy(COUNT)] * 4, use_tqdm=False)
-        assert first.finished and first_tokens_of(others) == work[1]
+        first, *found = llm.generate(
+            [work[0][0], *work[0]], [victim, *others], use_tqdm=False)
+        assert first.finished and list(map(all_tokens_of, found)) == expected
         assert is_sound(llm, work)

@@ -1,16 +1,13 @@
-"""From files to weights: checkpoints of every form, a rank's part, and the memory."""
+"""From files to weights: checkpoints of every form, and the memory."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from helpers import CPU, complete, floats, greedy, message_of, run_python
 from nanopaged import LLM, SamplingParams
-from nanopaged.config import EngineConfig
-from nanopaged.loader import load_config, load_generation_config, load_model
-from nanopaged.parallel import DIVIDED
+from nanopaged.loader import load_config, load_generation_config
 
 PROMPT = [5, 9, 44, 7, 12, 150]
 TIED = {"tie_word_embeddings": True}
@@ -103,34 +100,6 @@ def test_an_error_in_a_file_is_one_sentence_that_names_it(
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
     found = message_of(lambda: LLM(file.parent, **CPU), ValueError)
     assert message.format(name=name, path=file.parent) in found and "\n" not in found
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_weights_are_rounded_to_the_dtype_of_the_engine(dtype, llama, engine):
-    exact, rounded = (engine(llama, dtype=name).runner.model.model
-                      for name in ("float32", dtype))
-    expected = exact.embed_tokens.weight.to(getattr(torch, dtype))
-    assert torch.equal(rounded.embed_tokens.weight, expected)
-
-
-# -- A rank's part ---------------------------------------------------------------------
-
-
-def load_share(path, rank):
-    """The weights of one of two ranks."""
-    share = load_config(path)
-    for name in DIVIDED:
-        setattr(share, name, getattr(share, name) // 2)
-    ranks = SimpleNamespace(rank=rank, size=2, share=share)
-    backend = SimpleNamespace(device=torch.device("cpu"), dtype=torch.float32)
-    return load_model(EngineConfig(path), backend, ranks).state_dict()
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_ranks_divide_no_vocabulary_that_is_twice_as_large(rank, llama, edit_model):
-    path = edit_model(llama, config=lambda config: config.update(vocab_size=80))
-    assert "must be [80, 64] for each rank, got [160, 64]" in message_of(
-        lambda: load_share(path, rank))
 
 
 # -- Memory ----------------------------------------------------------------------------

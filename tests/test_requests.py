@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import helpers
-from helpers import CPU, add_all, complete, drain, first_tokens_of, generate, tokens_of
+from helpers import CPU, add_all, complete, drain, first_tokens_of, tokens_of
 from nanopaged import LLM
 from nanopaged.tour.observers import observers
 
@@ -71,22 +71,6 @@ def test_one_step_ahead_a_step_is_launched_before_the_last_is_read(llm, monkeypa
     complete(llm, [5, 6, 7], greedy(3))
     assert events[:4] == (["launch", "launch", "read", "launch"] if llm.runs_ahead
                           else ["launch", "read", "launch", "read"])
-
-
-def test_streams_take_turns_and_leave_the_outputs_of_others_to_them(llm, work):
-    prompts, expected = work
-    mine = llm.add_request(prompts[0], greedy(6))
-    streams = [llm.stream(prompt, greedy()) for prompt in prompts[1:3]]
-    last = {}
-    for outputs in itertools.zip_longest(*streams):
-        last |= {i: tokens_of(o) for i, o in enumerate(outputs) if o is not None}
-    assert [last[0], last[1]] == expected[1:3]
-    assert generate(llm, prompts[3:], greedy()) == [[tokens] for tokens in expected[3:]]
-    assert llm.has_unfinished_requests(), "somebody may want to see the end of `mine`"
-    (output,) = llm.step()
-    assert (output.request_id, output.finished) == (mine, True)
-    assert tokens_of(output) == expected[0][:6]
-    assert llm.step() == [] and not llm.has_unfinished_requests()
 
 
 def test_a_stream_that_is_left_takes_its_requests_with_it(llm, work):

@@ -190,26 +190,6 @@ def test_limits_keep_what_sorting_and_transformers_keep(kind):
     assert clear.sum() > 2000 and torch.equal((logits >= lowest)[clear], kept[clear])
 
 
-@pytest.mark.parametrize("broken", [torch.nan, INF, -INF], ids=str)
-@pytest.mark.parametrize("where", [290, slice(None)], ids=str)
-def test_a_row_without_probabilities_gets_a_token_and_touches_no_other(broken, where):
-    params = [SamplingParams(**fields) for fields in (
-        {"temperature": 0}, {}, {"top_k": 4, "top_p": 0.9}, {"top_k": 9},
-        {"logprobs": 2, "temperature": 0.5}, {"logprobs": 0, "temperature": 0})]
-    seqs = [sequence(p, seed) for seed, p in enumerate(params * 3)]
-    logits = random_logits(len(seqs), 300)
-    right = sample(logits, seqs)
-    logits[6:12, where] = broken
-    output = sample(logits, seqs)
-    assert all(0 <= token < 300 for token in output.read())
-    for row in [*range(6), *range(12, 18)]:
-        assert output.read()[row] == right.read()[row]
-        assert output.logprobs.get(row) == right.logprobs.get(row)
-
-
-# -- The most likely token -------------------------------------------------------------
-
-
 def test_extreme_logits_and_temperatures_draw_possible_tokens():
     limits = [{}, {"top_p": 0.5}, {"top_k": 7}, {"top_p": 0.1}] * 5
     for scale, heat in itertools.product((1e-30, 1, 1e30), (1e-5, 1e-3, 1.0, 1e30)):

@@ -26,7 +26,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from nanopaged import kernels, model, sampler
 
 DEVICE = torch.device("cuda", 0)
-KERNELS = ("store", "copy_blocks", "paged_attention", "merge_parts")
+KERNELS = ("store", "paged_attention", "merge_parts")
 # What copies between devices, or asks for no elements.
 CROSSING = {"copy_", "to", "cpu", "__get__", "__set__", "is_pinned", "set_data"}
 WAITING = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__",
