@@ -140,8 +140,8 @@ class Events:
         request_id = next(reversed(scheduler.running))
         num_moves = len(batch.swaps_out)
         yield
-        full = (f"The pool is full, and request {request_id} is the youngest that "
-                "runs, so it gives way.")
+        full = (f"The pool is full, and request {request_id} is the youngest "
+                "running request, so it gives way.")
         moves = batch.swaps_out[num_moves:]
         if moves:
             self.say("swap_out", f"{full} Its blocks move to CPU memory: "

@@ -111,8 +111,8 @@ class Trace(AbstractContextManager["Trace"]):
             self.groups[request_id] = group
             if phase != "start":
                 self._events.add(
-                    "arrive", f"request {request_id} ({group['kind']}; length of the "
-                    f"prompt: {len(group['prompt'])})")
+                    "arrive", f"request {request_id} ({group['kind']}, prompt length "
+                    f"{len(group['prompt'])})")
         state = take_state(
             self._scheduler, self._known, self._events.now, self._texts)
         text = json.dumps(state, separators=(",", ":"))
