@@ -41,7 +41,7 @@ import transformers
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
 from nanopaged.tour.guide.figures import standalone
 from nanopaged.tour.guide.paper import FIGURES
-from nanopaged.tour.limits import machine_limits, time_floor
+from nanopaged.tour.limits import count_weights, machine_limits, time_floor
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import check_writable
 
@@ -60,7 +60,6 @@ SHAPES: dict[str, dict[str, int]] = {
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, vocab_size=256,
     ),
 }
-PREFILL_BATCH = 32
 
 
 # -- requests --------------------------------------------------------------------------
@@ -78,8 +77,6 @@ def write_config(folder: str, sizes: dict[str, int]) -> str:
 def make_engine(args: Args, **changes: Any) -> LLM:
     defaults = {"model": args.model, "load_format": "dummy"}
     llm = LLM(**(defaults | args.engine | changes))
-    if args.steps_ahead is not None:
-        llm.runs_ahead = bool(args.steps_ahead)
     # Touch the KV pool's memory once, as a server will have done after a while.
     llm.runner.kv_caches.zero_()
     return llm
@@ -256,8 +253,13 @@ def serve(llm: LLM, requests: Requests, temperature: float) -> Figures:
 
 
 def bench_decode(args: Args) -> Figures:
-    """Tokens generated per second, by batch size, and prompt tokens per second."""
-    most = max(*args.batch_sizes, PREFILL_BATCH)
+    """Tokens generated per second, by batch size, and prompt tokens per second.
+
+    A decode step reads all weights once. `weights_share` is their bytes per second,
+    divided by the memory's speed. A batch of one does little else, so 1 would be
+    perfect. Larger batches also read more K and V, and compute more.
+    """
+    most = max(args.batch_sizes)
     llm = make_engine(
         args, enable_prefix_caching=False, max_num_seqs=most,
         max_num_batched_tokens=most * args.prompt_len)  # so all prompts run in one step
@@ -267,6 +269,12 @@ def bench_decode(args: Args) -> Figures:
     figures = {"nanopaged": measure_rates(args, prompts, partial(run_batch, llm))}
     llm.shutdown()
 
+    memory_speed = machine_limits(llm.runner.device, llm.runner.dtype)["bytes_per_s"]
+    weights = sum(count_weights(llm.model_config)) * llm.runner.dtype.itemsize
+    for size in args.batch_sizes:
+        run = figures["nanopaged"][f"decode, batch {size}"]
+        if "median" in run:
+            run["weights_share"] = weights * run["median"] / size / memory_speed
     if args.vs:
         args.temperature = 0.0
         peer = Transformers(args, llm)
@@ -276,7 +284,8 @@ def bench_decode(args: Args) -> Figures:
                 run["ratio"] = figures["nanopaged"][name]["median"] / run["median"]
     for engine, rates in figures.items():
         show(f"{engine}, tokens/s: {args.prompt_len} in, {args.tokens} out", rates)
-    return figures
+    print(f"\nWeights: {weights:,} bytes. Memory: {memory_speed:,.0f} bytes/s.")
+    return figures | {"weights_bytes": weights, "memory_bytes_per_s": memory_speed}
 
 
 def run_batch(llm: LLM, prompts: list[list[int]], length: int) -> list[float]:
@@ -306,8 +315,7 @@ def measure_rates(args: Args, prompts: list[list[int]], run_batch: RunBatch) -> 
     for size in args.batch_sizes:
         run = partial(decode, size)
         figures[f"decode, batch {size}"] = repeat(run, 4, args.tokens, args.repeats)
-    name = f"prefill, batch {PREFILL_BATCH}"
-    figures[name] = repeat(prefill, 2, PREFILL_BATCH, args.repeats)
+    figures["prefill"] = repeat(prefill, 2, len(prompts), args.repeats)
     return figures
 
 
@@ -487,7 +495,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     number("--threads", help="for torch and the Numba kernel")
     number("--repeats", default=3, help="number of measured runs")
     number("--vs-batch", default=16, help="batch size of transformers")
-    number("--steps-ahead", type=int, choices=(0, 1), help="default: 1 on a GPU")
     number("--requests", default=32)
     number("--input-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--output-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))

@@ -144,8 +144,8 @@ class TorchAttention:
 class NumbaAttention(TorchAttention):
     """On a CPU: `cpu_kernels.py` computes decodes and short chunks, and torch the rest.
 
-    A decode reads every key once per head, so gathering K and V first, as torch needs
-    them, would take longer than the attention. For a long chunk it pays off.
+    A decode uses every key for only one query, so gathering K and V first, as torch
+    needs them, would take longer than the attention. For a long chunk it pays off.
     """
 
     min_queries = 9  # measured: with up to 8 queries, the kernel is usually faster
@@ -225,7 +225,7 @@ class TritonAttention(TorchAttention):
         # programs fit into a multiprocessor at once. That is more than enough.
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # For each KV head, because an item has a program for each of them.
+        # How many can run at once for one KV head. An item needs one for each KV head.
         self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
@@ -253,9 +253,9 @@ class TritonAttention(TorchAttention):
         programs, and when one ends early, another one starts.
 
         For example, let 2 programs (of a KV head) run at once, and let a round have 64
-        keys. Two decodes have 1000 and 100 keys. So 1100 keys are cut into 2 x 2 parts
-        of 275, which are rounded up to 5 rounds, or 320 keys. The first decode has four
-        parts, the second has one:
+        keys. Two decodes have 1000 and 100 keys. An equal share is 550 keys, and half
+        of it is 275. Rounded up to 5 rounds, a part has 320 keys. So the first decode
+        has four parts, and the second has one:
 
             table  token  position  num_keys  first_key   end
                 0      0       999      1000          0   320
@@ -278,11 +278,10 @@ class TritonAttention(TorchAttention):
         table_starts = starts_of(divide_up(ends, self.block_size))
         tiles = np.stack((table_starts[seqs], tokens, positions, num_keys), 1)
 
-        # All keys together fill at most num_parts parts. But the last part of a tile
-        # may not be full, which adds less than one part for each tile. So there are at
-        # most len(tiles) + num_parts items. And fewer than num_parts tiles are cut,
-        # because each of those has more keys than a part. So these have at most
-        # 2 * num_parts parts: the room that `attend` makes.
+        # All keys together fill at most num_parts full parts, and each tile may add one
+        # that is not full: at most len(tiles) + num_parts items. A tile that is cut has
+        # more keys than a part, so fewer than num_parts tiles are cut. They have at
+        # most 2 * num_parts parts, which `attend` calls most_parts.
         num_parts = 2 * self.programs_at_once
         rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
@@ -304,10 +303,10 @@ class TritonAttention(TorchAttention):
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
-        # Tiles that are cut have more keys than the others, so their parts come first
-        # in the plan, and `plan` shows why there are at most this many of them. It is
-        # always the same size, so the trial steps of `ModelRunner._start` need as much
-        # memory for it as any other step.
+        # Only tiles that are cut need room for their parts. These have the most keys,
+        # so they come first in the plan, which shows that most_parts are enough. The
+        # room does not depend on the step, so the trial steps of `ModelRunner._start`
+        # need as much memory as any other.
         most_parts = 4 * self.programs_at_once
         shape = most_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
@@ -351,9 +350,9 @@ class FlashAttention(TritonAttention):
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
         queries, keys, table_starts = metadata.plan.int()
-        # [num_seqs, max_blocks]. All rows have the same length, so short ones run on
-        # into the next table, and the last ones start again with the first table. Only
-        # as many blocks are read as a sequence has.
+        # [num_seqs, max_blocks]: a table in each row. After a short one the row holds
+        # whatever comes next (after the last table, the first one again). It is never
+        # read, because flash-attn knows how many keys a sequence has.
         width = divide_up(int(ends.max()), self.block_size)
         at = table_starts[:-1, None] + torch.arange(width, device=q.device)
         table = metadata.block_tables[at % len(metadata.block_tables)]

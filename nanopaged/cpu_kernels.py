@@ -127,8 +127,8 @@ def paged_attention(num_reads, q, *arrays):
     The threads must not run any Python code. Python would call signal handlers there,
     and an exception from a handler, such as Ctrl-C, would get lost in the C code that
     started the thread's work. So they run `extend`, which pulls the shares through
-    `map`: both are written in C. They hold Python's lock only between two shares,
-    because `run_programs` releases it (nogil).
+    `map`: both are written in C. These need Python's lock, but only between shares:
+    `run_programs` releases it (nogil), so the shares run in parallel.
     """
     out = np.empty_like(q)
     num_shares = max(1, torch.get_num_threads() * min(4, num_reads // 2048))

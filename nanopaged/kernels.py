@@ -10,9 +10,9 @@ A kernel is the code of one program. It is launched on a grid of many programs, 
 the first elements of tensors), numbers, and compiled-in constants (in capital letters).
 A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes must be
 powers of two, so DIM is head_dim rounded up, and masks leave out the rest. Triton
-compiles a kernel again when an argument becomes divisible by 16, or no longer is.
-`do_not_specialize` names the arguments that must not cause this, because they change in
-every step.
+compiles a kernel again when a number or an address becomes divisible by 16, or no
+longer is. `do_not_specialize` names the pointers that must not cause this, because
+their addresses change in every step.
 """
 # mypy: ignore-errors
 
@@ -38,7 +38,7 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     at = tl.arange(0, triton.next_power_of_2(SIZE))  # elements of all heads
     mask = at < SIZE
     slot = tl.load(slots + token)  # in 64 bits: a pool has too many elements for 32
-    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # of its head, in K and in V
+    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # in the block's K, or its V
     k_at = kv_cache + slot // BLOCK_SIZE * 2 * SIZE * BLOCK_SIZE
     k_at += row * HEAD_DIM + at % HEAD_DIM
     v_at = k_at + SIZE * BLOCK_SIZE
@@ -52,10 +52,11 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     """Where this tile is in `q` or `out`, and which of its elements exist.
 
     A tile has a row for each query of each head of the group: the row's number is
-    query * GROUP + head. All rows use the same K and V, which are read only once.
+    query * GROUP + head. All rows use the same K and V, which are read only once. The
+    last query sees all num_keys keys, so there are num_keys - position queries.
     """
     token = tl.load(items + 1)
-    num_queries = tl.load(items + 3) - tl.load(items + 2)  # num_keys - position
+    num_queries = tl.load(items + 3) - tl.load(items + 2)
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, DIM)[None, :]
     query = row // GROUP
@@ -110,9 +111,9 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(first_key, end, KEYS):
         # Find each key by its block: this is what paging costs.
-        first_row = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
-        kv_row = first_row + key % BLOCK_SIZE
-        k_at = kv_cache + kv_row[:, None] * HEAD_DIM + dim[None, :]
+        head_start = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
+        vector = head_start + key % BLOCK_SIZE  # its number in the pool
+        k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
         kv_mask = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(k_at, mask=kv_mask, other=0.0)  # [KEYS, DIM]
@@ -164,7 +165,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     items += first * 6
     num_keys = tl.load(items + 3)
     first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # right for a first part, which starts at 0
+    part_keys = tl.load(items + 5)  # the end of a first part is also its size
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 
@@ -177,10 +178,12 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     for item in range(first, first + tl.cdiv(num_keys, part_keys)):
         first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
         part = tl.load(parts + first_row * HEAD_DIM + at, mask=mask)
-        log = tl.load(log_sums + first_row + row)
-        higher = tl.maximum(log_sum, log)
-        both = higher + tl.log2(tl.exp2(log_sum - higher) + tl.exp2(log - higher))
-        acc *= tl.exp2(log_sum - both)[:, None]
-        acc += tl.exp2(log - both)[:, None] * part
-        log_sum = both
+        part_sum = tl.load(log_sums + first_row + row)
+        # acc is the weighted mean so far, and log_sum the log2 of its total weight.
+        higher = tl.maximum(log_sum, part_sum)
+        weights = tl.exp2(log_sum - higher) + tl.exp2(part_sum - higher)
+        new_sum = higher + tl.log2(weights)
+        acc *= tl.exp2(log_sum - new_sum)[:, None]
+        acc += tl.exp2(part_sum - new_sum)[:, None] * part
+        log_sum = new_sum
     tl.store(out_at, acc, mask=mask)

@@ -97,8 +97,9 @@ class ModelRunner:
         """What the forward pass needs to know, on the device; see `Metadata`.
 
         This adds `padding` sequences of one token each. They must not overwrite the K
-        and V of others, so theirs go to the pool's last block, number `num_blocks`,
-        which no request ever gets.
+        and V of others, so theirs go to an extra block at the end of the device's pool.
+        (Here it has the number `num_blocks`. To the block manager, which does not know
+        it, that is the CPU's first block.)
         """
         block_size = self.config.block_size
         counts = np.array(batch.counts + [1] * padding)
@@ -110,8 +111,8 @@ class ModelRunner:
             positions=positions,
             slots=slots,
             plan=self.backend.plan(counts, ends),
-            # Tables grow with their sequences, which moves whatever follows them. So
-            # only what no graph reads may follow.
+            # What follows the tables moves when they grow. So all that a graph reads
+            # comes before `last_indices`, which no graph reads.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
@@ -143,8 +144,8 @@ class ModelRunner:
         """Copy blocks of all layers from one pool to another, or within a pool.
 
         Blocks in CPU memory are numbered after the device's. Only 16 are copied at a
-        time, because blocks in transit need memory, too. The moves may run in any
-        order: they read blocks that a sequence holds, and write blocks that were free.
+        time, because blocks in transit need memory, too. The moves of one call may run
+        in any order: they read blocks that are held, and write blocks that were free.
         """
         ids = np.array(moves, dtype=np.int64).reshape(-1, 2)
         ids -= self.num_blocks * (ids >= self.num_blocks)

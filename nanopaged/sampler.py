@@ -38,7 +38,7 @@ BUCKET_SIZE = 128
 NO_TOP_K = 2**31
 # Random numbers are multiples of this, and below 1. A bucket, or a token within its
 # bucket, that is less likely than this may never be drawn. Sums in float64 are more
-# precise than this, so the last one exceeds every random number.
+# precise than this, so the sum of all probabilities exceeds every random number.
 RESOLUTION = 2.0**-32
 
 
@@ -82,9 +82,9 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
         numbers = table[:, :2].split(1, dim=1)
         temperature, *limits = table[:, 2:].float().split(1, dim=1)
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
-            # For rows with a top_k, the most likely tokens are enough (at least 2 of
-            # them, because torch would compile a size of 1 separately). If other rows
-            # need all tokens, their bounds are computed separately.
+            # Rows with a top_k need only the most likely tokens (at least 2 of them,
+            # because torch would compile a size of 1 separately). If there are other
+            # rows, too, their bounds are then computed from all tokens.
             top_ks = [p.top_k for p in drawing]
             most = min(max(2, *top_ks), logits.shape[1])
             values = logits.topk(most).values if any(top_ks) else logits
@@ -129,7 +129,7 @@ def draw_params(seq: Sequence) -> list[float]:
     # host knows it even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
     first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
-    # All tokens together have a probability of 1. So with a top_p of 2, all stay.
+    # With a top_p of 1 all must stay. Rounded sums may reach 1 too early, but never 2.
     top_p = params.top_p if params.top_p < 1 else 2
     return [first * RESOLUTION, second * RESOLUTION, params.temperature,
             params.top_k or NO_TOP_K, top_p, params.min_p]
@@ -187,7 +187,7 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     # A token is out if the tokens above it are already enough. Sorting all tokens would
     # take too long, so bisection finds the bound. Tokens up to `low` are out, and the
     # bound is in a range above it. At first that is the range from -128, where weights
-    # are 0, to 0. It is halved until two weights in it cannot differ in float32.
+    # are 0, to 0. After 32 halvings, float32 cannot tell the weights in it apart.
     low = torch.full_like(enough, -128)
     for i in range(32):
         middle = low + 64 / 2**i

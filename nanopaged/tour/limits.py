@@ -34,37 +34,43 @@ def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) ->
 def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Bytes/s and FLOP/s, measured.
 
-    Bytes: a large copy (reads and writes), or one row times eight large matrices
-    (reads), whichever is faster. Operations: many rows times two of these matrices.
-    They are the engine's own `Linear`, packed where the engine packs.
+    Bytes: the sum of a buffer of 1 GiB, which no cache can hold (reads), or a copy of
+    it (reads and writes), whichever is faster. Operations: many rows times two large
+    matrices. They are the engine's own `Linear`, packed where the engine packs.
     """
-    on_cpu = device.type == "cpu"
+    source = torch.ones(2**27, dtype=torch.int64, device=device)
+    target = torch.empty_like(source)
+    read = source.nbytes / fastest(source.sum, device)
+    copied = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
+
     rows = 8192
     columns = 2048
     matrices = []
-    for _ in range(8):
+    for _ in range(2):
         matrix = Linear(columns, rows=rows).to(device, dtype)
         matrix.requires_grad_(False).weight.normal_()
         pack(matrix)
         matrices.append(matrix)
 
-    def multiply(batch: int, count: int) -> float:
+    def multiply(batch: int) -> float:
         x = torch.randn(batch, columns).to(device, dtype)
-        return fastest(lambda: [matrix(x) for matrix in matrices[:count]], device)
-
-    num_bytes = 2**28 if on_cpu else 2**30
-    source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    copied = 2 * num_bytes / fastest(lambda: target.copy_(source), device)
-    read = 8 * rows * columns * dtype.itemsize / multiply(1, 8)
+        return fastest(lambda: [matrix(x) for matrix in matrices], device)
 
     rates = []
-    for batch in (256, 1024) if on_cpu else (1024, 8192):
-        flops = 2 * 2 * batch * rows * columns
-        rates.append(flops / multiply(batch, 2))
+    for batch in (256, 1024) if device.type == "cpu" else (1024, 8192):
+        rates.append(2 * 2 * batch * rows * columns / multiply(batch))
     return {
         "copy_bytes_per_s": copied, "read_bytes_per_s": read,
         "bytes_per_s": max(copied, read), "flops_per_s": max(rates)}
+
+
+def count_weights(config: Any) -> tuple[int, int]:
+    """How many weights a decode step reads: in all layers, and in the output head."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention_weights = config.hidden_size * 2 * heads * config.head_dim  # q, o, k, v
+    mlp_weights = config.hidden_size * 3 * config.intermediate_size
+    layer_weights = config.num_hidden_layers * (attention_weights + mlp_weights)
+    return layer_weights, config.hidden_size * config.vocab_size
 
 
 def time_floor(
@@ -78,12 +84,7 @@ def time_floor(
     and operations overlap perfectly: the floor is the larger of the two.
     """
     config = llm.model_config
-    heads = config.num_attention_heads + config.num_key_value_heads
-    attention_weights = config.hidden_size * 2 * heads * config.head_dim  # q, o, k, v
-    mlp_weights = config.hidden_size * 3 * config.intermediate_size
-    layer_weights = config.num_hidden_layers * (attention_weights + mlp_weights)
-    head_weights = config.hidden_size * config.vocab_size
-
+    layer_weights, head_weights = count_weights(config)
     tokens_in = sum(len(prompt) for prompt, _ in requests)
     tokens_out = sum(length for _, length in requests)
     longest = max(length for _, length in requests)
