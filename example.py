@@ -3,6 +3,7 @@
     python example.py                                 # the bundled model, offline
     python example.py --model Qwen/Qwen3-0.6B --chat  # from the Hugging Face hub
     python example.py --trace run.html                # a page that shows every step
+    python example.py --trace run.html --num-blocks 24  # the same, in a small pool
 """
 
 import argparse
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 from nanopaged import LLM, RequestOutput, SamplingParams
 from nanopaged.tour import trace
@@ -29,7 +31,7 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
     with one_sentence():
-        llm = LLM(args.model, seed=args.seed)
+        llm = LLM(args.model, seed=args.seed, num_blocks=args.num_blocks)
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
     with trace(llm, args.trace) if args.trace else nullcontext():
         if args.chat:
@@ -54,6 +56,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=160)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--num-blocks", type=int, help="with a pool of 24, a request has to give way")
     parser.add_argument("--trace", metavar="FILE", help="a page that shows every step")
     args = parser.parse_args()
     try:
@@ -133,15 +137,16 @@ def show_prefix_cache(llm: LLM, outputs: list[RequestOutput]) -> None:
 
 
 def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
-    """Send the first requests again, stop halfway, and look at the pool of blocks."""
+    """Ask for two answers to each prompt, stop halfway, and look at the pool of blocks.
+    """
     for prompt in prompts:
-        llm.add_request(prompt, params)
+        llm.add_request(prompt, replace(params, n=2))
     for _ in range(20):
         llm.step()
 
     stats = llm.stats()
     print(
-        f"20 steps into the same requests: {stats.blocks_used} of "
+        f"20 steps into two answers to each prompt: {stats.blocks_used} of "
         f"{stats.blocks_total} blocks are in use, and {stats.blocks_cached} are in the "
         f"prefix cache, which has saved {stats.prefix_hit_tokens} prompt tokens so far."
     )

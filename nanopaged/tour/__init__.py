@@ -7,6 +7,6 @@
 paper's figures on memory. Nothing in the engine imports this package.
 """
 
-from nanopaged.tour.recorder import trace
+from nanopaged.tour.recorder import Trace as trace
 
 __all__ = ["trace"]

@@ -69,13 +69,12 @@ def kv_command(arguments: Sequence[str]) -> None:
     add("--seqs", type=positive, default=8, help="sequences; default: %(default)s")
     add("--memory", type=positive, default=24,
         help="GiB that K and V may take; default: %(default)s")
-    add("--dtype", help="of K and V, if it is not the checkpoint's: float16, ...")
     options = parser.parse_args(arguments)
 
     from nanopaged.tour import kv
 
     try:
-        shape = kv.read_shape(options.config, options.dtype)
+        shape = kv.read_shape(options.config)
     except ValueError as error:
         parser.error(str(error))
     print(kv.describe(shape, options.tokens, options.seqs, options.memory))

@@ -6,13 +6,12 @@ sentence, "#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns 
 into marks that light up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from nanopaged.block_manager import BlockManager, FreeList, Moves
 from nanopaged.scheduler import Batch, Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
-from nanopaged.tour.words import join, listed, listed_moves
 
 Event = tuple[str, str]  # its kind, and a sentence
 
@@ -29,12 +28,29 @@ LISTS = {
             "and no K or V is copied.",
     "beam": "The old {1} is continued by the new {0}.",
 }
+MOST_LISTED = 6  # blocks or sequences in one sentence
 REASONS = {"length": "reached its maximum length", "abort": "was aborted",
            "stop": "met a stop token or string"}
 
 
 def key(seq: Sequence) -> str:
     return f"@{seq.group.request_id}.{seq.group.sequences.index(seq)}"
+
+
+def join(parts: list[str]) -> str:
+    """a; a and b; a, b and c; a, b, c and 4 more."""
+    if len(parts) > MOST_LISTED:
+        parts = [*parts[: MOST_LISTED - 1], f"{len(parts) - MOST_LISTED + 1} more"]
+    *first, last = parts
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def listed(block_ids: Iterable[int]) -> str:
+    return join([f"#{block_id}" for block_id in block_ids])
+
+
+def listed_moves(moves: Moves) -> str:
+    return join([f"#{source} to #{target}" for source, target in moves])
 
 
 class Events:
@@ -115,17 +131,17 @@ class Events:
             if revived == found:
                 where = "which nobody held, but whose K and V were still there"
             elif revived:
-                where = f"of which nobody held {listed(revived, '#')}"
+                where = f"of which nobody held {listed(revived)}"
             self.say("prefix", f"The first {leader.num_computed_tokens} tokens of "
                      f"{key(leader)} need not be computed: they are in "
-                     f"{listed(found, '#')}, {where}.")
+                     f"{listed(found)}, {where}.")
 
     def preempt(self, scheduler: Scheduler, batch: Batch) -> Iterator[None]:
         request_id = next(reversed(scheduler.running))
         num_moves = len(batch.swaps_out)
         yield
-        full = (f"The pool is full, and request {request_id} is the youngest that "
-                "runs, so it gives way.")
+        full = (f"The pool is full, and request {request_id} is the youngest "
+                "running request, so it gives way.")
         moves = batch.swaps_out[num_moves:]
         if moves:
             self.say("swap_out", f"{full} Its blocks move to CPU memory: "
@@ -163,9 +179,9 @@ class Events:
         kept = [id for id in held if counts[id] > 0]
         sentence = f"{key(seq)} has ended: it {REASONS[reason]}."
         if freed:
-            sentence += f" That frees {listed(freed, '#')}."
+            sentence += f" That frees {listed(freed)}."
         if kept:
-            sentence += f" Others still hold {listed(kept, '#')}."
+            sentence += f" Others still hold {listed(kept)}."
         self.say(kind, sentence)
 
     # -- The block manager -------------------------------------------------------------
@@ -180,7 +196,7 @@ class Events:
                      f"hold too. It gets a copy to write into, #{copy}.")
         for seq, length in zip(seqs, lengths, strict=True):
             if len(seq.block_table) > length:
-                new = listed(seq.block_table[length:], "#")
+                new = listed(seq.block_table[length:])
                 self.add("grow", f"{key(seq)} takes {new}")
 
     def fork(self, manager: BlockManager, parent: Sequence, child: Sequence
@@ -200,7 +216,7 @@ class Events:
                     self.add("beam", name, subject=parent)
                 childless = [name for name in names if name not in parents]
                 if childless:
-                    self.say("beam", f"Nothing goes on from {listed(childless, '')}.")
+                    self.say("beam", f"Nothing goes on from {join(childless)}.")
         self.beams = {}
 
     def advance(self, manager: BlockManager, seq: Sequence, num_tokens: int

@@ -12,7 +12,7 @@ class Kind(NamedTuple):
     symbol: str  # module.qualified name, in the package
     line: str  # a part of the line that does it
     paper: str  # a section of arXiv 2309.06180, or where else it is from
-    is_minor: bool = False  # frames with nothing else are the first to be left out
+    is_minor: bool = False  # its source is shown only if nothing else happened
 
 
 CHUNKS = "Not in the paper: chunked prefill is from Sarathi-Serve (arXiv 2403.02310)"

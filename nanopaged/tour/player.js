@@ -240,9 +240,8 @@ class Player {
 
   leftOut() {
     const count = this.trace.left_out;
-    return count === 0 ? null : h("p.np-note", `This run was long, so ${plural(count, "frame")} `
-      + "are left out, mostly those in which nothing rare happened. A frame shows all that has "
-      + "changed since the one before it.");
+    return count === 0 ? null : h("p.np-note",
+      `This run was long, so its last ${plural(count, "phase")} have no frames, except the end.`);
   }
 
   controls() {

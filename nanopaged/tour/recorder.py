@@ -12,47 +12,40 @@ import html
 import json
 import zlib
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from markupsafe import Markup
 
 from nanopaged.llm import LLM
 from nanopaged.scheduler import Batch
-from nanopaged.tour.events import Event, Events, key
+from nanopaged.tour.events import Events, key
 from nanopaged.tour.kinds import KINDS, Kind
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import TEMPLATES, check_writable, page
-from nanopaged.tour.pieces import Pieces
 from nanopaged.tour.source import excerpt
-from nanopaged.tour.state import Groups, State, group_state, take_state
-from nanopaged.tour.words import count
+from nanopaged.tour.state import Groups, State, group_state, take_state, token_texts
 
-# A long run is thinned out. From MANY frames or characters on, frames are kept only if
-# something rare happens, and beyond the MOST, only the last one.
-MANY_FRAMES, MOST_FRAMES = 2_000, 4_000
-MANY_CHARACTERS, MOST_CHARACTERS = 10_000_000, 20_000_000  # before compression
+MOST_CHARACTERS = 20_000_000  # of the states: after these, only the last one is kept
 NUM_FINISHED = 6  # requests that are shown after their end
 
 
-def trace(llm: LLM, path: str | Path | None = None, title: str = "A run of nanopaged"
-          ) -> "Trace":
+class Trace(AbstractContextManager["Trace"]):
     """Record what `llm` does inside a `with` block, and write it to `path`, if given.
 
     Requests that are under way when the block begins are recorded from there on.
     ValueError says so before the run if `path` cannot be written.
-    """
-    if path is not None:
-        check_writable(path)
-    return Trace(llm, path, title)
 
-
-class Trace(AbstractContextManager["Trace"]):
-    """The frames of a run. A frame is the engine's state after a phase of a step.
-
-    `frames` has the step, the phase and the events of each. The states, a line of JSON
-    for each frame, are compressed while they come.
+    A frame is the engine's state after a phase of a step. `frames` has the step, the
+    phase and the events of each. The states, a line of JSON for each frame, are
+    compressed while they come.
     """
 
-    def __init__(self, llm: LLM, path: str | Path | None, title: str) -> None:
+    def __init__(self, llm: LLM, path: str | Path | None = None,
+                 title: str = "A run of nanopaged") -> None:
+        if path is not None:
+            check_writable(path)
         self.llm = llm
         self.path = path
         self.title = title
@@ -60,16 +53,16 @@ class Trace(AbstractContextManager["Trace"]):
         self.frames: list[dict[str, Any]] = []
         self.groups: dict[str, State] = {}  # all requests that were shown
         self.num_left_out = 0  # frames
-        self.pieces = Pieces(llm.tokenizer)
+        self._texts = partial(token_texts, llm.tokenizer)
         self._known: Groups = {}
         self._events = Events()
         self._scheduler = llm.scheduler  # the one that is watched
-        self._last = ""  # the state at the last phase
+        self._last = ""  # the state of the last frame
         self._num_characters = self._num_steps = 0
         self._packer = zlib.compressobj(9)
         self._packed = b""
 
-    def __enter__(self) -> "Trace":
+    def __enter__(self) -> Self:
         with self.llm._lock:
             self._events.watch(self._scheduler)
             self._look("start")
@@ -106,39 +99,32 @@ class Trace(AbstractContextManager["Trace"]):
             self._look(phase)
 
     def _look(self, phase: str) -> None:
-        """Compare the state with that of the phase before, and keep it as a frame."""
+        """Keep the state as a frame, if it has changed since the one before."""
+        if self._num_characters > MOST_CHARACTERS and phase != "end":
+            self._events.collect()  # nobody will read them
+            self.num_left_out += 1
+            return
         new = [id for id in self._scheduler.unfinished if id not in self._known]
         self._known |= self._scheduler.unfinished
         for request_id in new:
-            group = group_state(self._known[request_id], self.pieces.texts)
+            group = group_state(self._known[request_id], self._texts)
             self.groups[request_id] = group
             if phase != "start":
-                tokens = count(len(group["prompt"]), "prompt token")
                 self._events.add(
-                    "arrive", f"request {request_id} ({group['kind']}, {tokens})")
-        state = take_state(self._scheduler, self._known, self._events.now,
-                           self.pieces.texts)
+                    "arrive", f"request {request_id} ({group['kind']}, prompt length "
+                    f"{len(group['prompt'])})")
+        state = take_state(
+            self._scheduler, self._known, self._events.now, self._texts)
         text = json.dumps(state, separators=(",", ":"))
         events = self._events.collect()
         for request_id in state["finished"][:-NUM_FINISHED]:
             del self._known[request_id]
-        has_changed, self._last = text != self._last, text
-        # The last frame is the state in the end, whatever was left out before.
-        is_needed = phase == "end" and self.num_left_out > 0
-        if (has_changed and self._has_room(events)) or is_needed:
-            self.frames.append(
-                {"step": self._num_steps, "phase": phase, "events": events})
+        if text != self._last:
+            self._last = text
             self._num_characters += len(text)
             self._packed += self._packer.compress(text.encode() + b"\n")
-        elif has_changed:
-            self.num_left_out += 1
-
-    def _has_room(self, events: list[Event]) -> bool:
-        num_frames, num_characters = len(self.frames), self._num_characters
-        if num_frames >= MOST_FRAMES or num_characters >= MOST_CHARACTERS:
-            return False
-        is_long = num_frames >= MANY_FRAMES or num_characters >= MANY_CHARACTERS
-        return not is_long or any(not KINDS[kind].is_minor for kind, _ in events)
+            self.frames.append(
+                {"step": self._num_steps, "phase": phase, "events": events})
 
     def ask(self, step: int, text: str, choices: list[str], right: str, why: str
             ) -> None:
@@ -182,14 +168,15 @@ class Trace(AbstractContextManager["Trace"]):
         """A page that plays it, and that needs nothing else."""
         return page("run.html", title=self.title, data=self.data())
 
-    def player(self, ident: str, opens_at: int | None = None) -> str:
+    def player(self, ident: str, opens_at: int | None = None) -> Markup:
         """A player of it, as a part of a larger page that has the style and the script.
 
         A link to "#ident=12" leads to step 12. The player opens at step `opens_at`, or
         at the first step.
         """
-        macros = TEMPLATES.get_template("player.html").module
-        return str(macros.player(ident, self.data(), opens_at or ""))  # type: ignore
+        macros: Any = TEMPLATES.get_template("player.html").module
+        player: Markup = macros.player(ident, self.data(), opens_at or "")
+        return player
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.html(), encoding="ascii")

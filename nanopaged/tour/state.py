@@ -1,8 +1,11 @@
 """The engine's state as plain data, for a page to show."""
 
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from typing import Any, TypeAlias
+from weakref import ref
 
+from nanopaged.detokenizer import token_bytes
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 
@@ -70,3 +73,17 @@ def group_state(group: SequenceGroup, texts: Texts) -> State:
     # Contiguous memory would reserve room for the longest answers.
     return {"kind": kind, "prompt": texts(group.prompt_token_ids),
             "reserved": group.params.n * group.max_len}
+
+
+def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
+    """A text for each token; without a tokenizer this is its id.
+
+    If several tokens make up one character, the last has it, and the others are empty.
+    """
+    if tokenizer is None:
+        return [f" {token}" for token in token_ids]
+    decoder = getincrementaldecoder("utf-8")("replace")
+    # Special tokens have no bytes, so their names are shown.
+    return [decoder.decode(token_bytes(ref(tokenizer), token)[1] or
+                           tokenizer.convert_ids_to_tokens(token).encode())
+            for token in token_ids]

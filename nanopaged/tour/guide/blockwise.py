@@ -3,7 +3,7 @@
 Nothing here is fast. It is the formula, and the engine's attention must agree with it.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,23 +42,16 @@ def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
     return numerator / denominator
 
 
-class Recorded(NamedTuple):
-    """What the engine's attention was given in one layer of one step, and its answer.
+def compare(llm: LLM, prompts: list[Any], params: SamplingParams
+            ) -> tuple[Floats, Floats]:
+    """Serve the prompts. Returns what `attend` gives for every token, layer and head,
+    and what the engine's attention gave: [number, head_dim] each.
     """
-
-    q: Floats  # [num_tokens, num_heads, head_dim]
-    kv_cache: Floats  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-    positions: list[int]  # of the tokens, each in its sequence
-    tables: list[list[int]]  # the block table of each token's sequence
-    out: Floats  # [num_tokens, num_heads, head_dim]
-
-
-def record(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Recorded]:
-    """Serve the prompts, and keep what went in and out of every attention."""
     backend: Any = llm.runner.backend
     attend_by_engine = backend.attend
-    recorded: list[Recorded] = []
-    tables: list[list[int]] = []
+    expected: list[Floats] = []
+    given: list[Floats] = []
+    tables: list[list[int]] = []  # the block table of each token's sequence
 
     def note(phase: str, batch: Any) -> None:
         if phase == "scheduled":
@@ -69,39 +62,22 @@ def record(llm: LLM, prompts: list[Any], params: SamplingParams) -> list[Recorde
                 tables.extend([list(batch.block_ids[first:last])] * count)
                 first = last
 
-    def attend_and_keep(q: Any, kv_cache: Any, metadata: Any) -> Any:
+    def attend_twice(q: Any, kv_cache: Any, metadata: Any) -> Any:
         out = attend_by_engine(q, kv_cache, metadata)
-        recorded.append(Recorded(
-            to_numpy(q), to_numpy(kv_cache), metadata.positions.tolist(), list(tables),
-            to_numpy(out).reshape(q.shape)))
+        given.extend(out.double().reshape(-1, q.shape[-1]).numpy())
+        blocks = kv_cache.double().numpy()
+        group_size = q.shape[1] // kv_cache.shape[2]
+        for token, position in enumerate(metadata.positions.tolist()):
+            for head, query in enumerate(q[token].double().numpy()):
+                expected.append(attend(query, blocks[:, :, head // group_size],
+                                       tables[token], num_keys=position + 1))
         return out
 
     observers(llm).append(note)
-    backend.attend = attend_and_keep
+    backend.attend = attend_twice
     try:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         del backend.attend  # the method of its class again
         observers(llm).remove(note)
-    return recorded
-
-
-def to_numpy(tensor: Any) -> Floats:
-    array: Floats = tensor.double().cpu().numpy().copy()
-    return array
-
-
-def max_difference(recorded: list[Recorded]) -> float:
-    """The largest difference between the engine's answers and the formula's."""
-    largest = 0.0
-    for step in recorded:
-        num_tokens, num_heads, _ = step.q.shape
-        group_size = num_heads // step.kv_cache.shape[2]
-        for token in range(num_tokens):
-            for head in range(num_heads):
-                blocks = step.kv_cache[:, :, head // group_size]
-                expected = attend(step.q[token, head], blocks, step.tables[token],
-                                  num_keys=step.positions[token] + 1)
-                difference = np.abs(expected - step.out[token, head]).max()
-                largest = max(largest, float(difference))
-    return largest
+    return np.array(expected), np.array(given)

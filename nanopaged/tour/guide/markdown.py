@@ -45,7 +45,8 @@ def render(text: str, values: Mapping[str, object]) -> Html:
     markdown = MarkdownIt("commonmark", {"html": True, "highlight": colour})
     markdown.enable("table").add_render_rule("table_open", open_table)
     markdown.normalizeLink = str  # type: ignore[assignment, method-assign]
-    environment = Environment(undefined=StrictUndefined, finalize=hold)
+    environment = Environment(
+        undefined=StrictUndefined, finalize=hold, extensions=["jinja2.ext.do"])
     environment.filters |= {"comma": "{:,}".format, "fixed": fixed, "listed": listed,
                             "repr": repr}
     functions = {"source": source, "part": part}
@@ -112,19 +113,3 @@ def fold(title: str, body: str, is_open: bool = False) -> Html:
     state = " open" if is_open else ""
     return Html(f'<details class="fold"{state}><summary>{title}</summary>\n{body}\n'
                 "</details>")
-
-
-def table(head: list[str], body: list[list[str]]) -> Html:
-    """A table of cells that are HTML already."""
-    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    rows = ""
-    for name, *cells in body:
-        rest = "".join(f"<td>{cell}</td>" for cell in cells)
-        rows += f'<tr><th scope="row">{name}</th>{rest}</tr>\n'
-    return Html(f"{open_table()}<thead><tr>{top}</tr></thead>\n<tbody>{rows}</tbody>"
-                "</table></div>")
-
-
-def slug(title: str) -> str:
-    """What a heading is called in links: `Who runs?` is `who-runs`."""
-    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")

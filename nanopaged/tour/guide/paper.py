@@ -152,7 +152,8 @@ def block_sizes(seconds: float = 240) -> Results:
             rows[name][str(size)] = 100 - usage["tokens"]
     title = "Slots without a token, by block size (after the paper's Figure 18)."
     caption = "Simulated, at full load, in percent."
-    chart = lines(title, rows, caption, "tokens in a block", "%")
+    x_label = "tokens in a block (each size is four times the one before)"
+    chart = lines(title, rows, caption, x_label, "%", is_logarithmic=True)
     return {"blocks": Result(title, rows, chart)}
 
 
