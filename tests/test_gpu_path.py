@@ -8,6 +8,7 @@ real GPUs, and what Inductor makes of the compiled functions is read.
 import gc
 import json
 import logging
+import os
 import random
 import re
 from collections import Counter
@@ -129,6 +130,15 @@ def test_every_number_of_decodes_has_a_graph(tiny, engine, quick_gpu, most):
         assert "paged_attention" not in quick_gpu.launches
         while llm.has_unfinished_requests():
             llm.step()
+
+
+def test_the_tests_see_no_gpu():
+    """Whatever the machine has, and whatever is set outside."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "" and triton.knobs.runtime.interpret
+    assert not torch.cuda.is_available()
+    if os.environ.get("TEST_AGAIN") is None:
+        run_python("-m", "pytest", "-q", "-n", "0", __file__, "-k", "see_no_gpu",
+                   TEST_AGAIN="", TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="0")
 
 
 def test_the_pool_gets_what_is_left(tiny, engine, quick_gpu):
