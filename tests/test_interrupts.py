@@ -217,9 +217,12 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch):
+def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch, request):
     """There C code calls Python, and drops what that raises."""
     from nanopaged import cpu_kernels
+
+    gc.disable()  # Python would drop the Ctrl-C in a finalizer, too
+    request.addfinalizer(gc.enable)
 
     def begin(*arguments):  # from the signal on, no Python runs until the kernel does
         calls = [partial(library["raise"], signal.SIGINT),
