@@ -152,11 +152,12 @@ def draw_tokens(logits: Tensor, temperature: Tensor, first: Tensor,
 
 
 def draw(logits: Tensor, numbers: Tensor) -> Tensor:
-    """The first index at which the sum of the probabilities exceeds the number.
+    """The first index at which the sum of the probabilities exceeds the number:
+    [num_samples, 1].
 
-    logits: [num_samples, num_logits]; the others: [num_samples, 1]. A GPU adds in
-    parallel and rounds each sum differently, so a sum may seem to grow where the
-    probability is 0: such an index is never chosen.
+    logits: [num_samples, num_logits]; numbers: [num_samples, 1]. A GPU adds in parallel
+    and rounds each sum differently, so a sum may seem to grow where the probability is
+    0: such an index is never chosen.
     """
     probs = logits.softmax(-1, dtype=torch.float64)
     is_above = (probs.cumsum(-1) > numbers) & (probs > 0)
@@ -168,8 +169,8 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
                 min_p: Tensor) -> Tensor:
     """The lowest logit of the tokens that may be drawn: [num_samples, 1].
 
-    values: [num_samples, num_values], logits, sorted where there is a top_k; the
-    others: [num_samples, 1]. The limits:
+    values: [num_samples, num_values], logits, the highest first if any row has a top_k;
+    the others: [num_samples, 1]. The limits:
 
         top_k   the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and including the one that
@@ -177,7 +178,7 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
         min_p   of these, the tokens stay if they are at least min_p times as likely
                 as the most likely one
 
-    The result is a logit, so that tied tokens stay or go together.
+    The result is one of the values, so that tied tokens stay or go together.
     """
     is_out = torch.arange(values.shape[1], device=values.device) >= top_k
     values = values.float().masked_fill(is_out, -torch.inf)

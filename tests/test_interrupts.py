@@ -63,6 +63,14 @@ def quick_collections(work):
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c():
+    """Python's own handler. A shell's background job starts without one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @contextmanager
 def deadline(seconds=60):
     """Fail instead of hanging."""
@@ -217,12 +225,9 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch, request):
+def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch):
     """There C code calls Python, and drops what that raises."""
     from nanopaged import cpu_kernels
-
-    gc.disable()  # Python would drop the Ctrl-C in a finalizer, too
-    request.addfinalizer(gc.enable)
 
     def begin(*arguments):  # from the signal on, no Python runs until the kernel does
         calls = [partial(library["raise"], signal.SIGINT),

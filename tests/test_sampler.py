@@ -109,23 +109,23 @@ def test_the_draws_of_neighbours_are_independent():
 
 
 @pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1000])
-def test_numbers_draw_the_first_group_and_token_whose_sums_exceed_them(vocab_size):
+def test_numbers_draw_the_first_bucket_and_token_whose_sums_exceed_them(vocab_size):
     logits = random_logits(1, vocab_size, scale=3)
     numbers = torch.linspace(0, 1 - RESOLUTION, 53, dtype=torch.float64)
     first, second = torch.cartesian_prod(numbers, numbers).split(1, 1)
     drawn = draw_tokens(logits.expand(53**2, -1), torch.full((53**2, 1), 0.8), first,
                         second)
-    groups = (logits[0].double() / 0.8).softmax(-1).split(128)
-    sums = torch.stack([group.sum() for group in groups]).cumsum(-1)
+    buckets = (logits[0].double() / 0.8).softmax(-1).split(128)
+    sums = torch.stack([bucket.sum() for bucket in buckets]).cumsum(-1)
     for one, two, token in zip(first, second, drawn.tolist(), strict=True):
-        group = int((sums > one).byte().argmax())
-        within = (groups[group] / groups[group].sum()).cumsum(-1)
-        exact = 128 * group + int((within > two).byte().argmax())
+        bucket = int((sums > one).byte().argmax())
+        within = (buckets[bucket] / buckets[bucket].sum()).cumsum(-1)
+        exact = 128 * bucket + int((within > two).byte().argmax())
         nearest = min((sums - one).abs().min(), (within - two).abs().min())
         assert token == exact or nearest < 1e-6
 
 
-@pytest.mark.parametrize("distance", [1, 50, 150])  # in one group of 128, or not
+@pytest.mark.parametrize("distance", [1, 50, 150])  # in one bucket of 128, or not
 def test_very_unlikely_tokens_can_be_drawn(distance):
     """By about one number of 2**31: first, between two others, and last."""
     rarely = -30.5 * math.log(2)
