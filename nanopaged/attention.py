@@ -155,7 +155,6 @@ class NumbaAttention(TorchAttention):
         from nanopaged import cpu_kernels
 
         self.kernels: Any = cpu_kernels
-        self.kernels.keep_freed_memory()
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """[3, num_queries], the queries for the kernel: which token each of them is,

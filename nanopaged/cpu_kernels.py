@@ -145,15 +145,10 @@ def paged_attention(num_reads, q, *arrays):
     return out
 
 
-def keep_freed_memory():
-    """Let glibc's malloc keep freed memory, because the next step needs it again.
-
-    By default large pieces go back to the system, and getting them again takes a tenth
-    of every step.
-    """
-    PROCESS.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-    PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-
+# Let glibc's malloc keep freed memory, because the next step needs it again. By default
+# large pieces go back to the system, and getting them again takes a tenth of a step.
+PROCESS.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 # A forked process has only one thread. torch would wait for all those its parent had.
 os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

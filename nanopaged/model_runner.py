@@ -186,12 +186,11 @@ class ModelRunner:
 
         # All ranks have the same block ids, so the smallest pool decides.
         block_bytes = self.kv_caches.nbytes
-        num_blocks = min(most_blocks, self._free_bytes() // block_bytes)
-        size = torch.tensor(config.num_blocks or num_blocks)
-        num_blocks = int(self.ranks.all_reduce(size, "MIN"))
+        fitting = min(most_blocks, self._free_bytes() // block_bytes)
+        size = torch.tensor(config.num_blocks or fitting)
+        num_blocks = self.num_blocks = int(self.ranks.all_reduce(size, "MIN"))
         check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
         self.max_model_len = min(self.max_model_len, num_blocks * block_size)
-        self.num_blocks = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, self.device)
         if config.preemption_mode == "swap":
             swap_bytes = int(config.swap_space * 2**30)

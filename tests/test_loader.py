@@ -8,10 +8,23 @@ import torch
 from helpers import CPU, complete, floats, greedy, message_of, run_python
 from nanopaged import LLM, SamplingParams
 from nanopaged.loader import load_config, load_generation_config
+from nanopaged.model import pack
 
 PROMPT = [5, 9, 44, 7, 12, 150]
 TIED = {"tie_word_embeddings": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_packed_product_is_that_of_torch(bias):
+    """One to three rows are padded, other numbers are not."""
+    linear = torch.nn.Linear(64, 96, bias, dtype=torch.bfloat16)
+    inputs = [torch.randn(rows, 64).bfloat16() for rows in (0, 1, 3, 4, 9)]
+    with torch.inference_mode():
+        expected = [linear(x) for x in inputs]
+        pack(linear)
+        for x, product in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(linear(x), product, rtol=1e-2, atol=1e-2)
 
 
 # -- Files of every form ---------------------------------------------------------------
