@@ -73,7 +73,7 @@ def cache() -> Values:
             "Counted, not timed. Without the cache the work grows with the square of "
             "the length.", "tokens generated", "tokens"),
         "models": kv.MODELS, "tokens": TOKENS, "GIB": kv.GIB,
-        "kv_output": kv.describe(kv.MODELS["Qwen3-0.6B"], TOKENS, seqs=8, memory=24)}
+        "element_bytes": kv.ELEMENT_BYTES}
 
 
 def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
