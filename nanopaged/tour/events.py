@@ -1,33 +1,21 @@
 """What happened, in sentences, told by the calls that did it.
 
-While a run is recorded, some methods of its scheduler and block manager are wrapped. A
-wrapper looks at what is there before the call, and says what has changed after it. In a
-sentence, "#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns these
-into marks that light up.
+While a run is recorded, its scheduler and its block manager are of the subclasses
+below. Their methods do what the engine's do, and say what has changed. In a sentence,
+"#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns these into marks
+that light up.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from nanopaged.block_manager import BlockManager, FreeList, Moves
-from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.scheduler import Batch
 from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.tour.observers import WatchedScheduler
 
 Event = tuple[str, str]  # its kind, and a sentence
 
-# What is told of many things at once has one sentence a phase, with a list.
-LISTS = {
-    "arrive": "New in the queue: {0}.",
-    "sample": "The step has sampled the next token of {0}.",
-    "compute": "The step will compute {0}.",
-    "grow": "For the tokens of this step, {0}.",
-    "publish": "Full, so that others can find them from now on: {0}.",
-    "evict": "Taken for new tokens, though still cached: {0}. What was there can no "
-             "longer be found.",
-    "fork": "{1} computes the end of the prompt. It shares its blocks with {0} now, "
-            "and no K or V is copied.",
-    "beam": "The old {1} is continued by the new {0}.",
-}
 MOST_LISTED = 6  # blocks or sequences in one sentence
 REASONS = {"length": "reached its maximum length", "abort": "was aborted",
            "stop": "met a stop token or string"}
@@ -54,127 +42,102 @@ def listed_moves(moves: Moves) -> str:
 
 
 class Events:
-    """Collects the sentences of a phase. Each method that is named like a method of the
-    engine tells about its calls: what comes before `yield` happens before the call.
-    """
+    """Collects the sentences of a phase."""
 
     def __init__(self) -> None:
         self.now: dict[Sequence, int] = {}  # the tokens that a step computes
-        self.beams: dict[SequenceGroup, list[str]] = {}  # the parents of new beams
-        self._said: list[Event | tuple[str, str, list[str]]] = []
+        self._said: dict[Event, list[str]] = {}
+
+    def say(self, kind: str, sentence: str, item: str = "") -> None:
+        """A sentence that has "{}" is said once, with a list of all items in there."""
+        self._said.setdefault((kind, sentence), []).append(item)
 
     def collect(self) -> list[Event]:
         """The events since the last call of this."""
-        self.tell_beams()
-        events = []
-        for kind, sentence, *lists in self._said:
-            if lists:
-                [items] = lists
-                sentence = LISTS[kind].format(join(items), sentence)
-            events.append((kind, sentence))
-        self._said = []
+        events = [(kind, sentence.format(join(items)))
+                  for (kind, sentence), items in self._said.items()]
+        self._said = {}
         return sorted(events, key=lambda event: event[0] == "compute")  # that is last
 
-    def say(self, kind: str, sentence: str) -> None:
-        self._said.append((kind, sentence))
-
-    def add(self, kind: str, item: str, subject: str = "") -> None:
-        """Add an item to the list of the sentence of this kind about this subject."""
-        for said in self._said:
-            if len(said) == 3 and said[:2] == (kind, subject):
-                said[2].append(item)
-                return
-        self._said.append((kind, subject, [item]))
-
-    # -- Wrapping ----------------------------------------------------------------------
-
-    def watch(self, scheduler: Scheduler) -> None:
-        for owner, name in calls(scheduler):
-            tell = getattr(self, name.strip("_"))
-            vars(owner)[name] = self.told(getattr(owner, name), tell)
+    def watch(self, scheduler: Any) -> None:
+        manager = scheduler.block_manager
+        scheduler.__class__, manager.__class__ = TracedScheduler, TracedManager
+        scheduler.events = manager.events = self
 
     @staticmethod
-    def unwatch(scheduler: Scheduler) -> None:
-        for owner, name in calls(scheduler):
-            vars(owner).pop(name, None)  # the method of its class again
+    def unwatch(scheduler: Any) -> None:
+        scheduler.__class__ = WatchedScheduler
+        scheduler.block_manager.__class__ = BlockManager
 
-    def told(self, method: Callable[..., Any], tell: Callable[..., Iterator[None]]
-             ) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            teller = tell(method.__self__, *arguments)  # type: ignore[attr-defined]
-            next(teller)
-            result = method(*arguments, **options)
-            next(teller, None)
-            return result
 
-        return call
+class TracedScheduler(WatchedScheduler):
+    events: Events
 
-    # -- The scheduler -----------------------------------------------------------------
-
-    def admit(self, scheduler: Scheduler, group: SequenceGroup, batch: Batch
-              ) -> Iterator[None]:
+    def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         num_moves = len(batch.swaps_in)
-        yield
+        super()._admit(group, batch)
         moves = batch.swaps_in[num_moves:]
         if moves:
-            self.say("swap_in", f"There is room for request {group.request_id} again. "
-                     f"Its blocks come back from CPU memory: {listed_moves(moves)}.")
-        if moves or group.request_id not in scheduler.running:
-            return
-        self.say("admit", f"There is room for request {group.request_id}, so it is "
-                 "admitted.")
-        leader, manager = group.live[0], scheduler.block_manager
-        found = list(leader.block_table)
-        if found:
-            revived = [id for id in found if manager.ref_counts[id] == 1]
-            where = "which others hold"
-            if revived == found:
-                where = "which nobody held, but whose K and V were still there"
-            elif revived:
-                where = f"of which nobody held {listed(revived)}"
-            self.say("prefix", f"The first {leader.num_computed_tokens} tokens of "
-                     f"{key(leader)} need not be computed: they are in "
-                     f"{listed(found)}, {where}.")
+            self.events.say(
+                "swap_in", f"There is room for request {group.request_id} again. Its "
+                f"blocks come back from CPU memory: {listed_moves(moves)}.")
+        elif group.request_id in self.running:
+            self.events.say("admit", f"There is room for request {group.request_id}, "
+                            "so it is admitted.")
+            self.tell_prefix(group.live[0])
 
-    def preempt(self, scheduler: Scheduler, batch: Batch) -> Iterator[None]:
-        request_id = next(reversed(scheduler.running))
+    def tell_prefix(self, leader: Sequence) -> None:
+        """Which blocks a group that was just admitted has found in the cache."""
+        found = list(leader.block_table)
+        if not found:
+            return
+        revived = [id for id in found if self.block_manager.ref_counts[id] == 1]
+        where = "which others hold"
+        if revived == found:
+            where = "which nobody held, but whose K and V were still there"
+        elif revived:
+            where = f"of which nobody held {listed(revived)}"
+        self.events.say(
+            "prefix", f"The first {leader.num_computed_tokens} tokens of {key(leader)} "
+            f"need not be computed: they are in {listed(found)}, {where}.")
+
+    def _preempt(self, batch: Batch) -> None:
+        request_id = next(reversed(self.running))
         num_moves = len(batch.swaps_out)
-        yield
+        super()._preempt(batch)
         full = (f"The pool is full, and request {request_id} is the youngest "
                 "running request, so it gives way.")
         moves = batch.swaps_out[num_moves:]
         if moves:
-            self.say("swap_out", f"{full} Its blocks move to CPU memory: "
-                     f"{listed_moves(moves)}.")
+            self.events.say("swap_out", f"{full} Its blocks move to CPU memory: "
+                            f"{listed_moves(moves)}.")
         else:
-            self.say("recompute", f"{full} It gives up its K and V and keeps its "
-                     "tokens.")
+            self.events.say("recompute", f"{full} It gives up its K and V and keeps "
+                            "its tokens.")
 
-    def schedule_sequence(self, scheduler: Scheduler, seq: Sequence, batch: Batch
-                          ) -> Iterator[None]:
+    def _schedule_sequence(self, seq: Sequence, batch: Batch) -> None:
         first, name = seq.num_computed_tokens, key(seq)
-        yield
-        number, end = seq.num_computed_tokens - first, seq.num_computed_tokens
+        super()._schedule_sequence(seq, batch)
+        end, num_prompt_tokens = seq.num_computed_tokens, seq.group.num_prompt_tokens
+        number = end - first
         if number == 0:
             return
-        self.now[seq] = number
-        if end < seq.group.num_prompt_tokens:
-            self.say("chunk", f"The budget is used up, so {name} computes {number} of "
-                     f"its {seq.group.num_prompt_tokens} prompt tokens now. That makes "
-                     f"{end} so far.")
-        self.add("compute", f"{number} of {name}")
+        self.events.now[seq] = number
+        if end < num_prompt_tokens:
+            self.events.say(
+                "chunk", f"The budget is used up, so {name} computes {number} of its "
+                f"{num_prompt_tokens} prompt tokens now. That makes {end} so far.")
+        self.events.say("compute", "The step will compute {}.", f"{number} of {name}")
 
-    def finish(self, scheduler: Scheduler, seq: Sequence, reason: str
-               ) -> Iterator[None]:
+    def finish(self, seq: Sequence, reason: str) -> None:
         held, group = list(seq.block_table), seq.group
-        yield
-        kind = "abort" if reason == "abort" else "finish"
+        super().finish(seq, reason)
         if seq not in group.sequences:  # a beam that is none of the best answers
             if not group.live:
-                self.say("finish", f"The beam search of request {group.request_id} has "
-                         "ended.")
+                self.events.say("finish", "The beam search of request "
+                                f"{group.request_id} has ended.")
             return
-        counts = scheduler.block_manager.ref_counts
+        counts = self.block_manager.ref_counts
         freed = [id for id in held if counts[id] == 0]
         kept = [id for id in held if counts[id] > 0]
         sentence = f"{key(seq)} has ended: it {REASONS[reason]}."
@@ -182,62 +145,51 @@ class Events:
             sentence += f" That frees {listed(freed)}."
         if kept:
             sentence += f" Others still hold {listed(kept)}."
-        self.say(kind, sentence)
+        self.events.say("abort" if reason == "abort" else "finish", sentence)
 
-    # -- The block manager -------------------------------------------------------------
 
-    def grow(self, manager: BlockManager, seqs: list[Sequence], copies: Moves
-             ) -> Iterator[None]:
+class TracedManager(BlockManager):
+    events: Events
+
+    def grow(self, seqs: list[Sequence], copies: Moves) -> bool:
         num_copies, lengths = len(copies), [len(seq.block_table) for seq in seqs]
-        yield
+        has_room = super().grow(seqs, copies)
         for shared, copy in copies[num_copies:]:
             [writer] = [key(seq) for seq in seqs if copy in seq.block_table]
-            self.say("copy", f"{writer} is about to write into #{shared}, which others "
-                     f"hold too. It gets a copy to write into, #{copy}.")
+            self.events.say(
+                "copy", f"{writer} is about to write into #{shared}, which others hold "
+                f"too. It gets a copy to write into, #{copy}.")
         for seq, length in zip(seqs, lengths, strict=True):
             if len(seq.block_table) > length:
                 new = listed(seq.block_table[length:])
-                self.add("grow", f"{key(seq)} takes {new}")
+                self.events.say("grow", "For the tokens of this step, {}.",
+                                f"{key(seq)} takes {new}")
+        return has_room
 
-    def fork(self, manager: BlockManager, parent: Sequence, child: Sequence
-             ) -> Iterator[None]:
-        yield
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        super().fork(parent, child)
         if child in child.group.sequences:
-            self.add("fork", key(child), subject=key(parent))
+            self.events.say(
+                "fork", f"{key(parent)} computes the end of the prompt. It shares its "
+                "blocks with {} now, and no K or V is copied.", key(child))
         else:
-            self.beams.setdefault(child.group, []).append(key(parent))
+            self.events.say(
+                "beam", f"The new beams of request {child.group.request_id} continue "
+                "the old {}, in this order.", key(parent))
 
-    def tell_beams(self) -> None:
-        """Of a beam search that goes on: who the parents of the new beams were."""
-        for group, parents in self.beams.items():
-            names = [f"@{group.request_id}.{index}" for index in range(len(parents))]
-            if parents != names:
-                for name, parent in zip(names, parents, strict=True):
-                    self.add("beam", name, subject=parent)
-                childless = [name for name in names if name not in parents]
-                if childless:
-                    self.say("beam", f"Nothing goes on from {join(childless)}.")
-        self.beams = {}
-
-    def advance(self, manager: BlockManager, seq: Sequence, num_tokens: int
-                ) -> Iterator[None]:
-        old = [manager.contents[id] for id in seq.block_table]
-        yield
+    def advance(self, seq: Sequence, num_tokens: int) -> None:
+        old = [self.contents[id] for id in seq.block_table]
+        super().advance(seq, num_tokens)
         for block_id, content in zip(seq.block_table, old, strict=True):
-            if manager.contents[block_id] is not content:
-                self.add("publish", f"#{block_id}")
+            if self.contents[block_id] is not content:
+                self.events.say(
+                    "publish", "Full, so that others can find them from now on: {}.",
+                    f"#{block_id}")
 
-    def take(self, manager: BlockManager, free_list: FreeList) -> Iterator[None]:
+    def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         block_id = next(iter(free_list))
-        if manager.is_cached(block_id):
-            self.add("evict", f"#{block_id}")
-        yield
-
-
-def calls(scheduler: Scheduler) -> list[tuple[Any, str]]:
-    """The methods that are wrapped."""
-    manager = scheduler.block_manager
-    return [(scheduler, "_admit"), (scheduler, "_preempt"),
-            (scheduler, "_schedule_sequence"), (scheduler, "finish"),
-            (manager, "grow"), (manager, "fork"), (manager, "advance"),
-            (manager, "_take")]
+        if self.is_cached(block_id):
+            self.events.say(
+                "evict", "Taken for new tokens, though still cached: {}. What was "
+                "there can no longer be found.", f"#{block_id}")
+        return super()._take(free_list, ref_count)

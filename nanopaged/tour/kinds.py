@@ -4,7 +4,9 @@ The line is found by the name of its function and by its text, never by a number
 source changes and the line is gone, a page does without it, and a test fails.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from nanopaged.tour.source import place, source
 
 
 class Kind(NamedTuple):
@@ -53,3 +55,17 @@ KINDS = {
     "finish": Kind("end", f"{SCHEDULER}.finish", "self.block_manager.free(seq)", "4.3"),
     "abort": Kind("abort", f"{SCHEDULER}.abort", "self.finish(", "5.2 (free)"),
 }
+
+
+def explain(kind: Kind) -> dict[str, Any]:
+    """What the page says about events of this kind: also the function that has the
+    line, and where the line is in it.
+    """
+    try:
+        lines = source(kind.symbol).splitlines()
+        at = [kind.line in text for text in lines].index(True)
+        file, name = place(kind.symbol)
+    except (AttributeError, ValueError):  # a changed engine can be traced, too
+        lines, at, file, name = [kind.line], 0, "", kind.symbol
+    return {"label": kind.label, "paper": kind.paper, "minor": kind.is_minor,
+            "lines": lines, "at": at, "file": file, "name": name}

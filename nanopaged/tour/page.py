@@ -10,6 +10,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from nanopaged.tour.kinds import KINDS, explain
+
 TEMPLATES = Environment(
     loader=PackageLoader("nanopaged.tour"), autoescape=True, undefined=StrictUndefined,
     trim_blocks=True, lstrip_blocks=True)
@@ -20,7 +22,9 @@ def page(template: str, **values: object) -> str:
     here = files("nanopaged.tour")
     assets = {name.replace(".", "_"): Markup(here.joinpath(name).read_text("utf-8"))
               for name in ("player.css", "player.js")}
-    text = TEMPLATES.get_or_select_template(template).render(**values, **assets)
+    kinds = {name: explain(kind) for name, kind in KINDS.items()}
+    found = TEMPLATES.get_or_select_template(template)
+    text = found.render(kinds=kinds, **values, **assets)
     return text.encode("ascii", "xmlcharrefreplace").decode()
 
 

@@ -1,8 +1,8 @@
 // Plays traces of the engine: each <section class="np-player"> holds one.
 //
 // The page knows no rule of the engine. A trace has the engine's state at every frame, and
-// the page draws it. What happened, and which line of the source did it, comes with the
-// trace. All text is put in as text nodes, so nothing in a prompt can become markup.
+// the page draws it. What happened comes with the trace. NP_KINDS says which line of the
+// source did it. All text is put in as text nodes, so nothing in a prompt can become markup.
 
 "use strict";
 
@@ -633,10 +633,10 @@ class Player {
     const {events} = this.trace.frames[this.frame];
     this.sentences.replaceChildren(...events.map(([kind, sentence], index) =>
       h("li.np-event",
-        h("button.np-kind", {onclick: () => this.choose(index)}, this.trace.kinds[kind].label),
+        h("button.np-kind", {onclick: () => this.choose(index)}, NP_KINDS[kind].label),
         h("span", this.sentence(sentence)))));
     if (events.length === 0) this.sentences.append(h("li", h("span", "Nothing happens here.")));
-    const notable = events.findIndex(([kind]) => !this.trace.kinds[kind].minor);
+    const notable = events.findIndex(([kind]) => !NP_KINDS[kind].minor);
     this.choose(Math.max(0, notable));
   }
 
@@ -657,7 +657,7 @@ class Player {
       item.classList.toggle("np-chosen", at === index);
       item.querySelector("button")?.setAttribute("aria-pressed", String(at === index));
     });
-    const {file, name, lines, at, paper} = this.trace.kinds[kind];
+    const {file, name, lines, at, paper} = NP_KINDS[kind];
     this.source.replaceChildren(
       h("p.np-file", h("code", name), h("span", file)),
       h("pre", {tabindex: "0"}, h("code", lines.map((line, number) =>

@@ -21,10 +21,8 @@ from markupsafe import Markup
 from nanopaged.llm import LLM
 from nanopaged.scheduler import Batch
 from nanopaged.tour.events import Events, key
-from nanopaged.tour.kinds import KINDS, Kind
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import TEMPLATES, check_writable, page
-from nanopaged.tour.source import excerpt
 from nanopaged.tour.state import Groups, State, group_state, take_state, token_texts
 
 MOST_CHARACTERS = 20_000_000  # of the states: after these, only the last one is kept
@@ -64,9 +62,9 @@ class Trace(AbstractContextManager["Trace"]):
 
     def __enter__(self) -> Self:
         with self.llm._lock:
+            observers(self.llm).append(self._observe)
             self._events.watch(self._scheduler)
             self._look("start")
-            observers(self.llm).append(self._observe)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -94,7 +92,9 @@ class Trace(AbstractContextManager["Trace"]):
         elif phase == "executed" and batch is not None:
             for seq in batch.receivers:
                 if seq.finish_reason is None:
-                    self._events.add("sample", key(seq))
+                    self._events.say(
+                        "sample", "The step has sampled the next token of {}.",
+                        key(seq))
         else:
             self._look(phase)
 
@@ -110,8 +110,9 @@ class Trace(AbstractContextManager["Trace"]):
             group = group_state(self._known[request_id], self._texts)
             self.groups[request_id] = group
             if phase != "start":
-                self._events.add(
-                    "arrive", f"request {request_id} ({group['kind']}, prompt length "
+                self._events.say(
+                    "arrive", "New in the queue: {}.",
+                    f"request {request_id} ({group['kind']}, prompt length "
                     f"{len(group['prompt'])})")
         state = take_state(
             self._scheduler, self._known, self._events.now, self._texts)
@@ -139,17 +140,13 @@ class Trace(AbstractContextManager["Trace"]):
     # -- What it gives -----------------------------------------------------------------
 
     def header(self) -> dict[str, Any]:
-        """All but the states. Only what happened is explained."""
+        """All but the states."""
         manager = self._scheduler.block_manager
-        happened = {"compute"}.union(
-            kind for frame in self.frames for kind, _ in frame["events"])
         return {
             "title": self.title, "left_out": self.num_left_out, "groups": self.groups,
             "block_size": manager.block_size, "num_blocks": manager.num_blocks,
             "num_swap_blocks": len(manager.ref_counts) - manager.num_blocks,
             "budget": self._scheduler.config.max_num_batched_tokens,
-            "kinds": {name: explain(kind) for name, kind in KINDS.items()
-                      if name in happened},
             "frames": self.frames, "questions": self.questions,
         }
 
@@ -191,11 +188,3 @@ def unpack(data: str) -> list[Any]:
     """The states of a trace, and its header."""
     lines = zlib.decompress(base64.b64decode(data)).split(b"\n")
     return [json.loads(line) for line in lines]
-
-
-def explain(kind: Kind) -> dict[str, Any]:
-    try:
-        quote = excerpt(kind.symbol, kind.line)
-    except (AttributeError, ValueError):  # a changed engine can be traced, too
-        quote = {"file": "", "name": kind.symbol, "lines": [kind.line], "at": 0}
-    return {"label": kind.label, "paper": kind.paper, "minor": kind.is_minor} | quote
