@@ -34,34 +34,20 @@ def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) ->
 def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Bytes/s and FLOP/s, measured.
 
-    Bytes: the sum of a buffer of 1 GiB, which no cache can hold (reads), or a copy of
-    it (reads and writes), whichever is faster. Operations: many rows times two large
-    matrices. They are the engine's own `Linear`, packed where the engine packs.
+    Bytes: the sum of a buffer of 1 GiB, which no cache can hold. Operations: many rows
+    times a large matrix. It is the engine's own `Linear`, packed where the engine packs.
     """
-    source = torch.ones(2**27, dtype=torch.int64, device=device)
-    target = torch.empty_like(source)
-    read = source.nbytes / fastest(source.sum, device)
-    copied = 2 * source.nbytes / fastest(lambda: target.copy_(source), device)
-
-    rows = 8192
-    columns = 2048
-    matrices = []
-    for _ in range(2):
-        matrix = Linear(columns, rows=rows).to(device, dtype)
-        matrix.requires_grad_(False).weight.normal_()
-        pack(matrix)
-        matrices.append(matrix)
-
-    def multiply(batch: int) -> float:
-        x = torch.randn(batch, columns).to(device, dtype)
-        return fastest(lambda: [matrix(x) for matrix in matrices], device)
-
-    rates = []
-    for batch in (256, 1024) if device.type == "cpu" else (1024, 8192):
-        rates.append(2 * 2 * batch * rows * columns / multiply(batch))
+    buffer = torch.ones(2**27, dtype=torch.int64, device=device)
+    batch = 1024 if device.type == "cpu" else 8192
+    rows, columns = 8192, 2048
+    linear = Linear(columns, rows=rows).to(device, dtype)
+    linear.requires_grad_(False).weight.normal_()
+    pack(linear)
+    x = torch.randn(batch, columns).to(device, dtype)
+    flops = 2 * batch * rows * columns
     return {
-        "copy_bytes_per_s": copied, "read_bytes_per_s": read,
-        "bytes_per_s": max(copied, read), "flops_per_s": max(rates)}
+        "bytes_per_s": buffer.nbytes / fastest(buffer.sum, device),
+        "flops_per_s": flops / fastest(lambda: linear(x), device)}
 
 
 def count_weights(config: Any) -> tuple[int, int]:
@@ -71,6 +57,11 @@ def count_weights(config: Any) -> tuple[int, int]:
     mlp_weights = config.hidden_size * 3 * config.intermediate_size
     layer_weights = config.num_hidden_layers * (attention_weights + mlp_weights)
     return layer_weights, config.hidden_size * config.vocab_size
+
+
+def count_keys(num_tokens: int) -> int:
+    """How many keys the first tokens of a sequence see: 1, 2, 3 and so on, added up."""
+    return num_tokens * (num_tokens + 1) // 2
 
 
 def time_floor(
@@ -85,28 +76,22 @@ def time_floor(
     """
     config = llm.model_config
     layer_weights, head_weights = count_weights(config)
+    lengths = [length for _, length in requests]
     tokens_in = sum(len(prompt) for prompt, _ in requests)
-    tokens_out = sum(length for _, length in requests)
-    longest = max(length for _, length in requests)
-    steps = max(longest, -(-tokens_out // llm.config.max_num_seqs))
-
-    # p prompt tokens and n generated: n - 1 decodes, which see p + 1 to p + n - 1 keys.
-    decode_keys = 0
-    prompt_keys = 0
-    for prompt, length in requests:
-        decode_keys += (length - 1) * len(prompt) + length * (length - 1) // 2
-        prompt_keys += len(prompt) * (len(prompt) + 1) // 2
+    tokens_out = sum(lengths)
+    steps = max(*lengths, -(-tokens_out // llm.config.max_num_seqs))
+    # The last token of a request is never computed.
+    keys = sum(count_keys(len(prompt) + length - 1) for prompt, length in requests)
+    prompt_keys = sum(count_keys(len(prompt)) for prompt, _ in requests)
 
     weight_bytes = steps * (layer_weights + head_weights) * llm.runner.dtype.itemsize
-    kv_bytes = (decode_keys + tokens_in) * token_bytes(llm)
+    kv_bytes = (keys - prompt_keys + tokens_in) * token_bytes(llm)
     bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
 
-    # The last token of a request is never computed, and prompts need the head only
-    # once.
-    computed = tokens_in + tokens_out - len(requests)
-    flops = 2 * (layer_weights * computed + head_weights * tokens_out)
-    per_key = (
-        4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim)
-    flops += per_key * (decode_keys + prompt_keys)
+    flops = 2 * layer_weights * (tokens_in + tokens_out - len(requests))
+    flops += 2 * head_weights * tokens_out  # prompts need the head only once
+    flops += (
+        4 * config.num_hidden_layers * config.num_attention_heads
+        * config.head_dim * keys)
     flops_s = flops / limits["flops_per_s"]
     return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": max(bytes_s, flops_s)}
