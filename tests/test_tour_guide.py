@@ -111,10 +111,10 @@ def test_every_symbol_and_quote_in_the_text_exists(text):
 def test_a_run_of_a_and_b_is_the_story_that_the_files_tell():
     first, second = lessons.loop(), lessons.step()
     told = re.sub(" = ", "=", f"{Sequence.__doc__}{Batch.__doc__}{attention.__doc__}")
-    listing = re.sub("<[^>]+>", "", html.unescape(second["second"])).strip()
+    listing = re.sub("<[^>]+>", "", html.unescape(second["listings"][1])).strip()
     run = listing.replace(" = ", "=").splitlines()
     run += [f"{name}={second[name]}" for name in ("positions", "slots")]
-    run += [f"copies={second['later'].copies}", f"block_table={first['seq']['table']}",
+    run += [f"copies={second['third'].copies}", f"block_table={first['seq']['table']}",
             f"num_computed_tokens={first['seq']['computed']}"]
     assert len(run) > 8 and [line for line in run if line not in told] == []
 
@@ -157,7 +157,8 @@ def test_hostile_values_are_shown_as_text():
         "{{ hostile }}", "a {{ hostile }} b", "`{{ hostile }}`", "[a]({{ hostile }})",
         "```text\n{{ hostile }}\n```", "| {{ hostile }} |\n|---|\n| {{ hostile }} |")]
     assert all(str(escape(hostile)) in str(markup) for markup in rendered)
-    rendered.append(figures.bars(hostile, {hostile: {hostile: 1.0}}, hostile, {}))
+    figure = figures.bars(hostile, {hostile: {hostile: 1.0}}, hostile, {})
+    rendered.append(figure.chart)
     for markup in rendered:
         assert not re.search("<img|</script|<em>", markup)
 

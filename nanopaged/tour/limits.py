@@ -35,7 +35,7 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     """Bytes/s and FLOP/s, measured.
 
     Bytes: the sum of a buffer of 1 GiB, which no cache can hold. Operations: many rows
-    times a large matrix. It is the engine's own `Linear`, packed where the engine packs.
+    times a large matrix, the engine's own `Linear`, which is packed as in the engine.
     """
     buffer = torch.ones(2**27, dtype=torch.int64, device=device)
     batch = 1024 if device.type == "cpu" else 8192

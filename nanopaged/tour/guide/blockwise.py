@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.tour.observers import observers
 
 Floats = NDArray[np.float64]
 
@@ -19,7 +18,7 @@ def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
     """What one query sees: the mean of the values, weighted by exp(query . key).
 
     query: [head_dim]; blocks: [num_blocks, 2, block_size, head_dim], one KV head of the
-    pool; the sequence's first `num_keys` tokens are in the blocks of its table.
+    pool; the sequence's first `num_keys` tokens are in the first blocks of the table.
     """
     block_size, head_dim = blocks.shape[2:]
     highest = -np.inf
@@ -51,33 +50,25 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
     attend_by_engine = backend.attend
     expected: list[Floats] = []
     given: list[Floats] = []
-    tables: list[list[int]] = []  # the block table of each token's sequence
-
-    def note(phase: str, batch: Any) -> None:
-        if phase == "scheduled":
-            tables.clear()
-            first = 0
-            for count, end in zip(batch.counts, batch.ends, strict=True):
-                last = first + llm.block_manager.num_blocks_for(end)
-                tables.extend([list(batch.block_ids[first:last])] * count)
-                first = last
 
     def attend_twice(q: Any, kv_cache: Any, metadata: Any) -> Any:
         out = attend_by_engine(q, kv_cache, metadata)
         given.extend(out.double().reshape(-1, q.shape[-1]).numpy())
         blocks = kv_cache.double().numpy()
         group_size = q.shape[1] // kv_cache.shape[2]
-        for token, position in enumerate(metadata.positions.tolist()):
-            for head, query in enumerate(q[token].double().numpy()):
-                expected.append(attend(query, blocks[:, :, head // group_size],
-                                       tables[token], num_keys=position + 1))
+        queries = iter(q.double().numpy())
+        tables = metadata.block_tables.tolist()
+        for count, end in zip(metadata.counts, metadata.ends, strict=True):
+            for position in range(end - count, end):
+                for head, query in enumerate(next(queries)):
+                    expected.append(attend(query, blocks[:, :, head // group_size],
+                                           tables, num_keys=position + 1))
+            del tables[: llm.block_manager.num_blocks_for(end)]  # on to the next one
         return out
 
-    observers(llm).append(note)
     backend.attend = attend_twice
     try:
         llm.generate(prompts, params, use_tqdm=False)
     finally:
         del backend.attend  # the method of its class again
-        observers(llm).remove(note)
     return np.array(expected), np.array(given)

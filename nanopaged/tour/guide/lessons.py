@@ -1,7 +1,7 @@
 """What each chapter shows: small runs of the engine, made while the page is made.
 
-A lesson returns the values of its chapter's text, by name. So no number in the text can
-be wrong tomorrow.
+The local variables of a lesson are the values of its chapter's text, by name. So no
+number in the text can be wrong tomorrow.
 """
 
 import time
@@ -20,9 +20,7 @@ from nanopaged.tour.guide.markdown import Html, python
 from nanopaged.tour.memory import LIMIT, SLOTS
 from nanopaged.tour.workloads import DATA_SETS, LONGEST
 
-TOKENS = 4096  # in each sequence of an example
-# An A100 with 80 GB, from its data sheet: bytes/s, and operations/s in bfloat16.
-BANDWIDTH, RATE = 2.0e12, 312e12
+LOVERS = ["ROMEO:\n", "JULIET:\n"]
 
 
 def loop() -> Values:
@@ -33,10 +31,10 @@ def loop() -> Values:
                   for token in run.outputs[0].prompt_token_ids]
         size = llm.config.block_size
     positions, slots = places(run.batches[0], size)
-    return {"run": run, "size": size, "pieces": pieces, "positions": positions,
-            "slots": slots, "seq": run.scheduled()[0]["seqs"]["0.0"],
-            "answer": run.outputs[0].outputs[0],
-            "counts": [batch.counts[0] for batch in run.batches]}
+    seq = run.scheduled()[0]["seqs"]["0.0"]
+    answer = run.outputs[0].outputs[0]
+    counts = [batch.counts[0] for batch in run.batches]
+    return locals()
 
 
 def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
@@ -60,20 +58,11 @@ def cache() -> Values:
             seconds_without += seconds
         token_bytes = kv.token_bytes(llm)
     assert text == prompt + answer
-    marks = [1, *range(16, count + 1, 16)]
-    without = {n: sum(len(prompt) + i for i in range(n)) for n in marks}
-    curves = {"without the cache": {str(n): float(without[n]) for n in marks},
-              "with the cache": {str(n): float(len(prompt) + n - 1) for n in marks}}
-    return {
-        "count": count, "prompt": prompt, "token_bytes": token_bytes,
-        "computed_with": len(prompt) + count - 1, "computed_without": without[count],
-        "seconds_with": seconds_with, "seconds_without": seconds_without,
-        "figure": figures.lines(
-            "Tokens computed so far", curves,
-            "Counted, not timed. Without the cache the work grows with the square of "
-            "the length.", "tokens generated", "tokens"),
-        "models": kv.MODELS, "tokens": TOKENS, "GIB": kv.GIB,
-        "element_bytes": kv.ELEMENT_BYTES}
+    computed_with = len(prompt) + count - 1
+    computed_without = sum(range(len(prompt), len(prompt) + count))
+    tokens = 4096  # in each sequence of the table
+    models, element_bytes, gib = kv.MODELS, kv.ELEMENT_BYTES, kv.GIB
+    return locals()
 
 
 def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
@@ -88,19 +77,13 @@ def blocks() -> Values:
         run = watch(llm, "Two requests of different lengths", ["ROMEO:\n", SPEECH],
                     [greedy(14), greedy(6)])
         size = llm.config.block_size
-    held = [[(seq["computed"], size * len(seq["table"]))
-             for seq in state["seqs"].values() if seq["table"]]
-            for state in run.states()]
-    used = [sum(n for n, _ in pairs) / sum(slots for _, slots in pairs)
-            for pairs in held if pairs]
     tables = [state["seqs"]["0.0"]["table"] for state in run.scheduled()]
-    grows = next(i for i in range(1, len(tables)) 
+    grows = next(i for i in range(1, len(tables))
                  if len(tables[i]) > len(tables[i - 1]))
-    return {"run": run, "size": size, "default_size": EngineConfig().block_size,
-            "step": grows + 1, "table": tables[grows],
-            "utilisation": 100 * sum(used) / len(used), "slots": SLOTS,
-            "longest": LONGEST, "lengths": DATA_SETS["ShareGPT"],
-            } | paper.use_of_memory(seconds=240)
+    step, table = grows + 1, tables[grows]
+    default_size = EngineConfig().block_size
+    slots, longest, lengths = SLOTS, LONGEST, DATA_SETS["ShareGPT"]
+    return locals() | paper.use_of_memory(seconds=240)
 
 
 def step() -> Values:
@@ -113,10 +96,9 @@ def step() -> Values:
     first, second, third = run.batches[:3]
     positions, slots = places(second, size)
     assert second.counts == [1, 2] and third.copies, "the text describes these steps"
-    return {"run": run, "first": listing(first), "second": listing(second),
-            "third": listing(third), "size": size, "batch": second, "later": third,
-            "positions": positions, "slots": slots,
-            "pending": [-1 - sample for sample in range(len(second.samples))]}
+    pending = [-1 - sample for sample in range(len(second.samples))]
+    listings = [listing(batch) for batch in (first, second, third)]
+    return locals()
 
 
 def listing(batch: Batch) -> Html:
@@ -147,8 +129,7 @@ def attention() -> Values:
         config = llm.model_config
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
-    return {"difference": difference, "config": config, "results": len(given),
-            "largest": abs(given).max()}
+    return locals()
 
 
 def schedule() -> Values:
@@ -163,19 +144,18 @@ def schedule() -> Values:
     assert sum(chunks) == num_tokens and not absent(run, 0) + absent(run, 1)
     mixed = [b for b in run.batches if len(b.counts) > 1 and max(b.counts) > 1]
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
-    return {
-        "run": run, "budget": budget, "num_tokens": num_tokens, "chunks": chunks,
-        "mixed": mixed[-1].counts, "step": 1 + counts.index(budget - 2),
-        "batch": max(speeds), "rate": RATE / 1e12, "bandwidth": BANDWIDTH / 1e12,
-        "balance": RATE / BANDWIDTH, "speeds": speeds,
-        "gain": speeds[max(speeds)] / speeds[1],
-        "default_budget": EngineConfig().max_num_batched_tokens,
-        "figure": figures.lines(
-            "Tokens per second, by the number of sequences in a batch.",
-            {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
-            "The bundled model, on one core of the machine that made this page.",
-            "sequences that decode together (twice as many each time)", "tokens/s",
-            is_logarithmic=True)}
+    figure = figures.lines(
+        "Tokens per second, by the number of sequences in a batch.",
+        {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
+        "The bundled model, on one core of the machine that made this page.",
+        "sequences that decode together (twice as many each time)", "tokens/s")
+    step = 1 + counts.index(budget - 2)
+    batch = max(speeds)
+    gain = speeds[batch] / speeds[1]
+    # An A100 with 80 GB, from its data sheet: bytes/s, and operations/s in bfloat16.
+    bandwidth, rate = 2.0e12, 312e12
+    default_budget = EngineConfig().max_num_batched_tokens
+    return locals()
 
 
 def absent(run: Run, request: int) -> list[int]:
@@ -204,16 +184,10 @@ def prefix() -> Values:
     prompts = [system + name for name in ("ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n")]
     with engine(num_blocks=32) as llm:
         run = watch(llm, "Three prompts that begin alike", prompts, greedy(5))
-    with engine(num_blocks=64) as llm:
-        salted = llm.generate(
-            [{"prompt": prompt, "cache_salt": prompt} for prompt in prompts],
-            greedy(5), use_tqdm=False)
-    hits, salted_hits = [[output.num_cached_tokens for output in outputs]
-                         for outputs in (run.outputs, salted)]
-    assert sum(hits) and not sum(salted_hits)
     lengths = [len(output.prompt_token_ids) for output in run.outputs]
-    return {"run": run, "lengths": lengths, "hits": hits,
-            "salted_hits": sum(salted_hits), "gains": paper.GAINS}
+    hits = [output.num_cached_tokens for output in run.outputs]
+    gains = paper.GAINS
+    return locals()
 
 
 def fork() -> Values:
@@ -223,52 +197,50 @@ def fork() -> Values:
     with engine(num_blocks=20) as llm:
         beams = watch(llm, "A beam search, three beams wide", [SPEECH[:22]],
                       BeamSearchParams(beam_width=3, max_tokens=8))
-    return {
-        "samples": samples, "beams": beams, "copies": samples.batches[1].copies,
-        "prompt_tokens": len(samples.outputs[0].prompt_token_ids),
-        "best": beams.outputs[0].outputs[0],
-    } | paper.sharing(seconds=10)
+    copies = samples.batches[1].copies
+    prompt_tokens = len(samples.outputs[0].prompt_token_ids)
+    best = beams.outputs[0].outputs[0]
+    return locals() | paper.sharing(seconds=10)
 
 
 def full() -> Values:
     """The same two requests in a pool that is too small, recomputed and swapped."""
-    prompts, pool = ["ROMEO:\n", "JULIET:\n"], 8
+    pool = 8
     with engine() as llm:
-        alone = llm.generate(prompts, greedy(16), use_tqdm=False)
-    expected = [output.outputs[0].token_ids for output in alone]
-    values: Values = {"pool": pool}
-    for mode in ("recompute", "swap"):
-        with engine(num_blocks=pool, preemption_mode=mode, swap_space=2e-4) as llm:
-            title = f"Two requests in a pool for one: {mode}"
-            run = watch(llm, title, prompts, greedy(16))
-            stats = llm.stats()
-        assert expected == [output.outputs[0].token_ids for output in run.outputs]
-        leaves, returns = min(absent(run, 1)), max(absent(run, 1)) + 1
-        values[mode] = {
-            "run": run, "leaves": leaves, "returns": returns,
-            "count": stats.preemptions_recompute + stats.preemptions_swap,
-            "tokens": sum(sum(batch.counts) for batch in run.batches),
-            "moves": sum(len(b.swaps_out + b.swaps_in) for b in run.batches)}
-    return (values | paper.costs_of_preemption() | {
-        "sustained": paper.SUSTAINED, "limit": LIMIT,
-        "default_size": EngineConfig().block_size}
-            | paper.latency(seconds=240) | paper.block_sizes(seconds=90))
+        alone = llm.generate(LOVERS, greedy(16), use_tqdm=False)
+    recompute, swap = preempted(pool, "recompute"), preempted(pool, "swap")
+    for run in (recompute["run"], swap["run"]):
+        for output, expected in zip(run.outputs, alone, strict=True):
+            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
+    limit, sustained = LIMIT, paper.SUSTAINED
+    default_size = EngineConfig().block_size
+    return (locals() | paper.costs_of_preemption() | paper.latency(seconds=240)
+            | paper.block_sizes(seconds=90))
+
+
+def preempted(pool: int, mode: str) -> Values:
+    """What happens in a pool of so many blocks, in which only one of two requests fits.
+    """
+    with engine(num_blocks=pool, preemption_mode=mode, swap_space=2e-4) as llm:
+        run = watch(llm, f"Two requests in a pool for one: {mode}", LOVERS, greedy(16))
+        stats = llm.stats()
+    leaves, *_, last = absent(run, 1)
+    returns = last + 1
+    count = stats.preemptions_recompute + stats.preemptions_swap
+    tokens = sum(sum(batch.counts) for batch in run.batches)
+    moves = sum(len(batch.swaps_out + batch.swaps_in) for batch in run.batches)
+    return locals()
 
 
 def ranks() -> Values:
     with engine(num_blocks=24) as llm:
         run = watch(llm, "", ["ROMEO:\n", SPEECH, "JULIET:\n"], greedy(6))
-        config, token_bytes = llm.model_config, kv.token_bytes(llm)
-    first, second = run.batches[:2]
-    defaults = EngineConfig()
-    return {"message": python("\n".join(lists(second, FIELDS))), "config": config,
-            "num_fields": len(FIELDS), "first_bytes": message_bytes(first),
-            "later_bytes": message_bytes(second), "tokens": TOKENS,
-            "kv_written": sum(first.counts) * token_bytes,
-            "tables": 8 * defaults.max_num_seqs * TOKENS // defaults.block_size}
-
-
-def message_bytes(batch: Batch) -> int:
-    """How much `Ranks.send` sends: a number for each list, then all numbers in them."""
+        config = llm.model_config
+    batch, defaults = run.batches[1], EngineConfig()
+    # `Ranks.send` sends a number for each list, then all numbers in them.
     sizes = [np.size(getattr(batch, name)) for name in FIELDS]
-    return 8 * (len(sizes) + sum(sizes))
+    num_fields, num_bytes = len(FIELDS), 8 * (len(sizes) + sum(sizes))
+    message = python("\n".join(lists(batch, FIELDS)))
+    tokens = 4096  # in each of many sequences
+    table_bytes = 8 * defaults.max_num_seqs * tokens // defaults.block_size
+    return locals()

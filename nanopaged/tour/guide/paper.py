@@ -4,13 +4,11 @@ Each function simulates some seconds of a server, and returns what it found by f
 `bench.py memory` prints and draws that; the tour takes fewer seconds.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 from nanopaged.tour import memory
-from nanopaged.tour.guide.figures import Rows, bars, lines
+from nanopaged.tour.guide.figures import Figure, Rows, bars, lines
 from nanopaged.tour.guide.lab import Values
-from nanopaged.tour.guide.markdown import Html
 from nanopaged.tour.memory import SYSTEMS, Workload, simulate, sustained
 from nanopaged.tour.workloads import draw_lengths
 
@@ -32,25 +30,7 @@ SAVED: Rows = {  # Figure 15, by sequences per request; for ShareGPT only the tw
     "ShareGPT, beams": {"2": 44.3, "6": 66.3}}
 
 
-class Result(NamedTuple):
-    title: str
-    rows: Mapping[str, Mapping[str, Any]]
-    chart: Html = Html()
-
-
-Results = dict[str, Result]
-
-
-def draw_bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = "",
-              stacked: bool = False) -> Result:
-    """Ours with the paper's numbers beside them, as rows and as a chart."""
-    beside = {name: {**row} | {f"{column} (paper)": number
-                           for column, number in paper.get(name, {}).items()}
-              for name, row in rows.items()}
-    return Result(title, beside, bars(title, rows, caption, paper, unit, stacked))
-
-
-def use_of_memory(seconds: float = 600) -> Results:
+def use_of_memory(seconds: float = 600) -> dict[str, Figure]:
     """Figures 2 and 13: a server with more requests than it can serve."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
     labels = {"tokens": "tokens", "reserved": "reserved", "internal": "internal waste",
@@ -61,39 +41,39 @@ def use_of_memory(seconds: float = 600) -> Results:
         use[system] = {label: usage[part] for part, label in labels.items()}
         running[system] = {"requests": usage["running"]}
     return {
-        "memory": draw_bars(
+        "memory": bars(
             "Where the slots go (the paper's Figure 2).", use,
             "Simulated, at full load, in percent. As in the paper, rounding up to a "
             "power of two is external waste; textbooks call it internal.", USE, "%",
             stacked=True),
-        "running": draw_bars(
+        "running": bars(
             "Requests that run at a time (the paper's Figure 13).", running,
             "From the same simulation.", RUNNING)}
 
 
-def latency(seconds: float = 600) -> Results:
+def latency(seconds: float = 600) -> dict[str, Figure]:
     """Figure 12: latency by request rate, and the rates that are sustained."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
     curves = {system: memory.latencies(system, workload, 0.5, seconds)
               for system in SYSTEMS}
     rows = {system: {f"{rate:.2f}": value for rate, value in curve.items()}
             for system, curve in curves.items()}
-    title = "Seconds per generated token, by request rate (the paper's Figure 12)."
-    chart = lines(
-        title, rows, "Simulated: the same kernels on a modelled A100, OPT-13B, "
-        f"ShareGPT's lengths, {seconds / 60:g} minutes of requests. Only the memory "
-        "differs. A line that leaves the figure at the top is a server in overload, "
-        "whose queue grows as long as requests come.", "requests/s", "s",
-        memory.OVERLOAD)
+    figure = lines(
+        "Seconds per generated token, by request rate (the paper's Figure 12).", rows,
+        "Simulated: the same kernels on a modelled A100, OPT-13B, ShareGPT's lengths, "
+        f"{seconds / 60:g} minutes of requests. Only the memory differs. A line that "
+        "leaves the figure at the top is a server in overload, whose queue grows as "
+        "long as requests come.", "requests/s (each rate is "
+        f"{memory.RATE_STEP} times the one before)", "s", memory.OVERLOAD)
     rates = {system: sustained(curve) for system, curve in curves.items()}
     table = {system: {"requests/s": rate, "nanopaged / this": rates["nanopaged"] / rate,
                       "the paper's": SUSTAINED.get(system, "")}
              for system, rate in rates.items()}
-    return {"latency": Result(title, rows, chart), "rates": Result(
-        f"Rates with a mean latency of at most {memory.LIMIT:g} s per token", table)}
+    title = f"Rates with a mean latency of at most {memory.LIMIT:g} s per token"
+    return {"latency": figure, "rates": Figure(title, table)}
 
 
-def gains(seconds: float = 60) -> Results:
+def gains(seconds: float = 60) -> dict[str, Figure]:
     """Figures 14, 16 and 17: what paging gains with other requests."""
     alpaca, sentences = (draw_lengths(name, 2000) for name in ("Alpaca", "WMT16"))
     chats = [(1024, min(1024, out)) for _, out in draw_lengths("ShareGPT", 2000)]
@@ -111,7 +91,7 @@ def gains(seconds: float = 60) -> Results:
             sustained(memory.latencies(system, workload, first_rate, its_seconds))
             for system in SYSTEMS[:2])
         rows[name] = {"times": ours / oracle}
-    return {"gains": draw_bars(
+    return {"gains": bars(
         "nanopaged's rate over Orca (oracle)'s (the paper's Figures 14, 16 and 17).",
         rows, "Simulated. The modelled GPU runs out of operations at 6,000 tokens/s, "
         "so beams gain less than in the paper. A shared prefix gains more, because the "
@@ -120,7 +100,7 @@ def gains(seconds: float = 60) -> Results:
         "also read more K and V.", GAINS)}
 
 
-def sharing(seconds: float = 60) -> Results:
+def sharing(seconds: float = 60) -> dict[str, Figure]:
     """Figure 15: percent of blocks that sharing saves."""
     rows: dict[str, dict[str, float]] = {}
     for name, widths in SAVED.items():
@@ -133,14 +113,14 @@ def sharing(seconds: float = 60) -> Results:
             workload = Workload(draw_lengths(data_set, 500), 0, width, likely)
             usage = simulate("nanopaged", workload, 30, its_seconds).usage
             rows[name][str(width)] = usage["saved"]
-    return {"sharing": draw_bars(
+    return {"sharing": bars(
         "Blocks saved by sharing (the paper's Figure 15).", rows,
         "By the number of sequences in a request, in percent of what they would need "
         "without sharing. Simulated, at full load; the beams branch by probabilities "
         "that the bundled model gave.", SAVED, "%")}
 
 
-def block_sizes(seconds: float = 240) -> Results:
+def block_sizes(seconds: float = 240) -> dict[str, Figure]:
     """Figure 18, its memory side: what large blocks waste."""
     rows: dict[str, dict[str, float]] = {}
     for name, rate, its_seconds in (
@@ -150,14 +130,13 @@ def block_sizes(seconds: float = 240) -> Results:
         for size in (1, 4, 16, 64, 256):
             usage = simulate("nanopaged", workload, rate, its_seconds, size).usage
             rows[name][str(size)] = 100 - usage["tokens"]
-    title = "Slots without a token, by block size (after the paper's Figure 18)."
-    caption = "Simulated, at full load, in percent."
-    x_label = "tokens in a block (each size is four times the one before)"
-    chart = lines(title, rows, caption, x_label, "%", is_logarithmic=True)
-    return {"blocks": Result(title, rows, chart)}
+    return {"blocks": lines(
+        "Slots without a token, by block size (after the paper's Figure 18).", rows,
+        "Simulated, at full load, in percent.",
+        "tokens in a block (each size is four times the one before)", "%")}
 
 
-FIGURES: dict[str, Callable[..., Results]] = {
+FIGURES: dict[str, Callable[..., dict[str, Figure]]] = {
     "memory": use_of_memory, "latency": latency, "gains": gains, "sharing": sharing,
     "blocks": block_sizes}
 
