@@ -1,11 +1,11 @@
-"""Figures as SVG: bars, stacked bars and lines, with their numbers as a table.
+"""Figures as SVG: stacked bars and lines, with their numbers as a table.
 
 Here is where everything goes; `figure.html` draws it. `figures.css` has the colours,
 for light and for dark pages. Colour is never alone: bars carry their numbers, lines
 have markers of their own, and the table below a figure has all numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from math import ceil, floor, log10
 from typing import Any, NamedTuple, TypeAlias
@@ -18,7 +18,7 @@ Rows: TypeAlias = Mapping[str, Mapping[str, Any]]  # name -> {column: number}
 WIDTH, HEIGHT = 480, 300  # readable on a telephone
 LEFT, TOP, RIGHT, BOTTOM = 46, 52, 468, 254  # of the plot in it
 LEAST_STEP = 34  # between two labels of the x axis
-MOST_WIDTH = 60  # of a bar
+BAR_WIDTH = 56
 SQUARE = "M-4 -4 h8 v8 h-8 z"
 DIAMOND = "M0 -5 l5 5 l-5 5 l-5 -5 z"
 MARKERS = (  # of lines
@@ -33,26 +33,25 @@ class Figure(NamedTuple):
 
 
 class Plot:
-    """What is drawn over names at equal distances on the x axis, and above a y axis
-    from 0 to `top`, or to a rounder number.
+    """What is drawn. An x is the number of a place on the x axis, and a y is a value on
+    the y axis, which goes from 0 to `top`, or to a rounder number.
     """
 
-    def __init__(self, names: list[str], top: float, x_label: str = "") -> None:
+    def __init__(self, names: Iterable[str], top: float, x_label: str = "") -> None:
         scale = 10.0 ** floor(log10(top))
         steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)  # four parts divide them well
         self.top = next(scale * step for step in steps if scale * step >= top * 0.999)
-        self.step = (RIGHT - LEFT) / len(names)
-        places = [(self.x(number), name) for number, name in enumerate(names)]
-        self.labels = places[:: ceil(LEAST_STEP / self.step)]
+        self.labels = list(enumerate(names))  # of the places
+        self.step = (RIGHT - LEFT) / len(self.labels)
+        self.labels = self.labels[:: ceil(LEAST_STEP / self.step)]
         self.x_label = x_label
-        self.bar_width = 0.0
-        self.bars: list[tuple[float, float, float, int]] = []  # x, low, value, series
-        self.lines: list[list[tuple[float, float]]] = []
-        self.markers: list[tuple[float, float, str, str]] = []
+        self.bars: list[tuple[int, float, float, int]] = []  # x, low, value, series
+        self.lines: list[list[tuple[int, float]]] = []
+        self.markers: list[tuple[int, float, str, str]] = []
         self.legend: list[tuple[str, str, str]] = []
 
     def x(self, number: int) -> float:
-        """The middle of the place of a name, in the units of the picture."""
+        """Where a place is in the picture: its middle."""
         return LEFT + self.step * (number + 0.5)
 
     def y(self, value: float) -> float:
@@ -60,49 +59,40 @@ class Plot:
 
     def figure(self, title: str, rows: Rows, caption: str, unit: str) -> Figure:
         columns = dict.fromkeys(column for row in rows.values() for column in row)
-        chart = TEMPLATES.get_template("figure.html").render(
+        template = TEMPLATES.get_template("figure.html")
+        chart = template.render(
             plot=self, title=title, rows=rows, caption=caption, unit=unit,
-            columns=columns, width=WIDTH, height=HEIGHT,
+            columns=columns, width=WIDTH, height=HEIGHT, bar_width=BAR_WIDTH,
             left=LEFT, top=TOP, right=RIGHT, bottom=BOTTOM)
         return Figure(title, rows, Html(chart))
 
 
-def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = "",
-         stacked: bool = False) -> Figure:
-    """A group of bars for every row, one for each column; diamonds for the paper's.
-
-    stacked: the bars of a row stand on top of each other. The first row has all
-    columns, and others may lack some.
+def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = "") -> Figure:
+    """A bar for every row, with its columns stacked; a diamond at the paper's number.
     """
-    add = sum if stacked else max
-    top = max(add(row.values()) for row in [*rows.values(), *paper.values()])
-    plot = Plot(list(rows), top)
-    columns = list(next(iter(rows.values())))
-    middle = (len(columns) - 1) / 2
-    plot.bar_width = MOST_WIDTH
-    if not stacked:
-        plot.bar_width = min(MOST_WIDTH, 0.8 * plot.step / len(columns))
-    beside = {}  # the numbers of ours and of the paper's
-    for number, (name, row) in enumerate(rows.items()):
-        beside[name] = {**row}
+    top = max(sum(row.values()) for row in [*rows.values(), *paper.values()])
+    plot = Plot(rows, top)
+    for x, (name, row) in enumerate(rows.items()):
         low = 0.0
-        for index, column in enumerate(columns):
-            value = row.get(column, 0.0)
-            x = plot.x(number)
-            if not stacked:
-                x += plot.bar_width * (index - middle)
-            plot.bars.append((x, low, value, index))
-            if stacked:
-                low += value
-            if column in paper.get(name, {}):
-                measured = paper[name][column]
-                beside[name][f"{column} (paper)"] = measured
-                plot.markers.append((x, measured, "paper", DIAMOND))
-    if len(columns) > 1:
-        plot.legend = [(column, f"series-{index}", SQUARE)
-                       for index, column in enumerate(columns)]
+        for series, value in enumerate(row.values()):
+            plot.bars.append((x, low, value, series))
+            low += value
+        for measured in paper[name].values():
+            plot.markers.append((x, measured, "paper", DIAMOND))
+    for series, column in enumerate(next(iter(rows.values()))):
+        plot.legend.append((column, f"series-{series}", SQUARE))
     plot.legend.append(("the paper's", "paper", DIAMOND))
-    return plot.figure(title, beside, caption, unit)
+    return plot.figure(title, beside(rows, paper), caption, unit)
+
+
+def beside(rows: Rows, paper: Rows) -> Rows:
+    """Our rows, with the paper's numbers in more columns."""
+    both: dict[str, dict[str, Any]] = {}
+    for name, row in rows.items():
+        both[name] = {**row}
+        for column, number in paper[name].items():
+            both[name][f"{column} (paper)"] = number
+    return both
 
 
 def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "",
@@ -110,12 +100,11 @@ def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "",
     """A line for every row, over its columns. What is above `top` is cut off. The first
     row has all columns, and others may lack the last ones.
     """
-    columns = list(next(iter(rows.values())))
     top = top or max(max(row.values()) for row in rows.values())
-    plot = Plot(columns, top, x_label)
-    for index, (name, row) in enumerate(rows.items()):
-        points = [(plot.x(number), value) for number, value in enumerate(row.values())]
-        look = f"series-{index}", MARKERS[index]
+    plot = Plot(next(iter(rows.values())), top, x_label)
+    for series, (name, row) in enumerate(rows.items()):
+        points = list(enumerate(row.values()))
+        look = f"series-{series}", MARKERS[series]
         plot.lines.append(points)
         plot.legend.append((name, *look))
         plot.markers += [(x, y, *look) for x, y in points if y <= plot.top]

@@ -200,6 +200,7 @@ def fork() -> Values:
     copies = samples.batches[1].copies
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
     best = beams.outputs[0].outputs[0]
+    widths = list(paper.SAVED["Alpaca, beams"])
     return locals() | paper.sharing(seconds=10)
 
 

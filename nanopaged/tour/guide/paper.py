@@ -7,7 +7,7 @@ Each function simulates some seconds of a server, and returns what it found by f
 from collections.abc import Callable
 
 from nanopaged.tour import memory
-from nanopaged.tour.guide.figures import Figure, Rows, bars, lines
+from nanopaged.tour.guide.figures import Figure, Rows, bars, beside, lines
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.memory import SYSTEMS, Workload, simulate, sustained
 from nanopaged.tour.workloads import draw_lengths
@@ -44,8 +44,7 @@ def use_of_memory(seconds: float = 600) -> dict[str, Figure]:
         "memory": bars(
             "Where the slots go (the paper's Figure 2).", use,
             "Simulated, at full load, in percent. As in the paper, rounding up to a "
-            "power of two is external waste; textbooks call it internal.", USE, "%",
-            stacked=True),
+            "power of two is external waste; textbooks call it internal.", USE, "%"),
         "running": bars(
             "Requests that run at a time (the paper's Figure 13).", running,
             "From the same simulation.", RUNNING)}
@@ -113,11 +112,9 @@ def sharing(seconds: float = 60) -> dict[str, Figure]:
             workload = Workload(draw_lengths(data_set, 500), 0, width, likely)
             usage = simulate("nanopaged", workload, 30, its_seconds).usage
             rows[name][str(width)] = usage["saved"]
-    return {"sharing": bars(
-        "Blocks saved by sharing (the paper's Figure 15).", rows,
-        "By the number of sequences in a request, in percent of what they would need "
-        "without sharing. Simulated, at full load; the beams branch by probabilities "
-        "that the bundled model gave.", SAVED, "%")}
+    return {"sharing": Figure(
+        "Percent of blocks saved by sharing, by sequences in a request (Figure 15)",
+        beside(rows, SAVED))}
 
 
 def block_sizes(seconds: float = 240) -> dict[str, Figure]:
