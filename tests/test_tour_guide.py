@@ -157,7 +157,8 @@ def test_hostile_values_are_shown_as_text():
         "{{ hostile }}", "a {{ hostile }} b", "`{{ hostile }}`", "[a]({{ hostile }})",
         "```text\n{{ hostile }}\n```", "| {{ hostile }} |\n|---|\n| {{ hostile }} |")]
     assert all(str(escape(hostile)) in str(markup) for markup in rendered)
-    figure = figures.bars(hostile, {hostile: {hostile: 1.0}}, hostile, {})
+    rows = {hostile: {hostile: 1.0}}
+    figure = figures.bars(hostile, rows, hostile, paper=rows)
     rendered.append(figure.chart)
     for markup in rendered:
         assert not re.search("<img|</script|<em>", markup)

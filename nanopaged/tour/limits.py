@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nanopaged import LLM
+from nanopaged.attention import divide_up
 from nanopaged.model import Linear, pack
 from nanopaged.tour.kv import token_bytes
 
@@ -20,15 +21,20 @@ Requests: TypeAlias = list[tuple[list[int], int]]  # a prompt, tokens to generat
 
 def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) -> float:
     """Seconds of the fastest run: a limit is what was reached once."""
-    wait: Any = torch.cuda.synchronize if device.type == "cuda" else (lambda: None)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    function()  # a warm-up
     seconds = []
-    for _ in range(runs + 1):
+    for _ in range(runs):
         wait()
         began = time.perf_counter()
         function()
         wait()
         seconds.append(time.perf_counter() - began)
-    return min(seconds[1:])
+    return min(seconds)
 
 
 def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
@@ -44,10 +50,11 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     linear.requires_grad_(False).weight.normal_()
     pack(linear)
     x = torch.randn(batch, columns).to(device, dtype)
-    flops = 2 * batch * rows * columns
+    sum_s = fastest(buffer.sum, device)
+    product_s = fastest(lambda: linear(x), device)
     return {
-        "bytes_per_s": buffer.nbytes / fastest(buffer.sum, device),
-        "flops_per_s": flops / fastest(lambda: linear(x), device)}
+        "bytes_per_s": buffer.nbytes / sum_s,
+        "flops_per_s": 2 * batch * rows * columns / product_s}
 
 
 def count_weights(config: Any) -> tuple[int, int]:
@@ -60,7 +67,7 @@ def count_weights(config: Any) -> tuple[int, int]:
 
 
 def count_keys(num_tokens: int) -> int:
-    """How many keys the first tokens of a sequence see: 1, 2, 3 and so on, added up."""
+    """How many keys the first tokens of a sequence see: 1 + 2 + ... + num_tokens."""
     return num_tokens * (num_tokens + 1) // 2
 
 
@@ -76,22 +83,30 @@ def time_floor(
     """
     config = llm.model_config
     layer_weights, head_weights = count_weights(config)
+    weights = layer_weights + head_weights
     lengths = [length for _, length in requests]
     tokens_in = sum(len(prompt) for prompt, _ in requests)
     tokens_out = sum(lengths)
-    steps = max(*lengths, -(-tokens_out // llm.config.max_num_seqs))
-    # The last token of a request is never computed.
-    keys = sum(count_keys(len(prompt) + length - 1) for prompt, length in requests)
-    prompt_keys = sum(count_keys(len(prompt)) for prompt, _ in requests)
+    steps = max(*lengths, divide_up(tokens_out, llm.config.max_num_seqs))
 
-    weight_bytes = steps * (layer_weights + head_weights) * llm.runner.dtype.itemsize
-    kv_bytes = (keys - prompt_keys + tokens_in) * token_bytes(llm)
+    computed = 0  # tokens, of which the last one of a request is none
+    keys = 0  # that the computed tokens see
+    prompt_keys = 0
+    for prompt, length in requests:
+        num_tokens = len(prompt) + length - 1
+        computed += num_tokens
+        keys += count_keys(num_tokens)
+        prompt_keys += count_keys(len(prompt))
+
+    weight_bytes = steps * weights * llm.runner.dtype.itemsize
+    num_read = keys - prompt_keys + tokens_in  # keys, each with its value
+    kv_bytes = num_read * token_bytes(llm)
     bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
 
-    flops = 2 * layer_weights * (tokens_in + tokens_out - len(requests))
+    per_key = 4 * config.num_attention_heads * config.head_dim
+    flops = 2 * layer_weights * computed
     flops += 2 * head_weights * tokens_out  # prompts need the head only once
-    flops += (
-        4 * config.num_hidden_layers * config.num_attention_heads
-        * config.head_dim * keys)
+    flops += config.num_hidden_layers * per_key * keys
     flops_s = flops / limits["flops_per_s"]
-    return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": max(bytes_s, flops_s)}
+    floor_s = max(bytes_s, flops_s)
+    return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": floor_s}

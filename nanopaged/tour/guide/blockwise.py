@@ -53,7 +53,8 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
 
     def attend_twice(q: Any, kv_cache: Any, metadata: Any) -> Any:
         out = attend_by_engine(q, kv_cache, metadata)
-        given.extend(out.double().reshape(-1, q.shape[-1]).numpy())
+        results = out.double().reshape(-1, q.shape[-1])
+        given.extend(results.numpy())
         blocks = kv_cache.double().numpy()
         group_size = q.shape[1] // kv_cache.shape[2]
         queries = iter(q.double().numpy())

@@ -14,16 +14,23 @@ from nanopaged.tour.guide.markdown import Html
 from nanopaged.tour.page import TEMPLATES
 
 Rows: TypeAlias = Mapping[str, Mapping[str, Any]]  # name -> {column: number}
+Look: TypeAlias = tuple[str, str]  # a class of the style, and a shape
 
-WIDTH, HEIGHT = 480, 300  # readable on a telephone
-LEFT, TOP, RIGHT, BOTTOM = 46, 52, 468, 254  # of the plot in it
+WIDTH = 480  # readable on a telephone
+HEIGHT = 300
+LEFT = 46  # of the plot in the picture
+RIGHT = 468
+TOP = 52
+BOTTOM = 254
 LEAST_STEP = 34  # between two labels of the x axis
 BAR_WIDTH = 56
+ROUND = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)  # four parts divide these well
+CIRCLE = "M-4 0 a4 4 0 0 0 8 0 a4 4 0 0 0 -8 0"
 SQUARE = "M-4 -4 h8 v8 h-8 z"
-DIAMOND = "M0 -5 l5 5 l-5 5 l-5 -5 z"
-MARKERS = (  # of lines
-    "M-4 0 a4 4 0 0 0 8 0 a4 4 0 0 0 -8 0", SQUARE, "M0 -5 l5 9 h-10 z",
-    "M0 5 l5 -9 h-10 z")
+UP = "M0 -5 l5 9 h-10 z"
+DOWN = "M0 5 l5 -9 h-10 z"
+PAPER = "paper", "M0 -5 l5 5 l-5 5 l-5 -5 z"  # a diamond
+MARKERS = (CIRCLE, SQUARE, UP, DOWN)  # of lines
 
 
 class Figure(NamedTuple):
@@ -39,49 +46,54 @@ class Plot:
 
     def __init__(self, names: Iterable[str], top: float, x_label: str = "") -> None:
         scale = 10.0 ** floor(log10(top))
-        steps = (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 6, 8, 10)  # four parts divide them well
-        self.top = next(scale * step for step in steps if scale * step >= top * 0.999)
-        self.labels = list(enumerate(names))  # of the places
-        self.step = (RIGHT - LEFT) / len(self.labels)
-        self.labels = self.labels[:: ceil(LEAST_STEP / self.step)]
+        tops = [scale * step for step in ROUND]
+        self.top = next(each for each in tops if each >= 0.999 * top)
+        places = list(enumerate(names))
+        self.step = (RIGHT - LEFT) / len(places)
+        every = ceil(LEAST_STEP / self.step)
+        self.labels = places[::every]
         self.x_label = x_label
         self.bars: list[tuple[int, float, float, int]] = []  # x, low, value, series
         self.lines: list[list[tuple[int, float]]] = []
-        self.markers: list[tuple[int, float, str, str]] = []
-        self.legend: list[tuple[str, str, str]] = []
+        self.markers: list[tuple[int, float, Look]] = []
+        self.legend: dict[str, Look] = {}
 
     def x(self, number: int) -> float:
         """Where a place is in the picture: its middle."""
         return LEFT + self.step * (number + 0.5)
 
     def y(self, value: float) -> float:
-        return BOTTOM - (BOTTOM - TOP) * value / self.top
+        share = value / self.top
+        return BOTTOM - (BOTTOM - TOP) * share
 
     def figure(self, title: str, rows: Rows, caption: str, unit: str) -> Figure:
-        columns = dict.fromkeys(column for row in rows.values() for column in row)
         template = TEMPLATES.get_template("figure.html")
         chart = template.render(
-            plot=self, title=title, rows=rows, caption=caption, unit=unit,
-            columns=columns, width=WIDTH, height=HEIGHT, bar_width=BAR_WIDTH,
+            plot=self, title=title, caption=caption, rows=rows, unit=unit,
+            width=WIDTH, height=HEIGHT, bar_width=BAR_WIDTH,
             left=LEFT, top=TOP, right=RIGHT, bottom=BOTTOM)
         return Figure(title, rows, Html(chart))
 
 
-def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = "") -> Figure:
+def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = ""
+         ) -> Figure:
     """A bar for every row, with its columns stacked; a diamond at the paper's number.
     """
-    top = max(sum(row.values()) for row in [*rows.values(), *paper.values()])
-    plot = Plot(rows, top)
+    heights = [sum(row.values()) for row in rows.values()]
+    for row in paper.values():
+        heights += row.values()
+    plot = Plot(rows, max(heights))
+    columns, *_ = rows.values()
+    for series, column in enumerate(columns):
+        plot.legend[column] = f"series-{series}", SQUARE
+    plot.legend["the paper's"] = PAPER
     for x, (name, row) in enumerate(rows.items()):
         low = 0.0
         for series, value in enumerate(row.values()):
             plot.bars.append((x, low, value, series))
             low += value
         for measured in paper[name].values():
-            plot.markers.append((x, measured, "paper", DIAMOND))
-    for series, column in enumerate(next(iter(rows.values()))):
-        plot.legend.append((column, f"series-{series}", SQUARE))
-    plot.legend.append(("the paper's", "paper", DIAMOND))
+            plot.markers.append((x, measured, PAPER))
     return plot.figure(title, beside(rows, paper), caption, unit)
 
 
@@ -100,14 +112,17 @@ def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "",
     """A line for every row, over its columns. What is above `top` is cut off. The first
     row has all columns, and others may lack the last ones.
     """
-    top = top or max(max(row.values()) for row in rows.values())
-    plot = Plot(next(iter(rows.values())), top, x_label)
+    columns, *_ = rows.values()
+    highest = [max(row.values()) for row in rows.values()]
+    plot = Plot(columns, top or max(highest), x_label)
     for series, (name, row) in enumerate(rows.items()):
         points = list(enumerate(row.values()))
         look = f"series-{series}", MARKERS[series]
         plot.lines.append(points)
-        plot.legend.append((name, *look))
-        plot.markers += [(x, y, *look) for x, y in points if y <= plot.top]
+        plot.legend[name] = look
+        for x, y in points:
+            if y <= plot.top:
+                plot.markers.append((x, y, look))
     return plot.figure(title, rows, caption, unit)
 
 
@@ -117,8 +132,10 @@ def style() -> str:
 
 def standalone(figure: str) -> str:
     """The picture in a figure, as an SVG file."""
-    start, end = figure.index("<svg ") + 5, figure.rindex("</svg>")
-    attributes, content = figure[start:end].split(">", 1)
+    start = figure.index("<svg ") + 5
+    end = figure.rindex("</svg>")
+    svg = figure[start:end]
+    attributes, content = svg.split(">", 1)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" {attributes}>'
         f"<style>{style()}</style>{content}</svg>\n")

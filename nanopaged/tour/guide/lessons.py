@@ -11,6 +11,7 @@ import numpy as np
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import place_tokens
 from nanopaged.config import EngineConfig
+from nanopaged.outputs import RequestOutput
 from nanopaged.parallel import FIELDS
 from nanopaged.scheduler import Batch
 from nanopaged.tour import kv
@@ -30,7 +31,8 @@ def loop() -> Values:
         pieces = [repr(llm.tokenizer.decode([token]))
                   for token in run.outputs[0].prompt_token_ids]
         size = llm.config.block_size
-    positions, slots = places(run.batches[0], size)
+    batch = run.batches[0]
+    positions, slots = places(batch, size)
     seq = run.scheduled()[0]["seqs"]["0.0"]
     answer = run.outputs[0].outputs[0]
     counts = [batch.counts[0] for batch in run.batches]
@@ -59,9 +61,12 @@ def cache() -> Values:
         token_bytes = kv.token_bytes(llm)
     assert text == prompt + answer
     computed_with = len(prompt) + count - 1
-    computed_without = sum(range(len(prompt), len(prompt) + count))
+    lengths = range(len(prompt), len(prompt) + count)  # of the text, before each token
+    computed_without = sum(lengths)
     tokens = 4096  # in each sequence of the table
-    models, element_bytes, gib = kv.MODELS, kv.ELEMENT_BYTES, kv.GIB
+    models = kv.MODELS
+    element_bytes = kv.ELEMENT_BYTES
+    gib = kv.GIB
     return locals()
 
 
@@ -69,7 +74,8 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
     """The seconds that an answer takes, and its tokens."""
     began = time.perf_counter()
     [output] = llm.generate(prompt, greedy(count), use_tqdm=False)
-    return time.perf_counter() - began, output.outputs[0].token_ids
+    seconds = time.perf_counter() - began
+    return seconds, output.outputs[0].token_ids
 
 
 def blocks() -> Values:
@@ -78,11 +84,13 @@ def blocks() -> Values:
                     [greedy(14), greedy(6)])
         size = llm.config.block_size
     tables = [state["seqs"]["0.0"]["table"] for state in run.scheduled()]
-    grows = next(i for i in range(1, len(tables))
-                 if len(tables[i]) > len(tables[i - 1]))
-    step, table = grows + 1, tables[grows]
+    is_longer = [len(table) > len(tables[0]) for table in tables]
+    step = 1 + is_longer.index(True)
+    table = tables[step - 1]
     default_size = EngineConfig().block_size
-    slots, longest, lengths = SLOTS, LONGEST, DATA_SETS["ShareGPT"]
+    slots = SLOTS
+    longest = LONGEST
+    lengths = DATA_SETS["ShareGPT"]
     return locals() | paper.use_of_memory(seconds=240)
 
 
@@ -95,7 +103,8 @@ def step() -> Values:
         size = llm.config.block_size
     first, second, third = run.batches[:3]
     positions, slots = places(second, size)
-    assert second.counts == [1, 2] and third.copies, "the text describes these steps"
+    assert second.counts == [1, 2], "the text describes this step"
+    assert third.copies, "and this one"
     pending = [-1 - sample for sample in range(len(second.samples))]
     listings = [listing(batch) for batch in (first, second, third)]
     return locals()
@@ -109,17 +118,20 @@ def listing(batch: Batch) -> Html:
     names = []
     for entry, (count, end) in enumerate(zip(batch.counts, batch.ends, strict=True)):
         for position in range(end - count, end):
-            if position < 6:  # the length of both prompts
-                names.append(f"{'q' if entry and position >= 4 else 'p'}{position}")
-            else:
+            if position >= 6:  # the length of both prompts
                 names.append(f"{'tuv'[entry]}{position - 6}")
-    lines = [f"token_ids = [{', '.join(names)}]", *lists(batch, FIELDS[1:])]
+            elif entry == 1 and position >= 4:
+                names.append(f"q{position}")
+            else:
+                names.append(f"p{position}")
+    token_ids = f"token_ids = [{', '.join(names)}]"
+    lines = [token_ids, *lists(batch, FIELDS[1:])]
     return python("\n".join(lines))
 
 
 def lists(batch: Batch, names: list[str]) -> list[str]:
-    return [f"{name} = {list(getattr(batch, name))}" for name in names
-            if len(getattr(batch, name))]
+    found = {name: list(getattr(batch, name)) for name in names}
+    return [f"{name} = {items}" for name, items in found.items() if items]
 
 
 def attention() -> Values:
@@ -140,9 +152,9 @@ def schedule() -> Values:
                     [greedy(12), greedy(12), greedy(4)])
     counts = run.counts(2)
     num_tokens = len(run.outputs[2].prompt_token_ids)
-    chunks = [number for number in counts if number][:-3]
-    assert sum(chunks) == num_tokens and not absent(run, 0) + absent(run, 1)
-    mixed = [b for b in run.batches if len(b.counts) > 1 and max(b.counts) > 1]
+    chunks = [count for count in counts if count][:-3]
+    assert sum(chunks) == num_tokens
+    assert absent(run, 0) == absent(run, 1) == []
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
     figure = figures.lines(
         "Tokens per second, by the number of sequences in a batch.",
@@ -160,8 +172,9 @@ def schedule() -> Values:
 
 def absent(run: Run, request: int) -> list[int]:
     """The steps, counted from 1, in which a request did not run, before its end."""
-    present = [step for step, number in enumerate(run.counts(request), 1) if number]
-    return sorted(set(range(1, max(present))) - set(present))
+    counts = run.counts(request)
+    present = [step for step, count in enumerate(counts, 1) if count]
+    return [step for step in range(1, max(present)) if step not in present]
 
 
 def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
@@ -174,8 +187,8 @@ def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
             for _ in range(3):  # the best of several rounds: a machine is never quiet
                 began = time.perf_counter()
                 llm.generate(prompts, greedy(count), use_tqdm=False)
-                speed = size * count / (time.perf_counter() - began)
-                speeds[size] = max(speed, speeds[size])
+                seconds = time.perf_counter() - began
+                speeds[size] = max(speeds[size], size * count / seconds)
     return speeds
 
 
@@ -209,14 +222,21 @@ def full() -> Values:
     pool = 8
     with engine() as llm:
         alone = llm.generate(LOVERS, greedy(16), use_tqdm=False)
-    recompute, swap = preempted(pool, "recompute"), preempted(pool, "swap")
-    for run in (recompute["run"], swap["run"]):
-        for output, expected in zip(run.outputs, alone, strict=True):
-            assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-    limit, sustained = LIMIT, paper.SUSTAINED
+    recompute = preempted(pool, "recompute")
+    swap = preempted(pool, "swap")
+    assert texts(recompute["run"].outputs) == texts(swap["run"].outputs) == texts(alone)
+    limit = LIMIT
+    sustained = paper.SUSTAINED
     default_size = EngineConfig().block_size
-    return (locals() | paper.costs_of_preemption() | paper.latency(seconds=240)
-            | paper.block_sizes(seconds=90))
+    values = locals()
+    values |= paper.costs_of_preemption()
+    values |= paper.latency(seconds=240)
+    values |= paper.block_sizes(seconds=90)
+    return values
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.outputs[0].text for output in outputs]
 
 
 def preempted(pool: int, mode: str) -> Values:
@@ -228,8 +248,10 @@ def preempted(pool: int, mode: str) -> Values:
     leaves, *_, last = absent(run, 1)
     returns = last + 1
     count = stats.preemptions_recompute + stats.preemptions_swap
-    tokens = sum(sum(batch.counts) for batch in run.batches)
-    moves = sum(len(batch.swaps_out + batch.swaps_in) for batch in run.batches)
+    tokens = moves = 0
+    for batch in run.batches:
+        tokens += sum(batch.counts)
+        moves += len(batch.swaps_out) + len(batch.swaps_in)
     return locals()
 
 
@@ -237,11 +259,14 @@ def ranks() -> Values:
     with engine(num_blocks=24) as llm:
         run = watch(llm, "", ["ROMEO:\n", SPEECH, "JULIET:\n"], greedy(6))
         config = llm.model_config
-    batch, defaults = run.batches[1], EngineConfig()
+    batch = run.batches[1]
+    defaults = EngineConfig()
     # `Ranks.send` sends a number for each list, then all numbers in them.
     sizes = [np.size(getattr(batch, name)) for name in FIELDS]
-    num_fields, num_bytes = len(FIELDS), 8 * (len(sizes) + sum(sizes))
-    message = python("\n".join(lists(batch, FIELDS)))
+    num_fields = len(FIELDS)
+    num_bytes = 8 * (num_fields + sum(sizes))
+    lines = lists(batch, FIELDS)
+    message = python("\n".join(lines))
     tokens = 4096  # in each of many sequences
     table_bytes = 8 * defaults.max_num_seqs * tokens // defaults.block_size
     return locals()
