@@ -53,17 +53,17 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
 
     def attend_twice(q: Any, kv_cache: Any, metadata: Any) -> Any:
         out = attend_by_engine(q, kv_cache, metadata)
-        results = out.double().reshape(-1, q.shape[-1])
+        results = out.double().reshape(-1, backend.head_dim)
         given.extend(results.numpy())
         blocks = kv_cache.double().numpy()
-        group_size = q.shape[1] // kv_cache.shape[2]
         queries = iter(q.double().numpy())
         tables = metadata.block_tables.tolist()
         for count, end in zip(metadata.counts, metadata.ends, strict=True):
             for position in range(end - count, end):
                 for head, query in enumerate(next(queries)):
-                    expected.append(attend(query, blocks[:, :, head // group_size],
-                                           tables, num_keys=position + 1))
+                    kv_head = blocks[:, :, head // backend.group_size]
+                    result = attend(query, kv_head, tables, num_keys=position + 1)
+                    expected.append(result)
             del tables[: llm.block_manager.num_blocks_for(end)]  # on to the next one
         return out
 

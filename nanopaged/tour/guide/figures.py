@@ -66,17 +66,17 @@ class Plot:
         share = value / self.top
         return BOTTOM - (BOTTOM - TOP) * share
 
-    def figure(self, title: str, rows: Rows, caption: str, unit: str) -> Figure:
+    def figure(self, title: str, rows: Rows, caption: str) -> Figure:
         template = TEMPLATES.get_template("figure.html")
         chart = template.render(
-            plot=self, title=title, caption=caption, rows=rows, unit=unit,
+            plot=self, title=title, caption=caption, rows=rows,
             width=WIDTH, height=HEIGHT, bar_width=BAR_WIDTH,
-            left=LEFT, top=TOP, right=RIGHT, bottom=BOTTOM)
+            left=LEFT, right=RIGHT,
+            top=TOP, bottom=BOTTOM)
         return Figure(title, rows, Html(chart))
 
 
-def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = ""
-         ) -> Figure:
+def bars(title: str, rows: Rows, caption: str, paper: Rows) -> Figure:
     """A bar for every row, with its columns stacked; a diamond at the paper's number.
     """
     heights = [sum(row.values()) for row in rows.values()]
@@ -94,12 +94,12 @@ def bars(title: str, rows: Rows, caption: str, paper: Rows, unit: str = ""
             low += value
         for measured in paper[name].values():
             plot.markers.append((x, measured, PAPER))
-    return plot.figure(title, beside(rows, paper), caption, unit)
+    return plot.figure(title, beside(rows, paper), caption)
 
 
 def beside(rows: Rows, paper: Rows) -> Rows:
     """Our rows, with the paper's numbers in more columns."""
-    both: dict[str, dict[str, Any]] = {}
+    both: dict[str, Any] = {}
     for name, row in rows.items():
         both[name] = {**row}
         for column, number in paper[name].items():
@@ -107,14 +107,15 @@ def beside(rows: Rows, paper: Rows) -> Rows:
     return both
 
 
-def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "",
-          top: float = 0) -> Figure:
+def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0
+          ) -> Figure:
     """A line for every row, over its columns. What is above `top` is cut off. The first
     row has all columns, and others may lack the last ones.
     """
     columns, *_ = rows.values()
-    highest = [max(row.values()) for row in rows.values()]
-    plot = Plot(columns, top or max(highest), x_label)
+    if top == 0:
+        top = max(max(row.values()) for row in rows.values())
+    plot = Plot(columns, top, x_label)
     for series, (name, row) in enumerate(rows.items()):
         points = list(enumerate(row.values()))
         look = f"series-{series}", MARKERS[series]
@@ -123,7 +124,7 @@ def lines(title: str, rows: Rows, caption: str, x_label: str, unit: str = "",
         for x, y in points:
             if y <= plot.top:
                 plot.markers.append((x, y, look))
-    return plot.figure(title, rows, caption, unit)
+    return plot.figure(title, rows, caption)
 
 
 def style() -> str:

@@ -33,7 +33,8 @@ def loop() -> Values:
         size = llm.config.block_size
     batch = run.batches[0]
     positions, slots = places(batch, size)
-    seq = run.scheduled()[0]["seqs"]["0.0"]
+    state = run.scheduled()[0]
+    seq = state["seqs"]["0.0"]
     answer = run.outputs[0].outputs[0]
     counts = [batch.counts[0] for batch in run.batches]
     return locals()
@@ -160,7 +161,7 @@ def schedule() -> Values:
         "Tokens per second, by the number of sequences in a batch.",
         {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
         "The bundled model, on one core of the machine that made this page.",
-        "sequences that decode together (twice as many each time)", "tokens/s")
+        "sequences that decode together (twice as many each time)")
     step = 1 + counts.index(budget - 2)
     batch = max(speeds)
     gain = speeds[batch] / speeds[1]
@@ -224,7 +225,8 @@ def full() -> Values:
         alone = llm.generate(LOVERS, greedy(16), use_tqdm=False)
     recompute = preempted(pool, "recompute")
     swap = preempted(pool, "swap")
-    assert texts(recompute["run"].outputs) == texts(swap["run"].outputs) == texts(alone)
+    for preemption in (recompute, swap):
+        assert answers(preemption["run"].outputs) == answers(alone)
     limit = LIMIT
     sustained = paper.SUSTAINED
     default_size = EngineConfig().block_size
@@ -235,8 +237,8 @@ def full() -> Values:
     return values
 
 
-def texts(outputs: list[RequestOutput]) -> list[str]:
-    return [output.outputs[0].text for output in outputs]
+def answers(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
 
 
 def preempted(pool: int, mode: str) -> Values:
@@ -245,8 +247,9 @@ def preempted(pool: int, mode: str) -> Values:
     with engine(num_blocks=pool, preemption_mode=mode, swap_space=2e-4) as llm:
         run = watch(llm, f"Two requests in a pool for one: {mode}", LOVERS, greedy(16))
         stats = llm.stats()
-    leaves, *_, last = absent(run, 1)
-    returns = last + 1
+    steps = absent(run, 1)
+    leaves = steps[0]
+    returns = steps[-1] + 1
     count = stats.preemptions_recompute + stats.preemptions_swap
     tokens = moves = 0
     for batch in run.batches:

@@ -44,7 +44,7 @@ def use_of_memory(seconds: float = 600) -> dict[str, Figure]:
         "memory": bars(
             "Where the slots go (the paper's Figure 2).", use,
             "Simulated, at full load, in percent. As in the paper, rounding up to a "
-            "power of two is external waste; textbooks call it internal.", USE, "%"),
+            "power of two is external waste; textbooks call it internal.", USE),
         "running": bars(
             "Requests that run at a time (the paper's Figure 13).", running,
             "From the same simulation.", RUNNING)}
@@ -63,7 +63,7 @@ def latency(seconds: float = 600) -> dict[str, Figure]:
         f"{seconds / 60:g} minutes of requests. Only the memory differs. A line that "
         "leaves the figure at the top is a server in overload, whose queue grows as "
         "long as requests come.", "requests/s (each rate is "
-        f"{memory.RATE_STEP} times the one before)", "s", memory.OVERLOAD)
+        f"{memory.RATE_STEP} times the one before)", memory.OVERLOAD)
     rates = {system: sustained(curve) for system, curve in curves.items()}
     table = {system: {"requests/s": rate, "nanopaged / this": rates["nanopaged"] / rate,
                       "the paper's": SUSTAINED.get(system, "")}
@@ -130,7 +130,7 @@ def block_sizes(seconds: float = 240) -> dict[str, Figure]:
     return {"blocks": lines(
         "Slots without a token, by block size (after the paper's Figure 18).", rows,
         "Simulated, at full load, in percent.",
-        "tokens in a block (each size is four times the one before)", "%")}
+        "tokens in a block (each size is four times the one before)")}
 
 
 FIGURES: dict[str, Callable[..., dict[str, Figure]]] = {
