@@ -276,6 +276,10 @@ def test_blocks_light_up_wherever_they_are_and_events_have_their_source(
         shown, open_page):
     browser = open_page(shown, "#one=5")
     assert "nanopaged/" in browser.text(".np-source .np-file")
+    lefts = browser.run(
+        "return [...document.querySelectorAll('#one .np-source code > *')]"
+        ".map(line => line.getBoundingClientRect().left)")
+    assert len(lefts) > 4 and len(set(lefts)) == 1  # no two are on the same line
     assert browser.text("[aria-live]") == ""
     browser.click("one", '[data-block="7"].np-cell')
     lit = browser.run("return [...document.querySelectorAll('#one .np-lit')]"
