@@ -1,7 +1,7 @@
 """What happened, in sentences, told by the calls that did it.
 
-While a run is recorded, its scheduler and its block manager are of the subclasses
-below. Their methods do what the engine's do, and say what has changed. In a sentence,
+While a run is recorded, its scheduler and block manager belong to the subclasses below.
+Their methods do what the engine's do, and then say what has changed. In a sentence,
 "#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns these into marks
 that light up.
 """
@@ -49,7 +49,9 @@ class Events:
         self._said: dict[Event, list[str]] = {}
 
     def say(self, kind: str, sentence: str, item: str = "") -> None:
-        """A sentence that has "{}" is said once, with a list of all items in there."""
+        """Say a sentence. One with "{}" is said once in a phase, and lists all items
+        there.
+        """
         self._said.setdefault((kind, sentence), []).append(item)
 
     def collect(self) -> list[Event]:

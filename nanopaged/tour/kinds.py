@@ -1,7 +1,7 @@
 """The kinds of events: what each is called, which line does it, where to read about it.
 
 The line is found by the name of its function and by its text, never by a number. If the
-source changes and the line is gone, a page does without it, and a test fails.
+source changes and the line is gone, a page shows only its text, and a test fails.
 """
 
 from typing import Any, NamedTuple
