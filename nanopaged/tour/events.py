@@ -113,9 +113,9 @@ class Events:
 
     def admit(self, scheduler: Scheduler, group: SequenceGroup, batch: Batch
               ) -> Iterator[None]:
-        num_moves = len(batch.swaps_in)
+        num_moves = len(batch.moves)
         yield
-        moves = batch.swaps_in[num_moves:]
+        moves = batch.moves[num_moves:]
         if moves:
             self.say("swap_in", f"There is room for request {group.request_id} again. "
                      f"Its blocks come back from CPU memory: {listed_moves(moves)}.")
@@ -138,11 +138,11 @@ class Events:
 
     def preempt(self, scheduler: Scheduler, batch: Batch) -> Iterator[None]:
         request_id = next(reversed(scheduler.running))
-        num_moves = len(batch.swaps_out)
+        num_moves = len(batch.moves)
         yield
         full = (f"The pool is full, and request {request_id} is the youngest "
                 "running request, so it gives way.")
-        moves = batch.swaps_out[num_moves:]
+        moves = batch.moves[num_moves:]
         if moves:
             self.say("swap_out", f"{full} Its blocks move to CPU memory: "
                      f"{listed_moves(moves)}.")

@@ -112,7 +112,7 @@ def step() -> Values:
         size = llm.config.block_size
     first, second, third = run.batches[:3]
     positions, slots = places(second, size)
-    assert second.counts == [1, 2] and third.copies, "the text describes these steps"
+    assert second.counts == [1, 2] and third.moves, "the text describes these steps"
     return {"run": run, "first": listing(first), "second": listing(second),
             "third": listing(third), "size": size, "batch": second, "later": third,
             "positions": positions, "slots": slots,
@@ -224,7 +224,7 @@ def fork() -> Values:
         beams = watch(llm, "A beam search, three beams wide", [SPEECH[:22]],
                       BeamSearchParams(beam_width=3, max_tokens=8))
     return {
-        "samples": samples, "beams": beams, "copies": samples.batches[1].copies,
+        "samples": samples, "beams": beams, "copies": samples.batches[1].moves,
         "prompt_tokens": len(samples.outputs[0].prompt_token_ids),
         "best": beams.outputs[0].outputs[0],
     } | paper.sharing(seconds=10)
@@ -248,7 +248,7 @@ def full() -> Values:
             "run": run, "leaves": leaves, "returns": returns,
             "count": stats.preemptions_recompute + stats.preemptions_swap,
             "tokens": sum(sum(batch.counts) for batch in run.batches),
-            "moves": sum(len(b.swaps_out + b.swaps_in) for b in run.batches)}
+            "moves": sum(len(b.moves) for b in run.batches)}
     return (values | paper.costs_of_preemption() | {
         "sustained": paper.SUSTAINED, "limit": LIMIT,
         "default_size": EngineConfig().block_size}
