@@ -106,13 +106,13 @@ class BlockManager:
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
         self.replace_blocks(child, list(shared), num_tokens)
 
-    def grow(self, seqs: list[Sequence], copies: Moves) -> bool:
+    def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
         """Give a group's sequences blocks for all tokens that they will compute next.
         If too few are free, this returns False and changes nothing.
 
         A sequence must not share a block that it will write to. Say that two
         siblings share block 2, and write there next. They need two blocks and hold one,
-        so one is taken. The first sibling gets it, as a copy of block 2, which `copies`
+        so one is taken. The first sibling gets it, as a copy of block 2, which `moves`
         tells the step to make. Then the second is the only holder of block 2.
         """
         size = self.block_size
@@ -136,7 +136,7 @@ class BlockManager:
                 shared = table[first]
                 self.ref_counts[shared] -= 1
                 table[first] = self._take(self.free_blocks)
-                copies.append((shared, table[first]))
+                moves.append((shared, table[first]))
             while len(table) * size < seq.compute_end:
                 table.append(self._take(self.free_blocks))
         return True

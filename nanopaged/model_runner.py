@@ -16,7 +16,7 @@ from nanopaged.attention import Metadata, divide_up, make_backend, place_tokens
 from nanopaged.config import EngineConfig, SamplingParams, check
 from nanopaged.loader import load_model
 from nanopaged.parallel import Ranks
-from nanopaged.sampler import SamplerOutput, sample, to_device
+from nanopaged.sampler import SamplerOutput, sample
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 
@@ -67,9 +67,8 @@ class ModelRunner:
         stance = "default" if self.compiles else "force_eager"
         with (torch.inference_mode(), torch.compiler.set_stance(stance),
               torch.accelerator.device_index(self.device.index)):
-            self._move_blocks(self.kv_caches, self.swap_space, batch.swaps_out)
-            self._move_blocks(self.swap_space, self.kv_caches, batch.swaps_in)
-            self._move_blocks(self.kv_caches, self.kv_caches, batch.copies)
+            for old, new in np.reshape(batch.moves, (-1, 2)):
+                self._block(new).copy_(self._block(old))
             num_seqs = len(batch.counts)
             if num_seqs == 0:  # all sequences are waiting for tokens still to be read
                 return SamplerOutput(self.last_tokens[:0], {})
@@ -140,19 +139,13 @@ class ModelRunner:
         token_ids = torch.where(token_ids < 0, pending, token_ids)
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
 
-    def _move_blocks(self, source: Tensor, target: Tensor, moves: list[Any]) -> None:
-        """Copy blocks of all layers from one pool to another, or within a pool.
-
-        Blocks in CPU memory are numbered after the device's. Only 16 are copied at a
-        time, because blocks in transit need memory, too. The moves of one call may run
-        in any order: they read blocks that are held, and write blocks that were free.
+    def _block(self, block_id: int) -> Tensor:
+        """A block's place in all layers: [num_layers, 2, num_kv_heads, block_size,
+        head_dim]. Blocks in CPU memory are numbered after the device's.
         """
-        ids = np.array(moves, dtype=np.int64).reshape(-1, 2)
-        ids -= self.num_blocks * (ids >= self.num_blocks)
-        for first in range(0, len(ids), 16):
-            old, new = ids[first : first + 16].T
-            blocks = source[:, to_device(old, source.device)].to(target.device)
-            target[:, to_device(new, target.device)] = blocks
+        if block_id < self.num_blocks:
+            return self.kv_caches[:, block_id]
+        return self.swap_space[:, block_id - self.num_blocks]
 
     # -- The start ---------------------------------------------------------------------
 

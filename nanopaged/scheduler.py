@@ -41,7 +41,7 @@ class Batch:
         token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]
         block_ids = [0, 1, 0, 2]   samples = [0, 1, 1]
 
-    The next step decodes all three sequences, after copies=[(2, 3)]. If it is launched
+    The next step decodes all three sequences, after moves=[(2, 3)]. If it is launched
     before the host has read the tokens of this step, they are still pending. In that
     case its token_ids are [-1, -2, -3]: samples 0, 1 and 2 of the previous step.
     """
@@ -52,13 +52,9 @@ class Batch:
     # For each entry, the blocks of all positions from 0 to its end.
     block_ids: Any = field(default_factory=lambda: array("q"))
     samples: list[int] = field(default_factory=list)  # the entry of each sample
-    # Blocks move in this order before the model runs. No step swaps both out and in:
-    # `schedule` admits no group after a preemption, and a group that it has admitted
-    # has room for its first step. No block is the target of two moves. A copy may go to
-    # a block that was just swapped out, or be made from one just swapped in.
-    swaps_out: Moves = field(default_factory=list)
-    swaps_in: Moves = field(default_factory=list)
-    copies: Moves = field(default_factory=list)
+    # Copies of blocks to make before the model runs, one after another: for swaps and
+    # for copy-on-write. A later one may overwrite what an earlier one has read.
+    moves: Moves = field(default_factory=list)
     receivers: list[Sequence] = field(default_factory=list)  # only on rank 0
 
 
@@ -91,7 +87,7 @@ class Scheduler:
                 self._admit(group, batch)
             # If the pool is full the youngest gives way, and that may be this group.
             while request_id in self.running and not self.block_manager.grow(
-                    group.next_sequences, batch.copies):
+                    group.next_sequences, batch.moves):
                 self._preempt(batch)
             if request_id not in self.running:
                 break  # all groups after it are younger, so they wait, too
@@ -168,7 +164,7 @@ class Scheduler:
 
         self.running[group.request_id] = group
         if is_swapped:
-            batch.swaps_in += manager.swap(group.live, manager.free_blocks)
+            batch.moves += manager.swap(group.live, manager.free_blocks)
             return
         num_cached = len(prefix) * manager.block_size
         manager.replace_blocks(leader, prefix, num_cached)
@@ -187,7 +183,7 @@ class Scheduler:
         manager = self.block_manager
         moves = manager.swap(group.live, manager.free_swap_blocks)
         if moves:
-            batch.swaps_out += moves
+            batch.moves += moves
             self.stats.preemptions_swap += 1
         else:
             for seq in group.live:

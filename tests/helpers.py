@@ -208,17 +208,6 @@ def check_books(scheduler, manager):
     assert list(scheduler.running) == oldest, "not first come, first served"
 
 
-def check_moves(batch):
-    """The rule of moves: all swaps out may run at once, then all swaps in, then all
-    copies, each kind in any order.
-    """
-    assert not (batch.swaps_out and batch.swaps_in), "a step swaps out and in"
-    targets = [target for _, target in batch.swaps_out + batch.swaps_in + batch.copies]
-    assert len(set(targets)) == len(targets), f"a block is written twice: {targets}"
-    copied = {source for source, _ in batch.copies}
-    assert not copied & set(targets[-len(batch.copies) :]), f"{batch.copies} overlap"
-
-
 def check_sequence(seq, manager, where):
     size, table = manager.block_size, seq.block_table
     assert len(set(table)) == len(table), f"{where}: a block twice in {table}"

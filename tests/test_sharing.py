@@ -58,7 +58,8 @@ class Stress:
         if phase in ("scheduled", "updated"):
             check_invariants(self.llm)
         if phase == "scheduled":
-            self.seen["copied"] += len(batch.copies)
+            device = self.llm.block_manager.num_blocks
+            self.seen["copied"] += sum(max(move) < device for move in batch.moves)
             kinds = {"beams" if group.beam_params else len(group.live) > 1
                      for group in self.llm.scheduler.running.values()}
             self.seen["all kinds in one step"] += len(kinds) == 3

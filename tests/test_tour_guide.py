@@ -114,7 +114,7 @@ def test_a_run_of_a_and_b_is_the_story_that_the_files_tell():
     listing = re.sub("<[^>]+>", "", html.unescape(second["listings"][1])).strip()
     run = listing.replace(" = ", "=").splitlines()
     run += [f"{name}={second[name]}" for name in ("positions", "slots")]
-    run += [f"copies={second['third'].copies}", f"block_table={first['seq']['table']}",
+    run += [f"moves={second['third'].moves}", f"block_table={first['seq']['table']}",
             f"num_computed_tokens={first['seq']['computed']}"]
     assert len(run) > 8 and [line for line in run if line not in told] == []
 

@@ -76,9 +76,9 @@ class TracedScheduler(WatchedScheduler):
     events: Events
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        num_moves = len(batch.swaps_in)
+        num_moves = len(batch.moves)
         super()._admit(group, batch)
-        moves = batch.swaps_in[num_moves:]
+        moves = batch.moves[num_moves:]
         if moves:
             self.events.say(
                 "swap_in", f"There is room for request {group.request_id} again. Its "
@@ -105,11 +105,11 @@ class TracedScheduler(WatchedScheduler):
 
     def _preempt(self, batch: Batch) -> None:
         request_id = next(reversed(self.running))
-        num_moves = len(batch.swaps_out)
+        num_moves = len(batch.moves)
         super()._preempt(batch)
         full = (f"The pool is full, and request {request_id} is the youngest "
                 "running request, so it gives way.")
-        moves = batch.swaps_out[num_moves:]
+        moves = batch.moves[num_moves:]
         if moves:
             self.events.say("swap_out", f"{full} Its blocks move to CPU memory: "
                             f"{listed_moves(moves)}.")
@@ -153,10 +153,10 @@ class TracedScheduler(WatchedScheduler):
 class TracedManager(BlockManager):
     events: Events
 
-    def grow(self, seqs: list[Sequence], copies: Moves) -> bool:
-        num_copies, lengths = len(copies), [len(seq.block_table) for seq in seqs]
-        has_room = super().grow(seqs, copies)
-        for shared, copy in copies[num_copies:]:
+    def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
+        num_moves, lengths = len(moves), [len(seq.block_table) for seq in seqs]
+        has_room = super().grow(seqs, moves)
+        for shared, copy in moves[num_moves:]:
             [writer] = [key(seq) for seq in seqs if copy in seq.block_table]
             self.events.say(
                 "copy", f"{writer} is about to write into #{shared}, which others hold "

@@ -105,7 +105,7 @@ def step() -> Values:
     first, second, third = run.batches[:3]
     positions, slots = places(second, size)
     assert second.counts == [1, 2], "the text describes this step"
-    assert third.copies, "and this one"
+    assert third.moves, "and this one"
     pending = [-1 - sample for sample in range(len(second.samples))]
     listings = [listing(batch) for batch in (first, second, third)]
     return locals()
@@ -211,7 +211,7 @@ def fork() -> Values:
     with engine(num_blocks=20) as llm:
         beams = watch(llm, "A beam search, three beams wide", [SPEECH[:22]],
                       BeamSearchParams(beam_width=3, max_tokens=8))
-    copies = samples.batches[1].copies
+    copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
     best = beams.outputs[0].outputs[0]
     widths = list(paper.SAVED["Alpaca, beams"])
@@ -254,7 +254,7 @@ def preempted(pool: int, mode: str) -> Values:
     tokens = moves = 0
     for batch in run.batches:
         tokens += sum(batch.counts)
-        moves += len(batch.swaps_out) + len(batch.swaps_in)
+        moves += len(batch.moves)
     return locals()
 
 
