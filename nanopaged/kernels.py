@@ -21,6 +21,8 @@ import triton.language as tl
 from triton.language import constexpr
 
 LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
+# The columns of `items`. `TritonAttention.plan` shows an example.
+TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END = map(constexpr, range(6))
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -55,8 +57,8 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     query * GROUP + head. All rows use the same K and V, which are read only once. The
     last query sees all num_keys keys, so there are num_keys - position queries.
     """
-    token = tl.load(items + 1)
-    num_queries = tl.load(items + 3) - tl.load(items + 2)
+    token = tl.load(items + TOKEN)
+    num_queries = tl.load(items + NUM_KEYS) - tl.load(items + POSITION)
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, DIM)[None, :]
     query = row // GROUP
@@ -88,13 +90,13 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     items += item * 6
-    position = tl.load(items + 2).to(tl.int32)
-    num_keys = tl.load(items + 3).to(tl.int32)
-    first_key = tl.load(items + 4).to(tl.int32)
-    end = tl.load(items + 5).to(tl.int32)
+    position = tl.load(items + POSITION).to(tl.int32)
+    num_keys = tl.load(items + NUM_KEYS).to(tl.int32)
+    first_key = tl.load(items + FIRST_KEY).to(tl.int32)
+    end = tl.load(items + END).to(tl.int32)
     if end == 0:
         return
-    block_table = block_tables + tl.load(items)
+    block_table = block_tables + tl.load(items + TABLE)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     query = row // GROUP
@@ -163,9 +165,9 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     """
     first = tl.program_id(0).to(tl.int64)
     items += first * 6
-    num_keys = tl.load(items + 3)
-    first_key = tl.load(items + 4)
-    part_keys = tl.load(items + 5)  # the end of a first part is also its size
+    num_keys = tl.load(items + NUM_KEYS)
+    first_key = tl.load(items + FIRST_KEY)
+    part_keys = tl.load(items + END)  # the end of a first part is also its size
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 
