@@ -8,8 +8,8 @@ chunk of a prompt, later chunks, the rest after a cached prefix, and decodes.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, one sequence after the other
-    num_seqs       sequences in the batch, which are the batch's entries. (A CUDA
-                   graph may need padding: more sequences, of one token each)
+    num_seqs       sequences (entries) in the batch. A CUDA graph may need padding:
+                   more sequences, of one token each
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim] each
@@ -21,8 +21,8 @@ Shapes, here and everywhere:
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
-In the story of `sequence.py`, while A decodes t0 and B computes the last two tokens of
-its prompt:
+In the story of `sequence.py`, with block_size=4, while A decodes t0 and B computes the
+last two tokens of its prompt:
 
     counts = [1, 2]   ends = [7, 6]   block_tables = [0, 1, 0, 2]
     positions = [6, 4, 5]   slots = [6, 8, 9]
@@ -52,7 +52,7 @@ class Metadata:
     """
 
     counts: Ints  # [num_seqs]: how many tokens of each sequence this step computes
-    ends: Ints  # [num_seqs]: how many keys each of them has after that
+    ends: Ints  # [num_seqs]: how many keys each sequence then has
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
@@ -67,18 +67,18 @@ def divide_up(number: Any, divisor: Any) -> Any:
 
 
 def starts_of(counts: Ints) -> Ints:
-    """Where each owner's things start, if they are one after another and owner i has
-    counts[i] of them: [2, 3] -> [0, 2].
+    """Where each group starts, if groups of these sizes lie one after another: [2, 3]
+    -> [0, 2].
     """
     return np.cumsum(counts) - counts
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """The owner of each thing, and its number among the owner's things: counts [2, 3]
-    -> owners [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
+    """The group that each element belongs to, and the element's number within it, for
+    groups of these sizes: [2, 3] -> groups [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
     """
-    owners = np.repeat(np.arange(len(counts)), counts)
-    return owners, np.arange(len(owners)) - starts_of(counts)[owners]
+    groups = np.repeat(np.arange(len(counts)), counts)
+    return groups, np.arange(len(groups)) - starts_of(counts)[groups]
 
 
 def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
@@ -95,7 +95,7 @@ class TorchAttention:
     """The reference, on any device: gather K and V, then call torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs
-    min_queries = 1  # a subclass may compute sequences with fewer queries by itself
+    min_queries = 1  # `attend` skips sequences with fewer; a subclass computes those
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -132,8 +132,8 @@ class TorchAttention:
             # [1, num_kv_heads, num_keys, head_dim] each, without the rest of the last
             # block: it holds old values, and a NaN among them would spread.
             k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]
-            # [1, num_heads, count, head_dim]; the last query sees all keys
-            mask = causal_lower_right(count, num_keys)
+            mask = causal_lower_right(count, num_keys)  # the last query sees all keys
+            # [1, num_heads, count, head_dim]
             attended = F.scaled_dot_product_attention(
                 q[None, tokens].transpose(1, 2), k, v, mask, scale=self.scale,
                 enable_gqa=True)
@@ -187,12 +187,12 @@ class NumbaAttention(TorchAttention):
 
 
 class TritonAttention(TorchAttention):
-    """On a GPU: the kernels in `kernels.py` do everything. The words for their work:
+    """On a GPU: the kernels in `kernels.py` do everything. Terms used below:
 
         program  one run of a kernel's code. A GPU runs hundreds of them at once
         tile     a few consecutive queries of one sequence
         row      of a tile: one of its queries, for one query head
-        part     of a tile: a range of its keys. If it has many keys, several programs
+        part     a range of a tile's keys. If a tile has many keys, several programs
                  share them
         item     a tile and one of its parts: what one program computes for one KV head
         round    the keys that a program loads at a time
@@ -221,11 +221,14 @@ class TritonAttention(TorchAttention):
         # keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
         # multiprocessors. A program computes one round while the next one is in flight:
         # 16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
-        # programs fit into a multiprocessor at once. That is more than enough.
+        # programs fit into a multiprocessor at once, and have 96 KB in flight together.
+        # That is more than enough. (tl.dot needs at least 16 keys, and the scores of
+        # more than 128 would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # How many can run at once for one KV head. An item needs one for each KV head.
-        self.programs_at_once = divide_up(3 * num_processors, self.num_kv_heads)
+        # Twice as many as can run at once for one KV head. (An item needs a program for
+        # each KV head.)
+        self.num_parts = 2 * divide_up(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
         self.few_rows: int = next_power_of_2(max(16, self.group_size))
@@ -277,17 +280,17 @@ class TritonAttention(TorchAttention):
         table_starts = starts_of(divide_up(ends, self.block_size))
         tiles = np.stack((table_starts[seqs], tokens, positions, num_keys), 1)
 
-        # All keys together fill at most num_parts full parts, and each tile may add one
-        # that is not full: at most len(tiles) + num_parts items. A tile that is cut has
-        # more keys than a part, so fewer than num_parts tiles are cut. They have at
-        # most 2 * num_parts parts, which `attend` calls most_parts.
-        num_parts = 2 * self.programs_at_once
-        rounds = divide_up(num_keys.sum(), num_parts * self.keys_per_round)
+        # The size of a part is chosen so that all keys together fill at most num_parts
+        # full parts. Each tile may add one that is not full, so there are at most
+        # len(tiles) + num_parts items. Every tile that is cut fills at least one part,
+        # so at most num_parts tiles are cut. Together they have at most num_parts full
+        # parts, and one each that is not full: 2 * num_parts.
+        rounds = divide_up(num_keys.sum(), self.num_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         owners, parts = spread(divide_up(num_keys, part_keys))
         first_keys = parts * part_keys
         end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
-        items = np.zeros((len(tiles) + num_parts, 6), np.int64)
+        items = np.zeros((len(tiles) + self.num_parts, 6), np.int64)
         items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
         # Tiles with many keys first: if such a tile started last, the whole step would
         # wait for it. The sort is stable, because `merge_parts` expects the parts of a
@@ -302,11 +305,11 @@ class TritonAttention(TorchAttention):
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
-        # Only tiles that are cut need room for their parts. These have the most keys,
-        # so they come first in the plan, which shows that most_parts are enough. The
-        # room does not depend on the step, so the trial steps of `ModelRunner._start`
-        # need as much memory as any other.
-        most_parts = 4 * self.programs_at_once
+        # The result of item i goes to parts[i] if its tile is cut. Such tiles have the
+        # most keys, so they come first in the plan, and there is room for as many parts
+        # as they can have. It is the same room in every step, so the trial steps of
+        # `ModelRunner._start` need as much memory as any other.
+        most_parts = 2 * self.num_parts
         shape = most_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
         log_sums = torch.empty(*shape, device=q.device)
@@ -350,8 +353,8 @@ class FlashAttention(TritonAttention):
         k, v = kv_cache.transpose(2, 3).unbind(1)
         queries, keys, table_starts = metadata.plan.int()
         # [num_seqs, max_blocks]: a table in each row. After a short one the row holds
-        # whatever comes next (after the last table, the first one again). It is never
-        # read, because flash-attn knows how many keys a sequence has.
+        # whatever comes next, which is never read, because flash-attn knows how many
+        # keys a sequence has. The modulo only keeps the index in range.
         width = divide_up(int(ends.max()), self.block_size)
         at = table_starts[:-1, None] + torch.arange(width, device=q.device)
         table = metadata.block_tables[at % len(metadata.block_tables)]
@@ -376,7 +379,7 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     else:
         if sys.platform == "linux" and dtype != torch.float16:
             names = ["numba", "torch"]
-        if os.environ.get("TRITON_INTERPRET") == "1":
+        if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of both classes
             names += ["triton", "flash"]
     name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",
@@ -384,5 +387,5 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     try:
         return BACKENDS[name](model_config, block_size, dtype, device)
     except ImportError as error:
-        raise ValueError(f"attention_backend must be 'torch', or one whose package is "
-                         f"installed, got {name!r}: {error}") from error
+        raise ValueError(f"attention_backend={name!r} needs a package that is missing "
+                         f"(install it, or use 'torch'): {error}") from error

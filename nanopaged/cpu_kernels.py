@@ -43,7 +43,8 @@ from numba import njit
 def run_programs(
         stride, out, q, kv_cache, block_tables, table_starts, num_keys, first):
     """Run the programs `first`, `first + stride`, and so on. A program (Triton's word)
-    computes one KV head for one query.
+    computes one KV head for one query. `first` is the last argument because `map`, in
+    `paged_attention`, supplies it.
 
     out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
@@ -60,7 +61,7 @@ def run_programs(
         query, kv_head = divmod(program, num_kv_heads)
         block_table = block_tables[table_starts[query] :]
         end = num_keys[query]
-        highest = np.full(group_size, -1e30, np.float32)  # -inf minus -inf is NaN
+        highest = np.full(group_size, -1e30, np.float32)  # below any score
         total = np.zeros(group_size, np.float32)
         acc = np.zeros((group_size, head_dim), np.float32)
 
@@ -80,7 +81,7 @@ def run_programs(
                     scores[key] = score
                     higher = max(higher, score)
 
-                # The sums so far are relative to a lower score: shrink them.
+                # If this block has a higher score, shrink the sums so far.
                 shrink = np.exp(highest[g] - higher)
                 highest[g] = higher
                 total[g] *= shrink
@@ -127,8 +128,9 @@ def paged_attention(num_reads, q, *arrays):
     The threads must not run any Python code. Python would call signal handlers there,
     and an exception from a handler, such as Ctrl-C, would get lost in the C code that
     started the thread's work. So they run `extend`, which pulls the shares through
-    `map`: both are written in C. These need Python's lock, but only between shares:
-    `run_programs` releases it (nogil), so the shares run in parallel.
+    `map`. Both are written in C: between two shares a thread holds Python's lock, but
+    runs no Python code. `run_programs` releases the lock (nogil), so the shares run in
+    parallel.
     """
     out = np.empty_like(q)
     num_shares = max(1, torch.get_num_threads() * min(4, num_reads // 2048))
@@ -139,9 +141,9 @@ def paged_attention(num_reads, q, *arrays):
         # This is what "#pragma omp parallel" calls, in the OpenMP library that torch
         # uses. The first 0 stands for all of its threads.
         PROCESS.GOMP_parallel(ctypes.CFUNCTYPE(None)(work), None, 0, 0)
-    work()  # the only share, or whatever the threads have left
+    work()  # the only share; if threads took the shares, usually none is left
     if len(done) < num_shares:
-        raise RuntimeError("the CPU kernel failed; Python has printed the reason")
+        raise RuntimeError("the CPU kernel failed; see the traceback above")
     return out
 
 

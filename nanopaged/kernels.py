@@ -10,9 +10,10 @@ A kernel is the code of one program. It is launched on a grid of many programs, 
 the first elements of tensors), numbers, and compiled-in constants (in capital letters).
 A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes must be
 powers of two, so DIM is head_dim rounded up, and masks leave out the rest. Triton
-compiles a kernel again when a number or an address becomes divisible by 16, or no
-longer is. `do_not_specialize` names the pointers that must not cause this, because
-their addresses change in every step.
+compiles a kernel again when a number or an address changes from divisible by 16 to not
+divisible, or back. `do_not_specialize` names the pointers that must not cause this:
+they point into one tensor (see `ModelRunner._upload`), to places that depend on the
+batch.
 """
 # mypy: ignore-errors
 
@@ -40,16 +41,17 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     at = tl.arange(0, triton.next_power_of_2(SIZE))  # elements of all heads
     mask = at < SIZE
     slot = tl.load(slots + token)  # in 64 bits: a pool has too many elements for 32
-    row = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE  # in the block's K, or its V
+    # Which of the vectors in the block's K this is, and also in its V.
+    vector = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE
     k_at = kv_cache + slot // BLOCK_SIZE * 2 * SIZE * BLOCK_SIZE
-    k_at += row * HEAD_DIM + at % HEAD_DIM
+    k_at += vector * HEAD_DIM + at % HEAD_DIM
     v_at = k_at + SIZE * BLOCK_SIZE
     tl.store(k_at, tl.load(k + token * k_stride + at, mask), mask)
     tl.store(v_at, tl.load(v + token * v_stride + at, mask), mask)
 
 
 @triton.jit
-def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
+def place_tile(tensor, item_at, stride, GROUP: constexpr, HEAD_DIM: constexpr,
                ROWS: constexpr, DIM: constexpr):
     """Where this tile is in `q` or `out`, and which of its elements exist.
 
@@ -57,8 +59,8 @@ def place_tile(tensor, items, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     query * GROUP + head. All rows use the same K and V, which are read only once. The
     last query sees all num_keys keys, so there are num_keys - position queries.
     """
-    token = tl.load(items + TOKEN)
-    num_queries = tl.load(items + NUM_KEYS) - tl.load(items + POSITION)
+    token = tl.load(item_at + TOKEN)
+    num_queries = tl.load(item_at + NUM_KEYS) - tl.load(item_at + POSITION)
     row = tl.arange(0, ROWS)[:, None]
     dim = tl.arange(0, DIM)[None, :]
     query = row // GROUP
@@ -89,18 +91,18 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    items += item * 6
-    position = tl.load(items + POSITION).to(tl.int32)
-    num_keys = tl.load(items + NUM_KEYS).to(tl.int32)
-    first_key = tl.load(items + FIRST_KEY).to(tl.int32)
-    end = tl.load(items + END).to(tl.int32)
+    item_at = items + item * 6
+    position = tl.load(item_at + POSITION).to(tl.int32)
+    num_keys = tl.load(item_at + NUM_KEYS).to(tl.int32)
+    first_key = tl.load(item_at + FIRST_KEY).to(tl.int32)
+    end = tl.load(item_at + END).to(tl.int32)
     if end == 0:
         return
-    block_table = block_tables + tl.load(items + TABLE)
+    block_table = block_tables + tl.load(item_at + TABLE)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
     query = row // GROUP
-    q_at, mask = place_tile(q, items, q_stride, GROUP, HEAD_DIM, ROWS, DIM)
+    q_at, mask = place_tile(q, item_at, q_stride, GROUP, HEAD_DIM, ROWS, DIM)
     q_tile = tl.load(q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
     # Positions of keys. They are unsigned so that the division by BLOCK_SIZE, which is
@@ -109,10 +111,11 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
-    total = tl.full([ROWS], 1e-30, tl.float32)  # not 0, for rows that see no key
+    total = tl.full([ROWS], 1e-30, tl.float32)  # not 0: a row may see no key
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(first_key, end, KEYS):
-        # Find each key by its block: this is what paging costs.
+        # Find each key by its block: this is what paging costs. (Ids of blocks have 64
+        # bits, so addresses have them, too.)
         head_start = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
         vector = head_start + key % BLOCK_SIZE  # its number in the pool
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
@@ -145,7 +148,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     result = acc / total[:, None]
     if end - first_key == num_keys:  # all keys of the tile: there are no other parts
         stride = NUM_KV_HEADS * GROUP * HEAD_DIM
-        out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)
+        out_at, mask = place_tile(out, item_at, stride, GROUP, HEAD_DIM, ROWS, DIM)
         tl.store(out_at, result, mask=mask)
     else:
         first_row = (item * NUM_KV_HEADS + kv_head) * ROWS
@@ -158,34 +161,35 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
 def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
                 HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr):
     """The result of a tile whose keys are in several parts: the mean of the parts'
-    results, each weighted by its sum of exponentials (a log-sum-exp merge).
+    results, each weighted by its sum of exponentials. This is the online softmax once
+    more, as if each part were a key: its score is its log_sum, and its V is its result.
 
     Grid: [most_parts, num_kv_heads]. The program of a tile's first part merges all of
     them, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
-    items += first * 6
-    num_keys = tl.load(items + NUM_KEYS)
-    first_key = tl.load(items + FIRST_KEY)
-    part_keys = tl.load(items + END)  # the end of a first part is also its size
+    item_at = items + first * 6
+    num_keys = tl.load(item_at + NUM_KEYS)
+    first_key = tl.load(item_at + FIRST_KEY)
+    part_keys = tl.load(item_at + END)  # the end of a first part is also its size
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 
     stride = NUM_KV_HEADS * GROUP * HEAD_DIM
-    out_at, mask = place_tile(out, items, stride, GROUP, HEAD_DIM, ROWS, DIM)
-    log_sum = tl.full([ROWS], -1e30, tl.float32)
+    out_at, mask = place_tile(out, item_at, stride, GROUP, HEAD_DIM, ROWS, DIM)
+    highest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     row = tl.arange(0, ROWS)
     at = row[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
     for item in range(first, first + tl.cdiv(num_keys, part_keys)):
         first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
         part = tl.load(parts + first_row * HEAD_DIM + at, mask=mask)
-        part_sum = tl.load(log_sums + first_row + row)
-        # acc is the weighted mean so far, and log_sum the log2 of its total weight.
-        higher = tl.maximum(log_sum, part_sum)
-        weights = tl.exp2(log_sum - higher) + tl.exp2(part_sum - higher)
-        new_sum = higher + tl.log2(weights)
-        acc *= tl.exp2(log_sum - new_sum)[:, None]
-        acc += tl.exp2(part_sum - new_sum)[:, None] * part
-        log_sum = new_sum
-    tl.store(out_at, acc, mask=mask)
+        score = tl.load(log_sums + first_row + row)
+        higher = tl.maximum(highest, score)
+        weight = tl.exp2(score - higher)
+        shrink = tl.exp2(highest - higher)
+        total = total * shrink + weight
+        acc = acc * shrink[:, None] + weight[:, None] * part
+        highest = higher
+    tl.store(out_at, acc / total[:, None], mask=mask)

@@ -138,21 +138,21 @@ def random_case(seed, name, longest):
     pytest.param("triton", range(8, 60), 150, marks=pytest.mark.slow)])
 def test_random_steps(name, seeds, longest):
     for seed in seeds:
-        random_case(seed, name, longest).check(name, programs_at_once=seed % 5 * 10 + 1)
+        random_case(seed, name, longest).check(name, num_parts=seed % 5 * 20 + 2)
 
 
 @EACH
 def test_dividing_the_keys_changes_nothing(name):
     """At most once a round of the kernel: one tile of queries has up to 57 parts."""
     for seqs in ([(900, 1), (3, 1), (0, 1)], [(300, 1), (0, 1)], [(90, 40), (3, 1)]):
-        Case(seqs, (2, 1, 32), 16).check(name, programs_at_once=600, keys_per_round=16)
+        Case(seqs, (2, 1, 32), 16).check(name, num_parts=1200, keys_per_round=16)
 
 
 @EACH
 def test_flat_and_steep_scores(name):
     for temper in (0.0, 30.0, 100.0):
         case = Case([(0, 1), (200, 1), (150, 20)], (3, 1, 64), 16, temper=temper)
-        case.check(name, programs_at_once=60)
+        case.check(name, num_parts=120)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -162,7 +162,7 @@ def test_the_first_keys_may_score_lower_than_any_finite_number(name):
     case.q.fill_(1)
     case.dense[0][:70, 0] = -torch.inf
     case.write(case.cache, 0, 0, 140)
-    case.check(name, keys_per_round=16, programs_at_once=120)
+    case.check(name, keys_per_round=16, num_parts=240)
 
 
 @EACH
@@ -217,9 +217,9 @@ def test_auto_takes_the_plain_loops_where_they_can_run():
 # -- The plan --------------------------------------------------------------------------
 
 
-def triton_plan(counts, ends, heads=(16, 8, 128), programs_at_once=50):
+def triton_plan(counts, ends, heads=(16, 8, 128), num_parts=100):
     backend = make_backend("triton", heads, dtype=BF16)
-    backend.programs_at_once = programs_at_once
+    backend.num_parts = num_parts
     ends = np.array(ends)
     return backend.plan(np.array(counts), ends).tolist(), backend
 
@@ -286,7 +286,7 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
 
 def test_the_plan_of_the_docstring():
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
-    backend.programs_at_once = 2
+    backend.num_parts = 4
     items = backend.plan(np.array([1, 1]), np.array([1000, 100]))
     table = re.findall(r"^ +\d[ \d]+$", TritonAttention.plan.__doc__, flags=re.M)
     rows = [[int(number) for number in line.split()] for line in table]
