@@ -20,7 +20,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from nanopaged.sequence import Sequence
@@ -148,7 +147,7 @@ class BlockManager:
         A block that several of them share moves once, and they go on sharing it. The
         new blocks are published when their group next runs.
         """
-        held = dict.fromkeys(chain.from_iterable(seq.block_table for seq in seqs))
+        held = dict.fromkeys(id for seq in seqs for id in seq.block_table)
         if len(held) > len(target):
             return []
         # No references yet: `replace_blocks` counts them.
