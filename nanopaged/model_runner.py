@@ -20,8 +20,6 @@ from nanopaged.sampler import SamplerOutput, sample
 from nanopaged.scheduler import Batch
 from nanopaged.sequence import SequenceGroup
 
-logger = logging.getLogger("nanopaged")
-
 
 class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: Any, ranks: Ranks) -> None:
@@ -191,7 +189,7 @@ class ModelRunner:
         self.swap_space = self._make_pool(self.num_swap_blocks, "cpu")
         if self.compiles and self.backend.can_be_recorded:
             self._capture_graphs()
-        logger.info(
+        logging.getLogger("nanopaged").info(
             "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
             type(self.backend).__name__, self.dtype, num_blocks, block_size,
             len(self.graphs))
