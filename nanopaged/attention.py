@@ -81,13 +81,20 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     return groups, np.arange(len(groups)) - starts_of(counts)[groups]
 
 
+def locate(counts: Ints, ends: Ints, block_size: int) -> tuple[Ints, Ints, Ints, Ints]:
+    """For each token of a step: its sequence, its number among the tokens that the step
+    computes of it, its position, and where the block table of its sequence starts.
+    """
+    seqs, numbers = spread(counts)
+    table_starts = starts_of(divide_up(ends, block_size))
+    return seqs, numbers, (ends - counts)[seqs] + numbers, table_starts[seqs]
+
+
 def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
                  block_size: int) -> tuple[Ints, Ints]:
     """The positions and slots of all tokens, as in the story above."""
-    seqs, numbers = spread(counts)
-    positions = (ends - counts)[seqs] + numbers
-    table_starts = starts_of(divide_up(ends, block_size))
-    block_ids = block_tables[table_starts[seqs] + positions // block_size]
+    _, _, positions, table_starts = locate(counts, ends, block_size)
+    block_ids = block_tables[table_starts + positions // block_size]
     return positions, block_ids * block_size + positions % block_size
 
 
@@ -160,10 +167,8 @@ class NumbaAttention(TorchAttention):
         """[3, num_queries], the queries for the kernel: which token each of them is,
         where its block table starts, and how many keys it sees.
         """
-        seqs, numbers = spread(counts)
-        table_starts = starts_of(divide_up(ends, self.block_size))
-        num_keys = (ends - counts)[seqs] + numbers + 1
-        plan = np.stack((np.arange(len(seqs)), table_starts[seqs], num_keys))
+        seqs, _, positions, table_starts = locate(counts, ends, self.block_size)
+        plan = np.stack((np.arange(len(seqs)), table_starts, positions + 1))
         return plan[:, counts[seqs] < self.min_queries]
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
@@ -272,13 +277,11 @@ class TritonAttention(TorchAttention):
         part. Items without keys follow, so that the shape depends on counts alone.
         """
         queries_per_tile = self.rows_per_tile(counts) // self.group_size
-        seqs, numbers = spread(counts)
+        seqs, numbers, positions, table_starts = locate(counts, ends, self.block_size)
         tokens = np.flatnonzero(numbers % queries_per_tile == 0)  # first of each tile
-        seqs = seqs[tokens]
-        positions = (ends - counts)[seqs] + numbers[tokens]
-        num_keys = np.minimum(positions + queries_per_tile, ends[seqs])
-        table_starts = starts_of(divide_up(ends, self.block_size))
-        tiles = np.stack((table_starts[seqs], tokens, positions, num_keys), 1)
+        firsts = positions[tokens]
+        num_keys = np.minimum(firsts + queries_per_tile, ends[seqs[tokens]])
+        tiles = np.stack((table_starts[tokens], tokens, firsts, num_keys), 1)
 
         # The size of a part is chosen so that all keys together fill at most num_parts
         # full parts. Each tile may add one that is not full, so there are at most
