@@ -31,7 +31,7 @@ def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
         keys, values = blocks[block, :, :num_here]  # K_j and V_j
         scores = keys @ query / np.sqrt(head_dim)
 
-        # If this block has a higher are relative to a lower score: shrink them.
+        # If this block has a higher score, shrink the sums so far.
         higher = max(highest, scores.max())
         shrink = np.exp(highest - higher)
         weights = np.exp(scores - higher)
