@@ -135,9 +135,9 @@ class Sequence:
         text = self.detokenize(is_final).visible(is_final)
         has_logprobs = self.group.params.logprobs is not None
         stop_reason: str | int | None = self.detokenizer.stopped_by
-        last = self.token_ids[-1]
-        if is_final and last in (self.group.params.stop_token_ids or []):
-            stop_reason = stop_reason or last
+        stop_ids = self.group.params.stop_token_ids or []
+        if self.finish_reason == "stop" and self.token_ids[-1] in stop_ids:
+            stop_reason = stop_reason or self.token_ids[-1]
         return CompletionOutput(
             index, text, self.token_ids[self.group.num_prompt_tokens :],
             cumulative_logprob=self.cumulative_logprob if has_logprobs else None,

@@ -105,6 +105,14 @@ def test_an_abort_ends_a_request_of_generate_and_an_unknown_id_does_nothing(llm,
         assert llm.step() == []
 
 
+def test_an_abort_has_no_stop_reason_even_if_the_prompt_ends_with_a_stop_token(llm):
+    request = llm.add_request([5, 6, 7], greedy(stop_token_ids=[7]))
+    llm.abort_request(request)
+    [output] = llm.step()
+    [answer] = output.outputs
+    assert (answer.finish_reason, answer.stop_reason) == ("abort", None)
+
+
 # -- When a sequence ends --------------------------------------------------------------
 
 
