@@ -9,7 +9,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import replace
 from pathlib import Path
@@ -39,10 +39,20 @@ class LLM(AbstractContextManager["LLM"]):
     # -- The engine --------------------------------------------------------------------
 
     def _step(self) -> None:
-        """The whole engine: who runs, one forward pass, what came out of it."""
+        """The whole engine: who runs, one forward pass, what came out of it.
+
+        On a GPU, `execute` only launches the forward pass, and the engine runs one step
+        ahead: the host reads the tokens of the previous step while this one runs. What
+        depends on a token's value, such as whether the sequence has ended, is therefore
+        noticed one step late. By then one extra step has been launched for that
+        sequence. The token that it samples is ignored. The K and V that it stores may
+        go into a block that has been freed. But steps run in order, so the block's next
+        owner writes later.
+        """
         batch = self.scheduler.schedule()
-        sampled = self.runner.execute(batch)
-        self.scheduler.update(batch, sampled)
+        self._launched.append((batch, self.runner.execute(batch)))
+        if len(self._launched) > self.runs_ahead:
+            self.scheduler.update(*self._launched.popleft())
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         model = loader.BUNDLED if model is None else model
@@ -56,10 +66,10 @@ class LLM(AbstractContextManager["LLM"]):
         weakref.finalize(self, self.runner.free)
         self.ranks.serve(self.runner.run)  # this returns only on rank 0
 
-        self.runs_ahead = self.runner.is_gpu  # see `_step_ahead`
+        self.runs_ahead = self.runner.is_gpu  # see `_step`
         # For the rest see "Threads and Ctrl-C".
         self._ids = itertools.count()
-        self._inbox: deque[SequenceGroup | str] = deque()
+        self.requests: dict[str, SequenceGroup] = {}  # by id, oldest first
         self._outbox: Outbox = {}
         self._lock: Any = threading.RLock()
         self._in_step = False
@@ -139,12 +149,12 @@ class LLM(AbstractContextManager["LLM"]):
         it has finished already, nothing happens.
         """
         check(isinstance(request_id, str), "request_id", "a str", request_id, TypeError)
-        self._inbox.append(request_id)
+        if group := self.requests.get(request_id):
+            group.is_aborted = True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        return bool(self._inbox or self._outbox or self._in_step
-                    or self.scheduler.unfinished)
+        return bool(self.requests or self._outbox or self._in_step)
 
     # -- From prompts to requests ------------------------------------------------------
 
@@ -206,32 +216,28 @@ class LLM(AbstractContextManager["LLM"]):
 
     # -- Threads and Ctrl-C ------------------------------------------------------------
     #
-    # The state of the engine is the scheduler's requests, the block tables and the
-    # prefix cache. Only a step changes it, and only one thread at a time runs a step.
-    # All other code puts new requests, and the ids of requests to abort, into the
-    # inbox, which the next step empties. A step puts every request that changes into
-    # the request's outbox. Each call to `generate` or `stream` has its own outbox, and
-    # all requests made by `add_request` share one. A thread that waits for outputs runs
-    # a step, for the requests of all threads.
+    # Only one thread at a time runs a step, and it does so for the requests of all
+    # threads. Anyone may do two things at any time, even in the middle of a step: add
+    # to `requests`, and mark a request as aborted. The next step sees both. A step puts
+    # every request that changes into the request's outbox. Each call to `generate` or
+    # `stream` has its own outbox, and all requests made by `add_request` share one.
     #
     # Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort
     # their own requests. While `_in_step` is False it does no other harm. While it is
-    # True, the state may be left half-changed. Then `_in_step` stays True, and the next
-    # call aborts every request that a step has seen, no matter who made it, and starts
-    # with a new state. (With several ranks that is impossible, because each of them may
-    # be anywhere in the step. In that case every later call fails.) Requests that are
-    # still in the inbox then run, because an item leaves the inbox only after it has
-    # taken effect. Aborted ones are still reported, because a request enters its outbox
-    # before it changes.
+    # True, the engine's state may be left half-changed. Then `_in_step` stays True, and
+    # the next call aborts every request that has started, no matter who made it,
+    # and starts with a new state. (With several ranks that is impossible, because each
+    # of them may be anywhere in the step. In that case every later call fails.) Aborted
+    # requests are still reported, because they enter their outbox before they change.
 
     def _submit(self, groups: list[SequenceGroup], outbox: Outbox) -> None:
-        """Put requests into the inbox, all at once."""
+        """Add requests, all at once."""
         for group in groups:
             group.request_id = str(next(self._ids))
             group.outbox = outbox
             if group.params.seed is None:
                 group.seed = f"{self.config.seed} {group.request_id}"
-        self._inbox.extend(groups)
+        self.requests.update({group.request_id: group for group in groups})
 
     def _run(self, groups: list[SequenceGroup],
              final_only: bool = False) -> Generator[RequestOutput, None, None]:
@@ -244,7 +250,8 @@ class LLM(AbstractContextManager["LLM"]):
             while any(group.live for group in groups) or outbox:
                 yield from self._serve(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed early or collected
-            self._inbox.extend([group.request_id for group in groups if group.live])
+            for group in groups:
+                group.is_aborted = True
 
     def _serve(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
@@ -254,19 +261,11 @@ class LLM(AbstractContextManager["LLM"]):
                 raise RuntimeError("this engine was shut down, or a step on several "
                                    "ranks failed: start a new one")
             if self._in_step:
-                self._reset(self.scheduler.unfinished.values())
+                self._reset()
             self._in_step = True
-            while self._inbox:
-                item = self._inbox[0]
-                if isinstance(item, SequenceGroup):
-                    if item.live:  # unless it ended, after a Ctrl-C before `popleft`
-                        self.scheduler.unfinished[item.request_id] = item
-                elif item in self.scheduler.unfinished:
-                    self.scheduler.abort(self.scheduler.unfinished[item])
-                self._inbox.popleft()
             # The step of another thread may have filled the outbox already.
-            if not outbox and self.scheduler.unfinished:
-                self._step_ahead() if self.runs_ahead else self._step()
+            if not outbox and self.requests:
+                self._step()
             self._in_step = False
             outputs = [group.output() for group in outbox.values()
                        if not (final_only and group.live)]
@@ -281,40 +280,25 @@ class LLM(AbstractContextManager["LLM"]):
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")
 
-    def _reset(self, unfinished: Iterable[SequenceGroup] = ()) -> None:
+    def _reset(self) -> None:
         """Start with all blocks free and an empty prefix cache.
 
-        Unfinished requests are aborted, without looking at the old state.
+        Requests that have started are aborted, without looking at the old state.
         """
-        for group in unfinished:
-            group.report()
-            for seq in group.live:
-                seq.finish_reason = "abort"
-            group.live = []
+        for group in list(self.requests.values()):
+            if group.num_cached_tokens >= 0 or group.is_aborted:
+                group.report()
+                for seq in group.live:
+                    seq.finish_reason = "abort"
+                group.live = []
+                del self.requests[group.request_id]
         self._launched: deque[Any] = deque()  # steps whose tokens are still to be read
         self.block_manager = BlockManager(
             self.runner.num_blocks, self.config.block_size,
             self.config.enable_prefix_caching, self.runner.num_swap_blocks)
-        self.scheduler = Scheduler(self.config, self.block_manager)
+        self.scheduler = Scheduler(self.config, self.block_manager, self.requests)
 
     # -- The rest ----------------------------------------------------------------------
-
-    def _step_ahead(self) -> None:
-        """The same step on a GPU, where `execute` only launches the forward pass. The
-        host reads the tokens of the previous step while this one runs, so that the GPU
-        need not wait for the host between two steps.
-
-        What depends on a token's value, such as whether the sequence has ended, is
-        therefore noticed one step late. By then one extra step has been launched for
-        that sequence. The token that it samples is ignored. The K and V that it stores
-        may go into a block that has been freed. But steps run in order, so the block's
-        next owner writes later. A group that needs its last token (see `SequenceGroup`)
-        runs only in every other step.
-        """
-        batch = self.scheduler.schedule()
-        self._launched.append((batch, self.runner.execute(batch)))
-        if len(self._launched) > 1:
-            self.scheduler.update(*self._launched.popleft())
 
     def get_tokenizer(self) -> Any:
         """transformers' tokenizer; ValueError if the model has none."""

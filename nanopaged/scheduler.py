@@ -59,11 +59,13 @@ class Batch:
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+    def __init__(self, config: EngineConfig, block_manager: BlockManager,
+                 unfinished: dict[str, SequenceGroup]) -> None:
         self.config = config
         self.block_manager = block_manager
         # Groups by request id, oldest first. The oldest ones run, and the others wait.
-        self.unfinished: dict[str, SequenceGroup] = {}
+        # New ones may be added at any time, so `schedule` goes through a copy.
+        self.unfinished = unfinished
         self.running: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
 
@@ -72,9 +74,12 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step. What it will compute counts as computed from here on.
         """
+        for group in list(self.unfinished.values()):
+            if group.is_aborted:
+                self.abort(group)
         batch = Batch()
         num_running = len(self.running)
-        for request_id, group in self.unfinished.items():
+        for request_id, group in list(self.unfinished.items()):
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break
             # After a preemption no group is admitted. A pool that was just full has no
@@ -162,15 +167,15 @@ class Scheduler:
         if num_needed + watermark > len(manager.free_blocks):
             return
 
+        num_cached = len(prefix) * manager.block_size
+        if group.num_cached_tokens < 0:  # from now on it has started
+            group.num_cached_tokens = num_cached
         self.running[group.request_id] = group
         if is_swapped:
             batch.moves += manager.swap(group.live, manager.free_blocks)
             return
-        num_cached = len(prefix) * manager.block_size
         manager.replace_blocks(leader, prefix, num_cached)
         self.stats.prefix_hit_tokens += num_cached
-        if group.num_cached_tokens < 0:
-            group.num_cached_tokens = num_cached
 
     def _preempt(self, batch: Batch) -> None:
         """Make the youngest running group wait again. It keeps its tokens.

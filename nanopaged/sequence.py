@@ -180,6 +180,7 @@ class SequenceGroup:
         self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
+        self.is_aborted = False  # True: the next step ends them
         # True after the fork, and always for a single sequence. Until then, the leader
         # computes the prompt for all of them.
         self.forked = params.n == 1

@@ -43,7 +43,7 @@ class World:
                  num_swap_blocks=0, longest=None, ahead=False):
         config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
-        self.scheduler = Scheduler(config, self.manager)
+        self.scheduler = Scheduler(config, self.manager, {})
         self.budget, self.size, self.seats = budget, block_size, seats
         self.longest = longest or num_blocks * block_size
         self.ahead, self.launched = ahead, None

@@ -68,7 +68,8 @@ class ContiguousScheduler(Scheduler):
     """
 
     def __init__(self, config: EngineConfig, slots: int, policy: Policy) -> None:
-        super().__init__(config, BlockManager(2 * config.max_num_seqs, LONGEST, False))
+        manager = BlockManager(2 * config.max_num_seqs, LONGEST, False)
+        super().__init__(config, manager, {})
         self.policy = policy
         self.buddies = BuddyAllocator(slots)
         self.pieces: dict[str, list[int]] = {}  # offsets, by request id

@@ -24,7 +24,7 @@ TO_SWAP = "manager.swap(group.live, manager.free_swap_blocks)"
 FROM_SWAP = "manager.swap(group.live, manager.free_blocks)"
 
 KINDS = {
-    "arrive": Kind("arrival", "llm.LLM._serve", "self.scheduler.unfinished[",
+    "arrive": Kind("arrival", "llm.LLM._submit", "self.requests.update(",
                    "4.5"),
     "recompute": Kind("preemption, by recompute", f"{SCHEDULER}._preempt",
                       "manager.free(seq)", "4.5 (Recomputation)"),

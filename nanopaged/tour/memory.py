@@ -112,7 +112,8 @@ def make_scheduler(system: str, block_size: int, caching: bool) -> Scheduler:
     config = EngineConfig(max_num_seqs=4096, max_num_batched_tokens=BUDGET)
     if system in POLICIES:
         return ContiguousScheduler(config, SLOTS, POLICIES[system])
-    return Scheduler(config, BlockManager(SLOTS // block_size, block_size, caching))
+    manager = BlockManager(SLOTS // block_size, block_size, caching)
+    return Scheduler(config, manager, {})
 
 
 def make_group(workload: Workload, number: int, prompt: int, output: int

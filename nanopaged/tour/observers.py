@@ -7,12 +7,11 @@ observers about each phase of the step: "begin" (without a batch), "scheduled",
 "executed" (the tokens are known) and "updated" (the sequences have them).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from nanopaged.llm import LLM
 from nanopaged.scheduler import Batch, Scheduler
-from nanopaged.sequence import SequenceGroup
 
 Observer: TypeAlias = Callable[[str, Batch | None], None]
 
@@ -40,8 +39,8 @@ class WatchedScheduler(Scheduler):
 class WatchedLLM(LLM):
     observers: list[Observer]
 
-    def _reset(self, unfinished: Iterable[SequenceGroup] = ()) -> None:
-        super()._reset(unfinished)
+    def _reset(self) -> None:
+        super()._reset()
         self.watch_scheduler()
 
     def watch_scheduler(self) -> None:
