@@ -1,8 +1,11 @@
 """nanopaged: the engine of the PagedAttention paper, written to be read.
 
-Read the files in this order: llm, config, sequence, block_manager, scheduler,
-beam_search, model_runner, attention, cpu_kernels, kernels, model, parallel, loader,
-sampler, detokenizer, outputs.
+First reading, how it works: llm, sequence, block_manager, prefix_cache, batch,
+scheduler, beam_search, model_runner, attention, cpu_kernels, model, sampler.
+
+Second reading, what makes it fast, safe and large: config, outputs, serving,
+detokenizer, start_up, loader, parallel, cpu_attention, cpu_products, gpu_attention,
+kernels, drawing, fused.
 """
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams

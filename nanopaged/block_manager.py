@@ -1,10 +1,11 @@
-"""Physical blocks: who holds them, which are free, and what the free ones still hold.
+"""Physical blocks: who holds them, which are free, and in which order they are taken.
 
 A block belongs to every sequence that holds a reference to it. Without references it is
-free. If it was published, it is then free but still cached, until it is taken for other
-tokens. Blocks outside the prefix cache are taken first, then the least recently used.
-The manager deals in block ids and token ids, and never sees a tensor. No other file
-changes a reference count or a block table.
+free. If it was published, it is then free but still cached: requests find it by its
+text (`prefix_cache.py`, which comes next) until it is taken for other tokens. Blocks
+outside the prefix cache are taken first, then the least recently used. The manager
+deals in block ids and token ids, and never sees a tensor. No other file changes a
+reference count or a block table.
 
 The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
@@ -19,9 +20,8 @@ The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
 
+from nanopaged.prefix_cache import PrefixCache
 from nanopaged.sequence import Sequence
 
 # Block ids in the order in which they are taken. An OrderedDict without values can also
@@ -29,21 +29,6 @@ from nanopaged.sequence import Sequence
 FreeList = OrderedDict[int, None]
 # Pairs (from, to) of physical blocks: the contents of one are copied to the other.
 Moves = list[tuple[int, int]]
-
-
-@dataclass(eq=False)
-class Content:
-    """What a full block holds: its own tokens, after those of the blocks before it.
-
-    The K and V of a block depend on all tokens from the start of the sequence. So two
-    blocks hold the same K and V only if everything before them is the same as well.
-    Such blocks share one Content object. To compare two blocks it is therefore enough
-    to compare their own tokens, and to check whether `before` is the same object.
-    """
-
-    before: "Content | str | None"  # the preceding block's; for a first block, the salt
-    token_ids: tuple[int, ...]
-    block_id: int | None = None  # the newest block that holds this
 
 
 class BlockManager:
@@ -56,18 +41,17 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         ids = range(num_blocks + num_swap_blocks)
         self.ref_counts = [0 for _ in ids]
-        self.contents: list[Any] = [None for _ in ids]  # of the published blocks
         self.free_blocks: FreeList = OrderedDict.fromkeys(ids[:num_blocks])
         self.free_swap_blocks: FreeList = OrderedDict.fromkeys(ids[num_blocks:])
-        # The prefix cache, by `before` and `token_ids`. A dict finds an entry by the
-        # hash of its key and then compares the key itself, so every hit is exact.
-        self.published: dict[Any, Content] = {}
+        self.prefix_cache = PrefixCache(block_size, len(ids))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
-    def most_blocks(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
-        """The most blocks that sequences with a common beginning can need."""
+    def max_blocks(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
+        """The most blocks that sequences of these lengths can need if they share their
+        first tokens: only whole blocks can stay shared.
+        """
         num_shared = num_shared_tokens // self.block_size
         return num_shared + sum(self.num_blocks_for(n) - num_shared for n in lengths)
 
@@ -79,7 +63,8 @@ class BlockManager:
         `num_tokens` tokens.
 
         Its old blocks are freed from the last to the first, so the beginning of a
-        sequence stays cached longest.
+        sequence stays cached longest. References are added before any is dropped, so a
+        block in both lists is never free in between.
         """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # it may have been free and cached
@@ -90,8 +75,9 @@ class BlockManager:
                 on_device = block_id < self.num_blocks
                 free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
-                # A block that no request can find is the next one to be taken.
-                free_list.move_to_end(block_id, last=self.is_cached(block_id))
+                # Blocks are taken from the front. Those that nobody can find go there.
+                can_find = self.prefix_cache.can_find(block_id)
+                free_list.move_to_end(block_id, last=can_find)
         seq.block_table = array("q", block_ids)
         seq.num_computed_tokens = num_tokens
 
@@ -106,19 +92,20 @@ class BlockManager:
         self.replace_blocks(child, list(shared), num_tokens)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
-        """Give a group's sequences blocks for all tokens that they will compute next.
-        If too few are free, this returns False and changes nothing.
+        """Give a group's sequences blocks for all tokens up to their `compute_end` (for
+        the whole prompt, even if it is computed in chunks). If too few are free, this
+        returns False and changes nothing.
 
-        A sequence must not share a block that it will write to. Say that two
-        siblings share block 2, and write there next. They need two blocks and hold one,
-        so one is taken. The first sibling gets it, as a copy of block 2, which `moves`
-        tells the step to make. Then the second is the only holder of block 2.
+        A sequence must not write into a block that others hold. So it gets a copy, and
+        `moves` tells the step to make it. The last holder writes in place.
         """
         size = self.block_size
         if len(seqs) == 1 and seqs[0].compute_end <= len(seqs[0].block_table) * size:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
+        # From the one that it writes next, each sequence needs blocks of its own. Each
+        # block that is held there already serves one of them; the rest must be free.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -140,13 +127,19 @@ class BlockManager:
                 table.append(self._take(self.free_blocks))
         return True
 
-    def swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
-        """Move the blocks of these sequences to the pool that has `target` as its free
-        list. If there is too little room, this returns no moves and changes nothing.
-
-        A block that several of them share moves once, and they go on sharing it. The
-        new blocks are published when their group next runs.
+    def swap_out(self, seqs: list[Sequence]) -> Moves:
+        """Move the blocks of these sequences to CPU memory. If there is too little
+        room, this returns no moves and changes nothing. A block that several of them
+        share moves once.
         """
+        return self._move(seqs, self.free_swap_blocks)
+
+    def swap_in(self, seqs: list[Sequence]) -> Moves:
+        """Move their blocks back. `mark_computed` publishes them with their new ids."""
+        return self._move(seqs, self.free_blocks)
+
+    def _move(self, seqs: list[Sequence], target: FreeList) -> Moves:
+        """Replace the blocks of these sequences with free ones from `target`."""
         held = dict.fromkeys(id for seq in seqs for id in seq.block_table)
         if len(held) > len(target):
             return []
@@ -157,71 +150,20 @@ class BlockManager:
             self.replace_blocks(seq, new_table, seq.num_computed_tokens)
         return list(moved.items())
 
-    # -- The prefix cache --------------------------------------------------------------
-
-    def match_prefix(self, seq: Sequence) -> list[int]:
-        """The physical blocks that hold the longest cached prefix of `seq`.
-
-        They never hold its last token. That one is always computed, because its logits
-        give the next token. (Without prefix caching nothing is published or found.)
-        """
-        found: list[int] = []
-        content: Any = seq.group.params.cache_salt  # what comes before the first block
-        for index in range((seq.compute_end - 1) // self.block_size):
-            content = self._content(seq, index, content)
-            if content.block_id is None:
-                break
-            found.append(content.block_id)
-        return found
-
-    def advance(self, seq: Sequence, num_tokens: int) -> None:
+    def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
         """Count more tokens as computed, and publish the blocks that are now full.
 
-        Others can then find these blocks before the step has run. That is safe, because
-        they read them in a later step, or in this one. Steps run in order, and within a
-        step every layer stores the K and V of all tokens before it reads any. If the
-        step fails, the engine forgets the whole cache.
+        So a request that is admitted later in this step finds blocks whose K and V are
+        not there yet. That is safe, because in every layer the step stores all new K
+        and V before it reads any. If the step fails, the whole cache is forgotten.
         """
         seq.num_computed_tokens += num_tokens
-        if not self.enable_prefix_caching:
-            return
-        # The id of a pending token is unknown, so its block cannot be published yet.
-        num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
-        num_full = num_known_tokens // self.block_size
-        first = num_full
-        # Go back to the last block that is published: all before it are, too.
-        while first and self.contents[seq.block_table[first - 1]] is None:
-            first -= 1
-        content: Any = seq.group.params.cache_salt
-        if first:
-            content = self.contents[seq.block_table[first - 1]]
-        for index in range(first, num_full):
-            content = self._content(seq, index, content)
-            content.block_id = seq.block_table[index]
-            self.contents[content.block_id] = content
-            self.published[content.before, content.token_ids] = content
-
-    def _content(self, seq: Sequence, index: int, before: Any) -> Content:
-        """What logical block `index` of `seq` holds, after `before`: the Content in the
-        cache, or a new one if there is none.
-        """
-        first = index * self.block_size
-        token_ids = tuple(seq.token_ids[first : first + self.block_size])
-        return self.published.get((before, token_ids)) or Content(before, token_ids)
-
-    def is_cached(self, block_id: int) -> bool:
-        """Whether the prefix cache lists this block. If several blocks hold the same K
-        and V, it lists the one that was published last.
-        """
-        content = self.contents[block_id]
-        return content is not None and content.block_id == block_id
+        if self.enable_prefix_caching:
+            self.prefix_cache.publish(seq)
 
     def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         """Take the first block of a free list, and forget what it holds."""
         block_id, _ = free_list.popitem(last=False)
-        if self.is_cached(block_id):
-            content = self.contents[block_id]
-            del self.published[content.before, content.token_ids]
-        self.contents[block_id] = None
+        self.prefix_cache.forget(block_id)
         self.ref_counts[block_id] = ref_count
         return block_id

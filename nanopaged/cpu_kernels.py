@@ -1,9 +1,9 @@
-"""PagedAttention in plain loops, compiled by Numba: read this before `kernels.py`.
+"""PagedAttention in plain loops, compiled by Numba.
 
 On a CPU this computes decodes and short chunks: each query attends to the keys of its
-sequence, from position 0 to its own. `NumbaAttention` in `attention.py` calls it; the
-shapes are explained there. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you can
-step through it with a debugger.
+sequence, from position 0 to its own. `attention.py` explains the shapes, and
+`cpu_attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you
+can step through it with a debugger.
 
 Equation 4 of the PagedAttention paper (Kwon et al. 2023) says what a query q_i
 computes. K_j and V_j are the keys and values of block j, and d is head_dim:
@@ -13,8 +13,8 @@ computes. K_j and V_j are the keys and values of block j, and d is head_dim:
 
 where a sum over blocks also runs over the keys in each block. The denominator is known
 only after the last block, so the loop adds up the numerator (`acc`) and the denominator
-(`total`) separately, and divides at the end. The exponential of a high score would
-overflow, so both are relative to the highest score so far. When a block has a higher
+(`total`) separately, and divides at the end. Both are relative to the highest score so
+far, because the exponential of a high score would overflow. When a block has a higher
 one, they are scaled down. This is the online softmax of Milakov and Gimelshein.
 
 For example, let one block hold keys with the scores 1 and 3, and the next block a key
@@ -26,25 +26,16 @@ with the score 5:
 """
 # mypy: ignore-errors
 
-import ctypes
-import os
-from collections import deque
-from contextlib import suppress
-from functools import partial
-
 import numpy as np
-import torch
 from numba import njit
 
 
-# The flags allow sums in any order, which vector instructions need. Flags that rule out
-# NaN and infinity are left out.
+# The flags allow sums in any order, for vector instructions. NaN is still respected.
 @njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
 def run_programs(
-        stride, out, q, kv_cache, block_tables, table_starts, num_keys, first):
-    """Run the programs `first`, `first + stride`, and so on. A program (Triton's word)
-    computes one KV head for one query. `first` is the last argument because `map`, in
-    `paged_attention`, supplies it.
+        first, stride, out, q, kv_cache, block_tables, table_starts, num_keys):
+    """Run the programs `first`, `first + stride`, and so on; threads divide them in
+    this way. A program (Triton's word) computes one KV head for one query.
 
     out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
@@ -103,54 +94,3 @@ def to_float32(number):
     if isinstance(number, np.uint16):
         return np.uint32(np.uint32(number) << 16).view(np.float32)
     return number
-
-
-# -- The rest is about speed, and can be skipped ---------------------------------------
-
-# Keep the compiled code for the next start, unless there is no folder where it can be
-# written (RuntimeError) or the function is plain Python (AttributeError).
-with suppress(RuntimeError, AttributeError):
-    run_programs.enable_caching()
-
-PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
-
-
-def paged_attention(num_reads, q, *arrays):
-    """Run all programs on torch's threads; together they read `num_reads` keys. The
-    other arguments are those of `run_programs`, and its `out` is returned.
-
-    After each operation torch's threads keep spinning for a few milliseconds, ready for
-    the next one. Threads of our own would compete with them for the cores. So torch's
-    threads run the kernel: each takes a share of the programs, then the next share,
-    until none is left. A share has a fixed cost, so there is only one if there are few
-    keys, and otherwise at most four for each thread.
-
-    The threads must not run any Python code. Python would call signal handlers there,
-    and an exception from a handler, such as Ctrl-C, would get lost in the C code that
-    started the thread's work. So they run `extend`, which pulls the shares through
-    `map`. Both are written in C: between two shares a thread holds Python's lock, but
-    runs no Python code. `run_programs` releases the lock (nogil), so the shares run in
-    parallel.
-    """
-    out = np.empty_like(q)
-    num_shares = max(1, torch.get_num_threads() * min(4, num_reads // 2048))
-    run = partial(run_programs, num_shares, out, q, *arrays)
-    done = deque()
-    work = partial(done.extend, map(run, range(num_shares)))
-    if num_shares > 1:
-        # This is what "#pragma omp parallel" calls, in the OpenMP library that torch
-        # uses. The first 0 stands for all of its threads.
-        PROCESS.GOMP_parallel(ctypes.CFUNCTYPE(None)(work), None, 0, 0)
-    work()  # the only share; if threads took the shares, usually none is left
-    if len(done) < num_shares:
-        raise RuntimeError("the CPU kernel failed; see the traceback above")
-    return out
-
-
-# Let glibc's malloc keep freed memory, because the next step needs it again. By default
-# large pieces go back to the system, and getting them again takes a tenth of a step.
-PROCESS.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-
-# A forked process has only one thread. torch would wait for all those its parent had.
-os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -1,19 +1,16 @@
 """Triton kernels: attention over the paged cache, and the kernels that write to it.
 
-Read `cpu_kernels.py` first: it has the same steps in plain loops. `attention.py`
-launches these kernels and explains the shapes. With `TRITON_INTERPRET=1` they run on a
-CPU, one program after another, for tests and debuggers. Use float32 or float16 there,
-because the interpreter cannot multiply bfloat16.
+Read `cpu_kernels.py` first: it has the same steps in plain loops. `gpu_attention.py`
+launches these kernels and explains the words; `attention.py` explains the shapes. With
+`TRITON_INTERPRET=1` they run on a CPU, one program after another, for tests and
+debuggers. Use float32 or float16 there, because the interpreter cannot multiply
+bfloat16.
 
 A kernel is the code of one program. It is launched on a grid of many programs, and
 `tl.program_id` says which one this is. Its arguments come in three groups: pointers (to
 the first elements of tensors), numbers, and compiled-in constants (in capital letters).
 A program computes with whole arrays, such as `tl.arange(0, DIM)`. Their sizes must be
-powers of two, so DIM is head_dim rounded up, and masks leave out the rest. Triton
-compiles a kernel again when a number or an address changes from divisible by 16 to not
-divisible, or back. `do_not_specialize` names the pointers that must not cause this:
-they point into one tensor (see `ModelRunner._upload`), to places that depend on the
-batch.
+powers of two, so DIM is head_dim rounded up, and masks leave out the rest.
 """
 # mypy: ignore-errors
 
@@ -26,6 +23,10 @@ LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruc
 TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END = map(constexpr, range(6))
 
 
+# Triton compiles a kernel again when a number or an address changes from divisible by
+# 16 to not divisible, or back. `do_not_specialize` names the pointers that must not
+# cause this: they point into one tensor (see `ModelRunner._upload`), to places that
+# depend on the batch.
 @triton.jit(do_not_specialize=["slots"])
 def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
           HEAD_DIM: constexpr, BLOCK_SIZE: constexpr):
@@ -38,16 +39,17 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     kv_cache  [num_blocks, 2, num_kv_heads, block_size, head_dim]
     """
     token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, triton.next_power_of_2(SIZE))  # elements of all heads
-    mask = at < SIZE
+    element = tl.arange(0, triton.next_power_of_2(SIZE))  # of all heads
+    mask = element < SIZE
+    head, dim = element // HEAD_DIM, element % HEAD_DIM
     slot = tl.load(slots + token)  # in 64 bits: a pool has too many elements for 32
-    # Which of the vectors in the block's K this is, and also in its V.
-    vector = at // HEAD_DIM * BLOCK_SIZE + slot % BLOCK_SIZE
-    k_at = kv_cache + slot // BLOCK_SIZE * 2 * SIZE * BLOCK_SIZE
-    k_at += vector * HEAD_DIM + at % HEAD_DIM
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    # A block has all its K, [num_kv_heads, block_size, head_dim], and then all its V.
+    at = (head * BLOCK_SIZE + offset) * HEAD_DIM + dim
+    k_at = kv_cache + block * 2 * SIZE * BLOCK_SIZE + at
     v_at = k_at + SIZE * BLOCK_SIZE
-    tl.store(k_at, tl.load(k + token * k_stride + at, mask), mask)
-    tl.store(v_at, tl.load(v + token * v_stride + at, mask), mask)
+    tl.store(k_at, tl.load(k + token * k_stride + element, mask), mask)
+    tl.store(v_at, tl.load(v + token * v_stride + element, mask), mask)
 
 
 @triton.jit
@@ -85,8 +87,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     block_tables  [num_table_blocks]: one after another
     items         [num_items, 6]: the columns are those of `TritonAttention.plan`
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
-    parts         [most_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
-    log_sums      [most_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
+    parts         [max_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
+    log_sums      [max_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
                   keys of a part, which is the weight of its result
     """
     item = tl.program_id(0).to(tl.int64)
@@ -117,7 +119,8 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
         # Find each key by its block: this is what paging costs. (Ids of blocks have 64
         # bits, so addresses have them, too.)
         head_start = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
-        vector = head_start + key % BLOCK_SIZE  # its number in the pool
+        # Its number among all vectors: [num_blocks, 2, num_kv_heads, block_size].
+        vector = head_start + key % BLOCK_SIZE
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
         kv_mask = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
@@ -164,7 +167,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     results, each weighted by its sum of exponentials. This is the online softmax once
     more, as if each part were a key: its score is its log_sum, and its V is its result.
 
-    Grid: [most_parts, num_kv_heads]. The program of a tile's first part merges all of
+    Grid: [max_parts, num_kv_heads]. The program of a tile's first part merges all of
     them, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)

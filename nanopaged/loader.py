@@ -19,7 +19,8 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
-from nanopaged.model import CausalLM, Linear, pack
+from nanopaged.cpu_products import pack
+from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 
 BUNDLED = Path(__file__).parent / "shakespeare"
@@ -109,7 +110,7 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
     with backend.device, local_torch_dtype(backend.dtype), no_init_weights():
-        model = CausalLM(ranks.share, backend, ranks).requires_grad_(False)
+        model = CausalLM(ranks.local_config, backend, ranks).requires_grad_(False)
     if config.load_format == "dummy":
         generator = torch.Generator(backend.device).manual_seed(config.seed)
         for name, parameter in model.named_parameters():
@@ -137,14 +138,15 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     targets: dict[str, tuple[Tensor, Any]] = {}
     for name, parameter in model.named_parameters():
         # For example model.layers.0.self_attn.qkv_proj.weight. It stacks three matrices
-        # of the checkpoint: `parts` has the names q_proj, k_proj and v_proj, and how
-        # many rows each of them has.
+        # of the checkpoint: `stacked` has the names q_proj, k_proj and v_proj, and
+        # how many rows each of them has.
         *_, own_name, kind = name.split(".")
         module = model.get_submodule(name.removesuffix(f".{kind}"))
-        parts = getattr(module, "parts", {own_name: len(parameter)})
+        stacked = getattr(module, "stacked", {own_name: len(parameter)})
         divided = getattr(module, "divided", None)
-        for part, target in zip(parts, parameter.split([*parts.values()]), strict=True):
-            targets[name.replace(own_name, part)] = target, divided
+        rows = parameter.split([*stacked.values()])
+        for each, target in zip(stacked, rows, strict=True):
+            targets[name.replace(own_name, each)] = target, divided
     # Old checkpoints also have the angles by which Q and K are rotated.
     names = {name for name in files if ".rotary_emb." not in name}
     check(names == targets.keys(), f"the weights in {source}",
@@ -154,12 +156,12 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
 
     for name, (target, divided) in targets.items():
         with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
-            tensor = part = tensors.get_tensor(name)
+            tensor = share = tensors.get_tensor(name)
         if divided in range(tensor.ndim):  # neither None, nor columns of a bias
-            part = tensor.tensor_split(ranks.size, divided)[ranks.rank]
-        check(part.shape == target.shape, f"the shape of {name} in {files[name]}",
+            share = tensor.tensor_split(ranks.size, divided)[ranks.rank]
+        check(share.shape == target.shape, f"the shape of {name} in {files[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))
-        target.copy_(part)
+        target.copy_(share)
         # This bias is not divided, although its matrix is. The ranks' results are added
         # up, so only rank 0 may add it.
         if divided == 1 and target.ndim == 1 and ranks.rank > 0:

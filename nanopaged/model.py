@@ -2,103 +2,34 @@
 
 It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
 does not know what a sequence is. Modules are named as in the checkpoints, except where
-one matrix stacks several of the checkpoint's: then `Linear.parts` has their names.
-
-With several ranks, each of them has this model with its share of the heads and of the
-MLP, and `Linear.divided` says how a matrix is divided among them.
+one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
+Leave for the second reading: `fused.py`, whose functions do what their names say, and
+`parallel.py`, which explains `Linear.divided` and `all_reduce`.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from nanopaged import fused
 from nanopaged.parallel import Ranks
-
-# Between the matrix products, every operation costs a kernel launch and a pass over
-# memory. So on GPUs, torch.compile turns a function marked with this into as few
-# kernels as possible. Such a function takes weights as arguments, so that all layers
-# share the compiled code.
-fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
-                      options={"split_reductions": False})  # one kernel sums a row
-
-
-@fused
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
-             eps: float) -> tuple[Tensor, Tensor]:
-    """The sum, normalised by RMSNorm, and the sum itself: the next residual."""
-    residual = x + residual
-    return F.rms_norm(residual, weight.shape, weight, eps), residual
-
-
-@fused
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 * size] -> [num_tokens, size]"""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-@fused
-def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
-                sin: Tensor) -> Tensor:
-    """Normalise the heads of Q and K, if there are weights for that, and rotate them.
-
-    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads,
-    [num_heads, head_dim], and those of K's; cos, sin: [num_tokens, 1, head_dim].
-    The two halves of a head, x1 and x2, become x1 cos - x2 sin and x2 cos + x1 sin. The
-    angles grow with the position (RoFormer).
-    """
-    if weights:
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
-    return torch.addcmul(x * cos, rotate_half(x), sin)
 
 
 class Linear(nn.Linear):
     """y = x W^T + b, where W may stack several matrices of the checkpoint.
 
-    parts: their names, and how many rows each of them has. One product for Q, K and V
+    stacked: their names, and how many rows each of them has. One product for Q, K and V
         reads x once, so it is faster than three small ones.
-    divided: the dimension of each of them that the ranks divide: 0 for the rows (a rank
-        computes a part of y), 1 for the columns (a rank has a part of x, and the ranks'
-        results are added up). None means that every rank has all of it.
+    divided: the dimension that ranks divide: 0 for the rows (a rank computes some of
+        y), 1 for the columns (a rank has some of x, and results are added up).
     """
 
     def __init__(self, in_features: int, bias: bool = False,
-                 divided: int | None = None, **parts: int) -> None:
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts, self.divided = parts, divided
-
-
-def pack(linear: nn.Linear) -> None:
-    """On CPUs with bfloat16 instructions, reorder W for oneDNN, which makes the
-    product 1.3 to 2.7 times as fast.
-
-    torch.compile uses these operators, too. They are private to torch, so they appear
-    only here. Where they are missing, nothing changes.
-    """
-    reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-    is_bfloat16 = linear.weight.is_cpu and linear.weight.dtype == torch.bfloat16
-    if reorder and is_bfloat16 and torch.cpu._is_avx512_bf16_supported():
-        linear.weight = nn.Parameter(reorder(linear.weight, None), False)
-        linear.forward = partial(  # type: ignore[method-assign]
-            packed_product, weight=linear.weight, bias=linear.bias)
-
-
-def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product of a weight that `pack` has reordered.
-
-    Without AMX, which is Intel's unit for matrices, one to three rows take longer than
-    six: one row takes 1.25 times as long, measured on an EPYC. So rows of zeros are
-    added.
-    """
-    num_rows = len(x)
-    if num_rows < 4 and not torch.cpu._is_amx_tile_supported():
-        x = F.pad(x, (0, 0, 0, 6 - num_rows))
-    product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product[:num_rows]  # type: ignore[no-any-return]
+                 divided: int | None = None, **stacked: int) -> None:
+        super().__init__(in_features, sum(stacked.values()), bias)
+        self.stacked, self.divided = stacked, divided
 
 
 class Attention(nn.Module):
@@ -117,8 +48,10 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_size, has_bias, divided=1, o_proj=size)
         self.norm_weights: list[Tensor] = []
         if config.model_type == "qwen3":  # it normalises the heads of Q and K
+            # These modules only hold the weights; `fused.norm_rotate` computes.
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
-            # These views, one row for each head, reflect the weights loaded later.
+            # Q and K are normalised in one call, so there is a row for each head. These
+            # are views, so they reflect the weights that are loaded later.
             self.norm_weights = [self.q_norm.weight.expand(num_heads, -1),
                                  self.k_norm.weight.expand(num_kv_heads, -1)]
 
@@ -128,7 +61,7 @@ class Attention(nn.Module):
         num_kv_heads = self.backend.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
         qk, v = qkv.tensor_split([-num_kv_heads], dim=1)
-        qk = norm_rotate(qk, self.norm_weights, self.eps, *rotation)
+        qk = fused.norm_rotate(qk, self.norm_weights, self.eps, *rotation)
         q, k = qk.tensor_split([-num_kv_heads], dim=1)
         self.backend.store(k, v, kv_cache, metadata.slots)
         attended = self.backend.attend(q, kv_cache, metadata)
@@ -145,27 +78,25 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, has_bias, divided=1, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(fused.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """The weights of a layer. `CausalLM.forward` runs it, because the sums and norms of
-    neighbouring layers are computed together.
+    """A layer's weights. `CausalLM.forward` runs it, because the end of a layer and the
+    beginning of the next are computed together.
     """
 
     def __init__(self, config: Any, backend: Any) -> None:
         super().__init__()
         self.self_attn = Attention(config, backend)
         self.mlp = MLP(config)
+        # These modules only hold the weights; `fused.add_norm` computes.
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
 
 
 class CausalLM(nn.Module):
-    """The decoder and its output head. Its config has the sizes of a rank's share.
-
-    The ranks do not divide the vocabulary: each has all embeddings and the whole head.
-    """
+    """The decoder and its output head."""
 
     def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
         super().__init__()
@@ -185,20 +116,18 @@ class CausalLM(nn.Module):
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
-        kv_caches has one cache for each layer. Between two layers the state is
-        x + residual, and the kernel that normalises the sum also computes it. Attention
-        and MLP compute this rank's part of their results; `all_reduce` adds up the
-        parts of all ranks.
+        kv_caches has one cache for each layer. `add_norm` returns the sum of its first
+        two arguments, normalised, and the sum itself, which is the next residual.
         """
         x: Tensor = self.model.embed_tokens(token_ids)
         residual = torch.zeros_like(x)
         # The cosines and sines of the angles: [num_tokens, 1, head_dim] each.
         rotation = self.model.rotary_emb(x, metadata.positions[:, None])
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
-            x, residual = add_norm(x, residual, layer.input_layernorm.weight, self.eps)
+            norm, next_norm = layer.input_layernorm, layer.post_attention_layernorm
+            x, residual = fused.add_norm(x, residual, norm.weight, self.eps)
             x = self.ranks.all_reduce(layer.self_attn(x, rotation, kv_cache, metadata))
-            x, residual = add_norm(
-                x, residual, layer.post_attention_layernorm.weight, self.eps)
+            x, residual = fused.add_norm(x, residual, next_norm.weight, self.eps)
             x = self.ranks.all_reduce(layer.mlp(x))
         return x + residual
 

@@ -8,8 +8,8 @@ return there: from then on they only serve rank 0.
 
 Rank 0 schedules. In every step it sends the batch to the other ranks, as plain numbers.
 Block ids mean the same on all of them. All ranks run the same layers, each with its
-share of the weights, and add up their results (Megatron-LM, Shoeybi et al. 2019). The
-tokens are those that rank 0 samples.
+share of the heads and of the MLP, and add up their results (Megatron-LM, Shoeybi et al.
+2019). The tokens are those that rank 0 samples.
 
 How it ends: when rank 0's script ends, for whatever reason, its process leaves the
 process group. By then the other ranks are waiting for the next batch. Instead they get
@@ -28,16 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig, check
-from nanopaged.scheduler import Batch
 
 dist: Any = torch.distributed
 # The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
 # otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 # The fields of a batch that are sent: all but the last, which matters only to rank 0.
-# Moves are sent as one flat list, and become pairs again where they are used. Nothing
-# is unpickled.
+# Moves are sent as one flat list. Nothing is unpickled.
 FIELDS = [field.name for field in fields(Batch)[:-1]]
 
 
@@ -47,12 +46,12 @@ class Ranks:
     def __init__(self, config: EngineConfig, model_config: Any) -> None:
         self.size = config.tensor_parallel_size
         self.rank = 0
-        self.share = copy(model_config)  # with the sizes of one rank's share
+        self.local_config = copy(model_config)  # with the sizes of one rank's share
         for name in DIVIDED:
             size = getattr(model_config, name, 0)
             check(size % self.size == 0, "tensor_parallel_size",
                   f"a divisor of {name}={size}", self.size)
-            setattr(self.share, name, size // self.size)
+            setattr(self.local_config, name, size // self.size)
         if self.size == 1:
             return
 
@@ -71,8 +70,8 @@ class Ranks:
         # timeout. If a rank dies, torchrun notices.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
-        # At exit, finalizers run from the newest to the oldest. This one is registered
-        # before the model is made, so `ModelRunner.free` runs before `leave`. (What is
+        # At exit, `Runner.free` must run before `leave`. Finalizers run from the newest
+        # to the oldest, and this one is registered before the model is made. (What is
         # registered with `atexit` would run before both.) A finalizer belongs to an
         # object: here to the module torch.distributed, which lives until exit.
         weakref.finalize(dist, leave)
@@ -109,7 +108,10 @@ class Ranks:
             except RuntimeError:  # rank 0 has left the group
                 os._exit(0)  # a normal exit would make NCCL wait for recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
-            run(Batch(*[part.tolist() for part in numbers.split(sizes.tolist())]))
+            batch = Batch(*[field.tolist() for field in numbers.split(sizes.tolist())])
+            flat: Any = batch.moves
+            batch.moves = list(zip(flat[::2], flat[1::2], strict=True))
+            run(batch)
 
 
 def leave() -> None:

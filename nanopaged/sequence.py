@@ -2,11 +2,9 @@
 
 The engine's terms:
 
-    token        an id from the vocabulary. A sequence has the prompt's tokens, then its
-                 own
+    token        an id from the vocabulary
     sequence     one continuation of a prompt
-    group        the sequences of one request. It is admitted, preempted and swapped as
-                 a whole
+    group        the sequences of one request, admitted and preempted as a whole
     leader       the first live sequence of a group. Until the group forks, the leader
                  computes the prompt for all of them
     block        room for the K and V of block_size tokens. A sequence counts its
@@ -23,6 +21,8 @@ The engine's terms:
     preempt      to take a group off the device because the pool is full
     step         one forward pass over the tokens of many sequences, in one flat batch
     entry        the part of a batch that belongs to one sequence
+    rank         one of several processes that compute the model together; if there is
+                 only one, it is rank 0
     budget       how many tokens one step may compute
 """
 
@@ -32,7 +32,7 @@ from typing import Any
 
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.detokenizer import Detokenizer
-from nanopaged.outputs import CompletionOutput, Logprobs, RequestOutput
+from nanopaged.outputs import Logprobs
 
 
 class Sequence:
@@ -52,10 +52,11 @@ class Sequence:
 
     def __init__(self, group: "SequenceGroup", index: int) -> None:
         self.group = group
+        # It seeds the draws of a sequence. Beams draw nothing, so siblings share one.
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
-        # One number for each pending token, oldest first: -1 - i if it is sample i of
-        # its step. The next batch has this number in place of the unknown id.
+        # One number for each pending token, oldest first: -1 - i for sample i of its
+        # step (negative, so it is no token). It stands for the id; see `batch.py`.
         self.pending: list[int] = []
 
         # Only the block manager changes these two.
@@ -70,20 +71,19 @@ class Sequence:
 
     @property
     def compute_end(self) -> int:
-        """The next steps compute all tokens before this position. Then one is sampled.
+        """The position up to which tokens may be computed now. When all of them are
+        computed, the next token is sampled.
 
-        Before the fork, these are the tokens of the prompt, which all sequences of the
-        group share. After the fork, and always if there is only one sequence, they are
-        all its tokens, including pending ones. For example, request A decodes one
-        token. (The columns count tokens.)
+        Before the fork this is the end of the prompt, which all sequences of the group
+        share. After the fork, and always if there is only one sequence, it is the end
+        of all tokens, pending ones too. (On a CPU nothing is pending when a step is
+        scheduled, so you can skip that at first.) For example, request A decodes:
 
-                     token_ids  computed  pending  compute_end
-            before           7         6        0            7
-            schedule         7         7        1            8  t0 gets a slot; t1 is
-                                                                pending
-            forward                                             t0's K, V are stored
-            sample                                              the device knows t1
-            update           8         7        0            8  t1 is appended
+                       token_ids  computed  pending  compute_end
+            before             7         6        0            7
+            scheduled          7         7        1            8  t0 gets a slot; t1
+                                                                  is pending
+            updated            8         7        0            8  t1 is appended
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -94,10 +94,8 @@ class Sequence:
 
     @property
     def banned_tokens(self) -> set[int]:
-        """Tokens that must not be sampled next: stop tokens, before `min_tokens`.
-
-        When a token is sampled, all before it are computed, but some may be pending.
-        """
+        """Tokens that must not be sampled next: stop tokens, before `min_tokens`."""
+        # When a token is sampled, all before it are computed, but some may be pending.
         too_short = self.num_computed_tokens < self.group.min_len
         return self.group.stop_token_ids if too_short else set()
 
@@ -129,38 +127,21 @@ class Sequence:
         self.detokenizer.update(token_ids, final, may_stop)
         return self.detokenizer
 
-    def output(self, index: int) -> CompletionOutput:
-        """What the caller sees of this sequence so far."""
-        is_final = self.finish_reason is not None
-        text = self.detokenize(is_final).visible(is_final)
-        has_logprobs = self.group.params.logprobs is not None
-        stop_reason: str | int | None = self.detokenizer.stopped_by
-        stop_ids = self.group.params.stop_token_ids or []
-        if self.finish_reason == "stop" and self.token_ids[-1] in stop_ids:
-            stop_reason = stop_reason or self.token_ids[-1]
-        return CompletionOutput(
-            index, text, self.token_ids[self.group.num_prompt_tokens :],
-            cumulative_logprob=self.cumulative_logprob if has_logprobs else None,
-            logprobs=list(self.logprobs) if has_logprobs else None,
-            finish_reason=self.finish_reason, stop_reason=stop_reason)
-
 
 class SequenceGroup:
     """One request: its parameters, and the sequences that answer it.
 
-    All sequences begin with the same prompt. Until it is computed, only the leader
-    runs. Then the group forks: the others share the leader's blocks, and each
-    sequence goes its own way.
+    All begin with the same prompt. Until it is computed, only the leader runs. Then the
+    group forks: the others share the leader's blocks, and each goes its own way.
     """
 
     def __init__(self, prompt: str | None, prompt_token_ids: list[int],
                  params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
                  tokenizer: Any, beam_params: BeamSearchParams | None = None) -> None:
-        # `LLM._submit` gives it an id, an outbox, and a seed if the request has none.
-        # A group that has changed stays in its outbox until the client has seen it.
+        # When it is queued it gets an id, an outbox, and a seed if it has none.
         self.request_id = ""
         self.seed: Any = params.seed
-        self.outbox: Outbox = {}
+        self.outbox: Outbox = {}  # where its client finds what has changed
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
@@ -170,8 +151,8 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the values of its last tokens decide what its next step computes. Such
-        # a group is not scheduled while it has pending tokens. In a beam search, they
+        # True if the host must read its last tokens before it can plan its next step.
+        # Then the group is not scheduled while they are pending. In a beam search, they
         # decide which beams go on.
         self.needs_last_token = beam_params is not None
         # How many prompt tokens it found in the prefix cache; -1 before it has started.
@@ -180,33 +161,22 @@ class SequenceGroup:
         self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        self.is_aborted = False  # True: the next step ends them
-        # True after the fork, and always for a single sequence. Until then, the leader
-        # computes the prompt for all of them.
-        self.forked = params.n == 1
+        self.is_aborted = False  # if True, the next step ends them
+        self.forked = params.n == 1  # a single sequence need not fork
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 
     @property
     def next_sequences(self) -> list[Sequence]:
-        """The sequences whose tokens are computed next: before the fork, the leader.
-        The list is empty while the group waits for its last token.
-        """
+        """The sequences whose tokens are computed next: before the fork, the leader."""
         if self.needs_last_token and any(seq.pending for seq in self.live):
-            return []
+            return []  # the group waits for its last token
         return self.live if self.forked else self.live[:1]
 
     def report(self) -> None:
-        """Tell the client about a change.
-
-        Call this before the change, because Ctrl-C may arrive in between.
+        """Put the group into its outbox. (Before it changes, so that an interruption in
+        between loses nothing.)
         """
         self.outbox[self.request_id] = self
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            self.request_id, self.prompt, self.prompt_token_ids,
-            [seq.output(index) for index, seq in enumerate(self.sequences)],
-            finished=not self.live, num_cached_tokens=max(0, self.num_cached_tokens))
 
 
 Outbox = dict[str, SequenceGroup]  # by request id, in order of change

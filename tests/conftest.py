@@ -265,7 +265,7 @@ def engine():
             used = llm.stats().blocks_used
             assert used == 0, f"{used} blocks leaked"
             manager = llm.block_manager
-            num_swap_blocks = len(manager.contents) - manager.num_blocks
+            num_swap_blocks = len(manager.ref_counts) - manager.num_blocks
             assert len(manager.free_swap_blocks) == num_swap_blocks, "a leak on the CPU"
     finally:
         for llm in engines:

@@ -201,7 +201,7 @@ def check_books(scheduler, manager):
     unheld = set(range(len(manager.ref_counts))) - references.keys()
     assert set(manager.free_blocks) == {i for i in unheld if i < device}
     assert set(manager.free_swap_blocks) == {i for i in unheld if i >= device}
-    for key, content in manager.published.items():
+    for key, content in manager.prefix_cache.published.items():
         assert (content.before, content.token_ids) == key and content.block_id < device
 
     oldest = list(scheduler.unfinished)[: len(scheduler.running)]
@@ -213,7 +213,7 @@ def check_sequence(seq, manager, where):
     assert len(set(table)) == len(table), f"{where}: a block twice in {table}"
     assert seq.num_computed_tokens <= len(table) * size, f"{where}: K and V nowhere"
     for index, block_id in enumerate(table):
-        content = manager.contents[block_id]
+        content = manager.prefix_cache.contents[block_id]
         tokens = list(seq.token_ids[index * size : (index + 1) * size])
         is_right = content is None or list(content.token_ids) == tokens
         assert is_right, f"{where}: block {block_id} holds {content}"

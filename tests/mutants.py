@@ -24,10 +24,15 @@ COUNT, SEED, SECONDS = 150, 1, 900
 FIRST = {
     "attention": "attention equivalence", "beam_search": "beams",
     "kernels": "attention", "block_manager": "block_manager scheduler",
+    "prefix_cache": "block_manager scheduler", "batch": "scheduler",
     "config": "errors requests", "__init__": "requests",
-    "cpu_kernels": "attention", "detokenizer": "text", "llm": "requests interrupts",
-    "loader": "loader", "model": "equivalence", "model_runner": "equivalence gpu_path",
-    "outputs": "requests", "parallel": "ranks", "sampler": "sampler",
+    "cpu_kernels": "attention", "cpu_attention": "attention",
+    "gpu_attention": "attention", "cpu_products": "loader equivalence",
+    "detokenizer": "text", "llm": "requests interrupts",
+    "serving": "requests interrupts", "loader": "loader", "model": "equivalence",
+    "fused": "equivalence", "model_runner": "equivalence gpu_path",
+    "start_up": "gpu_path errors", "outputs": "requests", "parallel": "ranks",
+    "sampler": "sampler", "drawing": "sampler",
     "scheduler": "scheduler sharing", "sequence": "requests scheduler beams"}
 SWAPPED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,

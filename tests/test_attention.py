@@ -22,19 +22,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import run_python
-from nanopaged import attention
-from nanopaged.attention import BACKENDS, Metadata, TritonAttention, place_tokens
+from nanopaged import start_up
+from nanopaged.attention import Metadata, TorchAttention, place_tokens
 
 pytest.importorskip("numba", reason="pip install numba")
 pytest.importorskip("triton", reason="pip install triton")
 
 from nanopaged import cpu_kernels  # noqa: E402
+from nanopaged.cpu_attention import NumbaAttention  # noqa: E402
+from nanopaged.gpu_attention import FlashAttention, TritonAttention  # noqa: E402
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 CPU = torch.device("cpu")
 TOLERANCE = {F64: 1e-13, F32: 1e-5, F16: 2e-3, BF16: 1e-2}  # relative
 DTYPES = {"torch": [F64, F32, F16, BF16], "numba": [F32, BF16], "triton": [F32, F16]}
 EACH = pytest.mark.parametrize("name", DTYPES)
+BACKENDS = {"torch": TorchAttention, "numba": NumbaAttention,
+            "triton": TritonAttention, "flash": FlashAttention}
 # Query heads, KV heads, head_dim.
 HEADS = [(1, 1, 16), (14, 2, 64), (4, 2, 80), (3, 3, 96), (4, 1, 256), (10, 2, 24),
          (8, 1, 128), (33, 1, 16)]
@@ -138,21 +142,21 @@ def random_case(seed, name, longest):
     pytest.param("triton", range(8, 60), 150, marks=pytest.mark.slow)])
 def test_random_steps(name, seeds, longest):
     for seed in seeds:
-        random_case(seed, name, longest).check(name, num_parts=seed % 5 * 20 + 2)
+        random_case(seed, name, longest).check(name, target_parts=seed % 5 * 20 + 2)
 
 
 @EACH
 def test_dividing_the_keys_changes_nothing(name):
     """At most once a round of the kernel: one tile of queries has up to 57 parts."""
     for seqs in ([(900, 1), (3, 1), (0, 1)], [(300, 1), (0, 1)], [(90, 40), (3, 1)]):
-        Case(seqs, (2, 1, 32), 16).check(name, num_parts=1200, keys_per_round=16)
+        Case(seqs, (2, 1, 32), 16).check(name, target_parts=1200, keys_per_round=16)
 
 
 @EACH
 def test_flat_and_steep_scores(name):
     for temper in (0.0, 30.0, 100.0):
         case = Case([(0, 1), (200, 1), (150, 20)], (3, 1, 64), 16, temper=temper)
-        case.check(name, num_parts=120)
+        case.check(name, target_parts=120)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -162,7 +166,7 @@ def test_the_first_keys_may_score_lower_than_any_finite_number(name):
     case.q.fill_(1)
     case.dense[0][:70, 0] = -torch.inf
     case.write(case.cache, 0, 0, 140)
-    case.check(name, keys_per_round=16, num_parts=240)
+    case.check(name, keys_per_round=16, target_parts=240)
 
 
 @EACH
@@ -208,7 +212,7 @@ def test_a_step_writes_its_slots_and_nothing_else(name):
 
 def test_auto_takes_the_plain_loops_where_they_can_run():
     sizes = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
-    found = [type(attention.make_backend("auto", sizes, 16, dtype, CPU)).__name__
+    found = [type(start_up.make_backend("auto", sizes, 16, dtype, CPU)).__name__
              for dtype in (F32, BF16, F16)]
     best = "NumbaAttention" if sys.platform == "linux" else "TorchAttention"
     assert found == [best, best, "TorchAttention"]
@@ -217,9 +221,9 @@ def test_auto_takes_the_plain_loops_where_they_can_run():
 # -- The plan --------------------------------------------------------------------------
 
 
-def triton_plan(counts, ends, heads=(16, 8, 128), num_parts=100):
+def triton_plan(counts, ends, heads=(16, 8, 128), target_parts=100):
     backend = make_backend("triton", heads, dtype=BF16)
-    backend.num_parts = num_parts
+    backend.target_parts = target_parts
     ends = np.array(ends)
     return backend.plan(np.array(counts), ends).tolist(), backend
 
@@ -286,7 +290,7 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
 
 def test_the_plan_of_the_docstring():
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
-    backend.num_parts = 4
+    backend.target_parts = 4
     items = backend.plan(np.array([1, 1]), np.array([1000, 100]))
     table = re.findall(r"^ +\d[ \d]+$", TritonAttention.plan.__doc__, flags=re.M)
     rows = [[int(number) for number in line.split()] for line in table]
@@ -302,9 +306,9 @@ def test_threads_share_the_programs(threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     calls, run_programs = [], cpu_kernels.run_programs
 
-    def run(stride, *arrays_and_first):
-        calls.extend(range(arrays_and_first[-1], 6 * 2, stride))
-        run_programs(stride, *arrays_and_first)
+    def run(first, stride, *arrays):
+        calls.extend(range(first, 6 * 2, stride))
+        run_programs(first, stride, *arrays)
 
     monkeypatch.setattr(cpu_kernels, "run_programs", run)
     Case([(90, 1), (17, 2), (0, 9), (3000, 1), (0, 2)], (4, 2, 64), 16).check("numba")
@@ -343,7 +347,7 @@ def small_cases():
 def test_the_kernel_as_plain_python_and_without_a_folder_for_compiled_code(
         kind, tmp_path):
     """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder."""
-    copy = shutil.copytree(Path(attention.__file__).parent, tmp_path / "nanopaged",
+    copy = shutil.copytree(Path(start_up.__file__).parent, tmp_path / "nanopaged",
                            ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "__pycache__").touch()  # a file, so not even root can write into it
     run_python("-c", SMALL_CASES.format(kind=kind), str(tmp_path / "outs"),

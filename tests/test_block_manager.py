@@ -32,7 +32,7 @@ def group_of(tokens, n=1, salt=None):
 def admit(manager, tokens, n=1, salt=None):
     """A sequence with its blocks, whose prefix may come from the cache."""
     seq = group_of(tokens, n, salt).live[0]
-    prefix = manager.match_prefix(seq)
+    prefix = manager.prefix_cache.match(seq)
     manager.replace_blocks(seq, prefix, len(prefix) * manager.block_size)
     assert manager.grow([seq], [])
     return seq
@@ -41,7 +41,7 @@ def admit(manager, tokens, n=1, salt=None):
 def compute(manager, *sequences):
     """What a step does: all tokens count as computed, full blocks are published."""
     for seq in sequences:
-        manager.advance(seq, seq.compute_end - seq.num_computed_tokens)
+        manager.mark_computed(seq, seq.compute_end - seq.num_computed_tokens)
 
 
 def run(manager, tokens, salt=None, n=1):
@@ -67,7 +67,7 @@ def fork(manager, tokens, n):
 
 
 def hits(manager, tokens, salt=None):
-    return manager.match_prefix(group_of(tokens, salt=salt).live[0])
+    return manager.prefix_cache.match(group_of(tokens, salt=salt).live[0])
 
 
 def tables(*sequences):
@@ -76,7 +76,8 @@ def tables(*sequences):
 
 def cached(manager):
     """The blocks that the prefix cache leads to."""
-    return [content.block_id for content in manager.published.values()]
+    return [content.block_id
+            for content in manager.prefix_cache.published.values()]
 
 
 def refs(manager):
@@ -120,7 +121,7 @@ def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
     manager = BlockManager(4, 4)
     seq = admit(manager, A + B[:3])
     for num_computed, found in ((3, []), (4, [0]), (7, [0])):
-        manager.advance(seq, num_computed - seq.num_computed_tokens)
+        manager.mark_computed(seq, num_computed - seq.num_computed_tokens)
         assert hits(manager, A + B + C) == found
     seq.pending = [-1]  # only the device knows the last token of block 1
     assert manager.grow([seq], [])
@@ -195,9 +196,9 @@ class Machine(stateful.RuleBasedStateMachine):
         return Counter(block for group in self.groups for seq in group.live
                        for block in seq.block_table)
 
-    def most_blocks(self, group):
+    def max_blocks(self, group):
         lengths = [len(seq.token_ids) for seq in group.live]
-        return self.manager.most_blocks(group.num_prompt_tokens, lengths)
+        return self.manager.max_blocks(group.num_prompt_tokens, lengths)
 
     def free_list(self, place):
         manager = self.manager
@@ -261,7 +262,7 @@ class Machine(stateful.RuleBasedStateMachine):
             block = seq.block_table[position // self.size]
             assert holders[block] == 1, "a shared block is written"
             self.slots[block][position % self.size] = labels[position]
-        self.manager.advance(seq, count)
+        self.manager.mark_computed(seq, count)
 
     # Operations, as the scheduler does them.
 
@@ -271,13 +272,13 @@ class Machine(stateful.RuleBasedStateMachine):
 
     def admit(self, group):
         leader, order = group.live[0], self.orders[DEVICE]
-        prefix = self.manager.match_prefix(leader)
+        prefix = self.manager.prefix_cache.match(leader)
         num_tokens = len(prefix) * self.size
         assert num_tokens < leader.compute_end, "nothing is left to compute"
         found = [label for block in prefix for label in self.slots[block]]
         assert found == self.labels(leader)[:num_tokens], "a wrong hit"
         revived = [block for block in prefix if block in order]
-        fits = self.most_blocks(group) - len(prefix) + len(revived) <= len(order)
+        fits = self.max_blocks(group) - len(prefix) + len(revived) <= len(order)
         self.groups[group] = DEVICE if fits else GONE
         if fits:
             order[:] = [block for block in order if block not in revived]
@@ -370,7 +371,8 @@ class Machine(stateful.RuleBasedStateMachine):
                 expected = list(zip(held, self.take(len(held), order), strict=True))
                 self.groups[group] = target
                 self.counts[f"swapped to {target}"] += 1
-            assert self.manager.swap(group.live, self.free_list(target)) == expected
+            swap = self.manager.swap_out if target == SWAP else self.manager.swap_in
+            assert swap(group.live) == expected
             self.move(expected)
 
     @rule(index=index)
@@ -381,20 +383,21 @@ class Machine(stateful.RuleBasedStateMachine):
     @invariant()
     def everything_adds_up(self):
         manager, holders = self.manager, self.holders()
-        assert refs(manager) == [holders[i] for i in range(len(manager.contents))]
+        assert refs(manager) == [holders[i] for i in range(len(manager.ref_counts))]
         for place, order in self.orders.items():
             assert list(self.free_list(place)) == order
-        for key, content in manager.published.items():
+        for key, content in manager.prefix_cache.published.items():
             assert (content.before, content.token_ids) == key
             assert content.block_id < manager.num_blocks
         meanings = {}
-        for content, slots in zip(manager.contents, self.slots, strict=True):
+        contents = manager.prefix_cache.contents
+        for content, slots in zip(contents, self.slots, strict=True):
             if content is not None:
                 meaning = meanings.setdefault(content, slots[-1])
                 assert meaning == slots[-1] is not None, "a Content for two contents"
         for group, place in self.groups.items():
             held = {block for table in tables(*group.live) for block in table}
-            assert len(held) <= self.most_blocks(group)
+            assert len(held) <= self.max_blocks(group)
             assert {block < manager.num_blocks for block in held} <= {place == DEVICE}
             for seq in group.live:
                 read = [slot for block in seq.block_table for slot in self.slots[block]]

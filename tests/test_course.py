@@ -16,7 +16,7 @@ from helpers import ROOT
 
 # Milestones whose tests are quick, and functions of two of them.
 BLOCKS, SCHEDULER, SAMPLING = 1, 3, 5
-SCHEDULE, DRAW = "scheduler.Scheduler.schedule", "sampler.draw"
+SCHEDULE, DRAW = "scheduler.Scheduler.schedule", "drawing.draw"
 FORGED = """
 print('51 passed')
 import pathlib

@@ -17,8 +17,8 @@ from test_ranks import TORCHRUN
 
 # How many lines of code each may add, and in how many files.
 SIZES = {
-    "priorities": (15, 3), "speculation": (45, 7), "int8_kv": (35, 4),
-    "sliding_window": (30, 5)}
+    "priorities": (15, 3), "speculation": (45, 7), "int8_kv": (35, 5),
+    "sliding_window": (30, 6)}
 
 
 @pytest.fixture

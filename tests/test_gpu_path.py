@@ -378,7 +378,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from nanopaged import model, sampler
+from nanopaged import drawing, fused
 
 H200 = SimpleNamespace(
     name="H200", major=9, minor=0, multi_processor_count=132, warp_size=32,
@@ -398,7 +398,7 @@ def get_item(x, index):  # some builds of torch without CUDA have none
     return x.narrow(-1, first, end - first)
 
 def norm_rotate(qkv, q_weight, k_weight, cos, sin):
-    return inspect.unwrap(model.norm_rotate)(
+    return inspect.unwrap(fused.norm_rotate)(
         qkv.narrow(1, 0, 24), [q_weight, k_weight], 1e-6, cos, sin)
 
 def show(function, shapes, *rest):
@@ -426,15 +426,15 @@ with ExitStack() as stack:
         stack.enter_context(patch.object(torch.cuda, name, lambda *_, v=value: v))
     half, full = torch.bfloat16, torch.float32
     x = (256, 1024), half
-    show(model.silu_mul, [((256, 6144), half)])
-    show(model.add_norm, [x, x, ((1024,), half)], 1e-6)
+    show(fused.silu_mul, [((256, 6144), half)])
+    show(fused.add_norm, [x, x, ((1024,), half)], 1e-6)
     shapes = (256, 32, 128), (16, 128), (8, 128), (256, 1, 128), (256, 1, 128)
     show(norm_rotate, [(shape, half) for shape in shapes])
     for size in (151_936, 50_257):
         for rows in (1, 2, 256):
             numbers = (rows, 1), full
-            show(sampler.draw_tokens, [((rows, size), half), *[numbers] * 3])
-            show(sampler.lowest_kept, [((rows, size), half), *[numbers] * 4])
+            show(drawing.draw_tokens, [((rows, size), half), *[numbers] * 3])
+            show(drawing.lowest_kept, [((rows, size), half), *[numbers] * 4])
 '''
 
 

@@ -227,26 +227,26 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_as_the_cpu_kernel_begins(llama, monkeypatch):
     """There C code calls Python, and drops what that raises."""
-    from nanopaged import cpu_kernels
+    from nanopaged import cpu_attention, cpu_kernels
 
     def begin(*arguments):  # from the signal on, no Python runs until the kernel does
         calls = [partial(library["raise"], signal.SIGINT),
                  partial(library.GOMP_parallel, *arguments)]
         deque(map(methodcaller("__call__"), calls), 0)
 
-    def fail(num_shares, *others):
-        assert num_shares == 1 or others[-1] > 0, "the first share of several"
+    def fail(first, num_portions, *others):
+        assert num_portions == 1 or first > 0, "the first portion of several"
 
-    library = cpu_kernels.PROCESS
-    prompts = [[*range(i, 125 + i)] * 2 for i in range(10)]  # enough keys for 2 shares
+    library = cpu_attention.PROCESS
+    prompts = [[*range(i, 125 + i)] * 2 for i in range(10)]  # keys for 2 portions
     replaced = SimpleNamespace(GOMP_parallel=begin, mallopt=library.mallopt)
     with LLM(llama, **CPU) as llm, deadline():
         answers = generate(llm, prompts, greedy(3))
-        for name, stand_in, error, words in (
-                ("PROCESS", replaced, KeyboardInterrupt, None),
-                ("run_programs", fail, RuntimeError, "kernel failed")):
+        for module, name, stand_in, error, words in (
+                (cpu_attention, "PROCESS", replaced, KeyboardInterrupt, None),
+                (cpu_kernels, "run_programs", fail, RuntimeError, "kernel failed")):
             with monkeypatch.context() as patch, pytest.raises(error, match=words):
-                patch.setattr(cpu_kernels, name, stand_in)
+                patch.setattr(module, name, stand_in)
                 generate(llm, prompts, greedy(3))
             assert generate(llm, prompts, greedy(3)) == answers
 
@@ -325,7 +325,7 @@ def test_a_signal_handler_may_add_abort_and_close_at_any_line(growth, llama, wor
 def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         place, ahead, llama, work):
     def fail(now, *_):
-        if now in places and len(llm.block_manager.published) > 3:
+        if now in places and len(llm.block_manager.prefix_cache.published) > 3:
             raise ZeroDivisionError
 
     with LLM(llama, **SMALL) as llm, deadline():
@@ -339,7 +339,7 @@ def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         places.clear()
         (end,) = llm.step()
         assert (end.request_id, end.outputs[0].finish_reason) == (waiting, "abort")
-        assert not llm.block_manager.published and llm.stats().steps == 0
+        assert not llm.block_manager.prefix_cache.published and llm.stats().steps == 0
         assert is_sound(llm, work)
 
 

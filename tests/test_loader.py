@@ -7,8 +7,8 @@ import torch
 
 from helpers import CPU, complete, floats, greedy, message_of, run_python
 from nanopaged import LLM, SamplingParams
+from nanopaged.cpu_products import pack
 from nanopaged.loader import load_config, load_generation_config
-from nanopaged.model import pack
 
 PROMPT = [5, 9, 44, 7, 12, 150]
 TIED = {"tie_word_embeddings": True}

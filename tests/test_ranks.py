@@ -37,8 +37,8 @@ from pathlib import Path
 import torch.distributed as dist
 from helpers import counters, serve
 from nanopaged import LLM
+from nanopaged.batch import Batch
 from nanopaged.model_runner import ModelRunner
-from nanopaged.scheduler import Batch
 from test_ranks import draw, listening
 
 def run_or_go_on(self, batch):

@@ -16,7 +16,8 @@ from transformers import MinPLogitsWarper
 
 from helpers import chi_square, floats, new_group
 from nanopaged import SamplingParams
-from nanopaged.sampler import RESOLUTION, draw, draw_tokens, lowest_kept, sample
+from nanopaged.drawing import RESOLUTION, draw, draw_tokens, lowest_kept
+from nanopaged.sampler import sample
 
 INF = math.inf
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
@@ -72,7 +73,7 @@ def check_frequencies(tokens, probs):
     ({"min_p": 1, "top_p": 0.9}, {1}), ({"min_p": 0.4, "top_p": 0.5}, {1, 3}),
     # Temperature comes first: 0.16 / 0.275 is 0.58.
     ({"temperature": 0.5, "top_p": 0.57}, {1})], ids=str)
-def test_the_likely_tokens_are_kept(limits, tokens):
+def test_the_drawing_are_kept(limits, tokens):
     params = SamplingParams(**limits)
     drawn = tokens_at(LOGITS, [sequence(params, seed) for seed in range(400)])
     assert set(drawn) == tokens
@@ -126,7 +127,7 @@ def test_numbers_draw_the_first_bucket_and_token_whose_sums_exceed_them(vocab_si
 
 
 @pytest.mark.parametrize("distance", [1, 50, 150])  # in one bucket of 128, or not
-def test_very_unlikely_tokens_can_be_drawn(distance):
+def test_very_undrawing_can_be_drawn(distance):
     """By about one number of 2**31: first, between two others, and last."""
     rarely = -30.5 * math.log(2)
     for row, start in [([rarely, 0.0], 0.0), ([0.0, rarely, 0.0], 0.5 - 4 * RESOLUTION),

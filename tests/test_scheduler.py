@@ -18,10 +18,11 @@ import torch
 
 from helpers import check_books, is_swapped, waiting
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.outputs import Logprob
 from nanopaged.sampler import SamplerOutput
-from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import SequenceGroup
 
 
@@ -58,7 +59,7 @@ class World:
         group = SequenceGroup(None, list(prompt), params, set(stop), self.longest, None,
                               beams)
         group.request_id = str(len(self.groups))
-        most = self.manager.most_blocks(len(prompt), [group.max_len] * params.n)
+        most = self.manager.max_blocks(len(prompt), [group.max_len] * params.n)
         assert most <= self.manager.num_blocks, "the engine would refuse it"
         self.groups.append(group)
         self.scheduler.unfinished[group.request_id] = group
@@ -264,7 +265,8 @@ def test_prompts_that_arrive_together_share_in_their_first_step():
     assert [group.num_cached_tokens for group in groups] == [0, 0, 8, 8]
     stats = world.scheduler.stats
     assert (stats.prefix_hit_tokens, stats.output_tokens, stats.steps) == (16, 4, 1)
-    assert not world.manager.free_blocks and len(world.manager.published) == 4
+    manager = world.manager
+    assert not manager.free_blocks and len(manager.prefix_cache.published) == 4
     world.finish()
 
 
@@ -345,7 +347,7 @@ def add_random(rng, world):
     max_tokens = rng.randint(1, 30)
     longest = min(length + max_tokens, world.longest)
     n = rng.randint(1, min(5, world.seats))
-    while world.manager.most_blocks(length, [longest] * n) > world.manager.num_blocks:
+    while world.manager.max_blocks(length, [longest] * n) > world.manager.num_blocks:
         n -= 1
     beams = BeamSearchParams(n, max_tokens, rng.choice([0.0, 1.0]), length % 2 > 0)
     world.add(tokens, max_tokens, n=n, salt=rng.choice([None, None, "a"]),

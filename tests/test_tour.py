@@ -87,7 +87,8 @@ def read_engine(llm):
             filled |= {(seq.block_table[position // 4], position % 4)
                        for position in range(seq.num_computed_tokens)}
     free = list(manager.free_blocks)
-    cached = {content.block_id for content in manager.published.values()}
+    cached = {content.block_id
+              for content in manager.prefix_cache.published.values()}
     return {
         "running": list(scheduler.running), "waiting": list(waiting(scheduler)),
         "seqs": seqs, "cached": sorted(cached),

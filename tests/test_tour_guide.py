@@ -18,7 +18,7 @@ from markupsafe import escape
 
 from helpers import ROOT, SOLUTIONS, apply_patch
 from nanopaged import SamplingParams, attention
-from nanopaged.scheduler import Batch
+from nanopaged.batch import Batch
 from nanopaged.sequence import Sequence
 from nanopaged.tour import guide, kv
 from nanopaged.tour.__main__ import main

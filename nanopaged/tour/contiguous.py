@@ -8,9 +8,10 @@ the engine's own scheduler, so nothing except the memory differs.
 from collections.abc import Callable
 from typing import TypeAlias
 
+from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
-from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 from nanopaged.tour.workloads import LONGEST
 

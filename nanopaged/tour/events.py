@@ -9,8 +9,8 @@ that light up.
 from collections.abc import Iterable
 from typing import Any
 
+from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager, FreeList, Moves
-from nanopaged.scheduler import Batch
 from nanopaged.sequence import Sequence, SequenceGroup
 from nanopaged.tour.observers import WatchedScheduler
 
@@ -179,18 +179,19 @@ class TracedManager(BlockManager):
                 "beam", f"The new beams of request {child.group.request_id} continue "
                 "the old {}, in this order.", key(parent))
 
-    def advance(self, seq: Sequence, num_tokens: int) -> None:
-        old = [self.contents[id] for id in seq.block_table]
-        super().advance(seq, num_tokens)
+    def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
+        contents = self.prefix_cache.contents
+        old = [contents[id] for id in seq.block_table]
+        super().mark_computed(seq, num_tokens)
         for block_id, content in zip(seq.block_table, old, strict=True):
-            if self.contents[block_id] is not content:
+            if contents[block_id] is not content:
                 self.events.say(
                     "publish", "Full, so that others can find them from now on: {}.",
                     f"#{block_id}")
 
     def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         block_id = next(iter(free_list))
-        if self.is_cached(block_id):
+        if self.prefix_cache.can_find(block_id):
             self.events.say(
                 "evict", "Taken for new tokens, though still cached: {}. What was "
                 "there can no longer be found.", f"#{block_id}")

@@ -20,34 +20,32 @@ class Kind(NamedTuple):
 CHUNKS = "Not in the paper: chunked prefill is from Sarathi-Serve (arXiv 2403.02310)"
 CACHE = "More than section 4.4 of the paper (Shared prefix): any block, by its content"
 SCHEDULER, MANAGER = "scheduler.Scheduler", "block_manager.BlockManager"
-TO_SWAP = "manager.swap(group.live, manager.free_swap_blocks)"
-FROM_SWAP = "manager.swap(group.live, manager.free_blocks)"
+PREFIXES = "prefix_cache.PrefixCache"
 
 KINDS = {
-    "arrive": Kind("arrival", "llm.LLM._submit", "self.requests.update(",
-                   "4.5"),
+    "arrive": Kind("arrival", "serving.Serving._submit", "unfinished.update(", "4.5"),
     "recompute": Kind("preemption, by recompute", f"{SCHEDULER}._preempt",
                       "manager.free(seq)", "4.5 (Recomputation)"),
-    "swap_out": Kind("preemption, by swap", f"{SCHEDULER}._preempt", TO_SWAP,
-                     "4.5 (Swapping)"),
-    "evict": Kind("eviction", f"{MANAGER}._take", "del self.published", CACHE, True),
+    "swap_out": Kind("preemption, by swap", f"{SCHEDULER}._preempt",
+                     "manager.swap_out(group.live)", "4.5 (Swapping)"),
+    "evict": Kind("eviction", f"{PREFIXES}.forget", "del self.published", CACHE, True),
     "copy": Kind("copy-on-write", f"{MANAGER}.grow", "table[first] = self._take(",
                  "4.4 (Parallel sampling)"),
     "grow": Kind("new blocks", f"{MANAGER}.grow", "table.append(self._take(", "4.3",
                  True),
     "admit": Kind("admission", f"{SCHEDULER}._admit",
                   "self.running[group.request_id] = group", "4.3 and 4.5"),
-    "prefix": Kind("prefix hit", f"{MANAGER}.match_prefix",
-                   "found.append(content.block_id)", CACHE),
-    "swap_in": Kind("swap in", f"{SCHEDULER}._admit", FROM_SWAP, "4.5 (Swapping)"),
+    "prefix": Kind("prefix hit", f"{PREFIXES}.match", "found.append(", CACHE),
+    "swap_in": Kind("swap in", f"{SCHEDULER}._admit", "manager.swap_in(",
+                    "4.5 (Swapping)"),
     "chunk": Kind("chunk of a prompt", f"{SCHEDULER}._schedule_sequence", "end = min(",
                   CHUNKS, True),
     "compute": Kind("forward pass", "llm.LLM._step", "self.runner.execute(batch)",
                     "4.3", True),
     "fork": Kind("fork", f"{SCHEDULER}._schedule_sequence", "manager.fork(seq, child)",
                  "4.4 (Parallel sampling)"),
-    "publish": Kind("publication", f"{MANAGER}.advance",
-                    "self.published[", CACHE, True),
+    "publish": Kind("publication", f"{PREFIXES}.publish", "self.published[", CACHE,
+                    True),
     "sample": Kind("new tokens", f"{SCHEDULER}.update", "seq.append(token", "4.3",
                    True),
     "beam": Kind("new beams", "beam_search.advance_beams",

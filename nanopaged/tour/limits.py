@@ -12,8 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from nanopaged import LLM
-from nanopaged.attention import divide_up
-from nanopaged.model import Linear, pack
+from nanopaged.attention import cdiv
+from nanopaged.cpu_products import pack
+from nanopaged.model import Linear
 from nanopaged.tour.kv import token_bytes
 
 Requests: TypeAlias = list[tuple[list[int], int]]  # a prompt, tokens to generate
@@ -87,7 +88,7 @@ def time_floor(
     lengths = [length for _, length in requests]
     tokens_in = sum(len(prompt) for prompt, _ in requests)
     tokens_out = sum(lengths)
-    steps = max(*lengths, divide_up(tokens_out, llm.config.max_num_seqs))
+    steps = max(*lengths, cdiv(tokens_out, llm.config.max_num_seqs))
 
     computed = 0  # tokens, of which the last one of a request is none
     keys = 0  # that the computed tokens see

@@ -23,10 +23,11 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import Logprobs
-from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import SequenceGroup
 from nanopaged.tour.contiguous import POLICIES, ContiguousScheduler, power_of_two
 from nanopaged.tour.kv import GIB, MODELS

@@ -10,8 +10,9 @@ observers about each phase of the step: "begin" (without a batch), "scheduled",
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from nanopaged.batch import Batch
 from nanopaged.llm import LLM
-from nanopaged.scheduler import Batch, Scheduler
+from nanopaged.scheduler import Scheduler
 
 Observer: TypeAlias = Callable[[str, Batch | None], None]
 

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from markupsafe import Markup
 
+from nanopaged.batch import Batch
 from nanopaged.llm import LLM
-from nanopaged.scheduler import Batch
 from nanopaged.tour.events import Events, key
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import TEMPLATES, check_writable, page

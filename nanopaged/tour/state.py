@@ -53,11 +53,11 @@ def block_states(manager: Any, texts: Texts) -> State:
     ranks = {block_id: rank for rank, block_id in enumerate(manager.free_blocks, 1)}
     blocks: State = {}
     for block_id, refs in enumerate(manager.ref_counts):
-        cached = manager.is_cached(block_id)
+        cached = manager.prefix_cache.can_find(block_id)
         if refs > 0:
             blocks[str(block_id)] = {"refs": refs, "cached": cached}
         elif cached:
-            held = texts(list(manager.contents[block_id].token_ids))
+            held = texts(list(manager.prefix_cache.contents[block_id].token_ids))
             blocks[str(block_id)] = {
                 "refs": 0, "cached": True, "rank": ranks[block_id], "tokens": held}
     return blocks

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanopaged import kernels, model, sampler
+from nanopaged import drawing, fused, kernels
 
 DEVICE = torch.device("cuda", 0)
 KERNELS = ("store", "paged_attention", "merge_parts")
@@ -149,7 +149,7 @@ class PretendedGpu(TorchFunctionMode):
         self.stack = ExitStack()
         for name, value in self.functions().items():
             self.stack.enter_context(patch.object(torch.cuda, name, value))
-        for module in (model, sampler):
+        for module in (drawing, fused):
             for name in fused_functions(module):
                 function = inspect.unwrap(getattr(module, name))
                 self.stack.enter_context(

@@ -3,8 +3,8 @@
 from typing import Any, TypeAlias
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.batch import Batch
 from nanopaged.outputs import RequestOutput
-from nanopaged.scheduler import Batch
 from nanopaged.tour.recorder import Trace
 from nanopaged.tour.state import State
 

@@ -10,10 +10,10 @@ import numpy as np
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import place_tokens
+from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import RequestOutput
 from nanopaged.parallel import FIELDS
-from nanopaged.scheduler import Batch
 from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, paper
 from nanopaged.tour.guide.lab import SPEECH, STORY, Run, Values, engine, greedy, watch

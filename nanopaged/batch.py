@@ -1,0 +1,41 @@
+"""One step in plain numbers: what the scheduler hands to the model runner."""
+
+from array import array
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanopaged.block_manager import Moves
+from nanopaged.sequence import Sequence
+
+
+@dataclass
+class Batch:
+    """All that a rank needs to know about a step.
+
+    Entry i of the step computes `counts[i]` tokens of a sequence, up to, but not
+    including, position `ends[i]`. Sample j is drawn from the logits after entry
+    `samples[j]`, and goes to the sequence `receivers[j]`. When a group forks, all its
+    sequences receive samples from the one entry that computed the prompt.
+
+    In the story of `sequence.py`, A decodes t0 while B computes what is new in its
+    prompt, and forks, with block_size=4:
+
+        token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]
+        block_ids = [0, 1, 0, 2]   samples = [0, 1, 1]
+
+    The next step decodes all three sequences, after moves=[(2, 3)]. If it is launched
+    before the host has read the tokens of this step, they are still pending. In that
+    case its token_ids are [-1, -2, -3]: samples 0, 1 and 2 of the previous step.
+    """
+
+    token_ids: list[int] = field(default_factory=list)  # of one entry after another
+    counts: list[int] = field(default_factory=list)  # how many of them in each entry
+    ends: list[int] = field(default_factory=list)  # the position after each entry
+    # For each entry, the blocks of all positions from 0 to its end.
+    block_ids: Any = field(default_factory=lambda: array("q"))
+    samples: list[int] = field(default_factory=list)  # the entry of each sample
+    # Copies of blocks to make before the model runs, one after another: for swaps and
+    # for copy-on-write. A later one may overwrite what an earlier one has read.
+    moves: Moves = field(default_factory=list)
+    # For the sampler and for `Scheduler.update`. Only rank 0 knows the sequences.
+    receivers: list[Sequence] = field(default_factory=list)

@@ -1,0 +1,44 @@
+"""The operations between the matrix products, compiled into few kernels on GPUs.
+
+Each of these operations would cost a kernel launch and a pass over memory. So
+torch.compile turns a function that is marked `@fused` into as few kernels as possible.
+Such a function takes weights as arguments, so that all layers share the compiled code.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.llama.modeling_llama import rotate_half
+
+fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
+                      options={"split_reductions": False})  # one kernel sums a row
+
+
+@fused
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
+             eps: float) -> tuple[Tensor, Tensor]:
+    """The sum, normalised by RMSNorm, and the sum itself: the next residual."""
+    residual = x + residual
+    return F.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+@fused
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """[num_tokens, 2 * size] -> [num_tokens, size]"""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@fused
+def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
+                sin: Tensor) -> Tensor:
+    """Normalise the heads of Q and K, if there are weights for that, and rotate them:
+    the halves x1 and x2 of a head become x1 cos - x2 sin and x2 cos + x1 sin. The
+    angles grow with the position (RoFormer).
+
+    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads,
+    [num_heads, head_dim], and those of K's; cos, sin: [num_tokens, 1, head_dim].
+    """
+    if weights:
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
+    return torch.addcmul(x * cos, rotate_half(x), sin)

@@ -1,0 +1,181 @@
+"""Attention on a GPU: how a step is divided among the programs of `kernels.py`."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from triton import next_power_of_2
+
+from nanopaged import kernels
+from nanopaged.attention import Ints, Metadata, TorchAttention, cdiv, locate, spread
+
+
+class TritonAttention(TorchAttention):
+    """On a GPU: the kernels in `kernels.py` do everything. Terms used below:
+
+        program  one run of a kernel's code. A GPU runs hundreds of them at once
+        tile     a few consecutive queries of one sequence
+        row      of a tile: one of its queries, for one query head
+        part     a range of a tile's keys. If a tile has many keys, several programs
+                 share them
+        item     a tile and one of its parts: what one program computes for one KV head
+        round    the keys that a program loads at a time
+
+    What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
+    of decodes can be replayed with new contents in the same tensors.
+    """
+
+    can_be_recorded = True
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        num_processors = 4  # for the interpreter
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            num_processors = gpu.multi_processor_count
+        # tl.dot takes sizes that are powers of two, 16 or more.
+        self.dim = max(16, next_power_of_2(self.head_dim))
+        # (For tuning; skip it at first.)
+        # The speed of decoding depends on how much of K and V is in flight, on its way
+        # from memory. An H200 can deliver 4.8 TB/s, and a byte takes about 1 us. So to
+        # keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
+        # multiprocessors. A program computes one round while the next one is in flight:
+        # 16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
+        # programs fit into a multiprocessor at once, and have 96 KB in flight together.
+        # That is more than enough. (tl.dot needs at least 16 keys, and the scores of
+        # more than 128 would need too many registers.)
+        key_bytes = self.dim * self.dtype.itemsize
+        self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
+        # Into how many full parts a step's keys are cut at most: twice what runs at
+        # once. (Every part needs a program for each KV head.)
+        self.target_parts = 2 * cdiv(3 * num_processors, self.num_kv_heads)
+        # Large tiles are for chunks. One fills all registers of a multiprocessor.
+        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
+        self.few_rows: int = next_power_of_2(max(16, self.group_size))
+        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
+
+    def rows_per_tile(self, counts: Ints) -> int:
+        """How many rows each tile of a step has. Large tiles would be mostly empty if
+        the sequences have few queries on average.
+        """
+        is_large = counts.mean() * self.group_size > self.few_rows
+        return self.many_rows if is_large else self.few_rows
+
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
+        """Cut a step into items, [num_items, 6].
+
+        Without parts, a step would take as long as its longest sequence. So the keys of
+        a long tile are cut into parts. Each of them has a program of its own (for each
+        KV head), and `merge_parts` joins their results.
+
+        How many keys does a part have? The same number in the whole step, except that
+        the last part of a tile may be smaller. Add up the keys of all tiles, and divide
+        them among the programs that run at once: each would get the same number. A part
+        is half of that, rounded up to whole rounds. So there are about twice as many
+        programs, and when one ends early, another one starts.
+
+        For example, let 2 programs (of a KV head) run at once, and let a round have 64
+        keys. Two decodes have 1000 and 100 keys. Each program would get 550 keys, and
+        half of that is 275. Rounded up to 5 rounds, a part has 320 keys. So the first
+        decode has four parts, and the second has one:
+
+            table  token  position  num_keys  first_key   end
+                0      0       999      1000          0   320
+                0      0       999      1000        320   640
+                0      0       999      1000        640   960
+                0      0       999      1000        960  1000
+               63      1        99       100          0   100
+
+        table: where the block table of the tile's sequence starts. (The first one has
+        63 blocks of 16 tokens.) token, position: the tile's first token, and where it
+        is in its sequence. num_keys: how many keys the tile sees. first_key, end: the
+        part. Items without keys follow, so that the shape depends on counts alone.
+        """
+        queries_per_tile = self.rows_per_tile(counts) // self.group_size
+        at = locate(counts, ends, self.block_size)
+        tokens = np.flatnonzero(at.numbers % queries_per_tile == 0)  # each tile's first
+        positions, table_starts = at.positions[tokens], at.table_starts[tokens]
+        num_keys = np.minimum(positions + queries_per_tile, ends[at.seqs[tokens]])
+        tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
+
+        # All keys fill at most target_parts full parts. Each tile adds at most one part
+        # that is not full. So there are at most len(tiles) + target_parts items.
+        rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
+        part_keys = rounds * self.keys_per_round
+        owners, numbers = spread(cdiv(num_keys, part_keys))
+        first_keys = numbers * part_keys
+        end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
+        items = np.zeros((len(tiles) + self.target_parts, 6), np.int64)
+        items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
+        # Tiles with many keys first: if such a tile started last, the whole step would
+        # wait for it. The sort is stable, because `merge_parts` expects the parts of a
+        # tile one after another.
+        return items[np.argsort(-items[:, 3], kind="stable")]
+
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        kernels.store[(len(k),)](
+            k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
+            self.head_dim, self.block_size)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
+        items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
+        out = q.new_empty(q.shape)
+        # The result of item i goes to parts[i] if its tile is cut. Such tiles have the
+        # most keys, so they come first in the plan. How many parts can they have? With
+        # target_parts=4, at most 4 parts are full. A cut tile has one of these, so at
+        # most 4 tiles are cut. Each has one part that is not full: 8 parts in all. (The
+        # room is the same in every step, so trial steps take as much memory as others.)
+        max_parts = 2 * self.target_parts
+        shape = max_parts, self.num_kv_heads, rows
+        parts = torch.empty(*shape, self.head_dim, device=q.device)
+        log_sums = torch.empty(*shape, device=q.device)
+        sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
+        num_warps = 8 if rows > 64 else 4
+        kernels.paged_attention[len(items), self.num_kv_heads](
+            q, kv_cache, metadata.block_tables, items, out, parts, log_sums, self.scale,
+            q.stride(0), *sizes, self.block_size, self.keys_per_round,
+            num_warps=num_warps)
+        kernels.merge_parts[min(len(items), max_parts), self.num_kv_heads](
+            parts, log_sums, items, out, *sizes, num_warps=num_warps)
+        return out.flatten(1)
+
+
+class FlashAttention(TritonAttention):
+    """Steps with chunks of prompts run FlashAttention-2 (Dao 2023), from flash-attn.
+
+    It reads the pool in place, too. It needs a block_size that is a multiple of 256 and
+    a 16-bit dtype. Decode-only steps, which CUDA graphs record, are left to Triton.
+    """
+
+    def __init__(self, *settings: Any) -> None:
+        super().__init__(*settings)
+        from flash_attn import flash_attn_varlen_func
+
+        self.flash: Any = flash_attn_varlen_func
+
+    def plan(self, counts: Ints, ends: Ints) -> Ints:
+        if counts.max() == 1:
+            return super().plan(counts, ends)
+        # [3, num_seqs + 1]: the running totals of the sequences' queries, keys and
+        # blocks, from 0. flash-attn calls the first two cu_seqlens_q and cu_seqlens_k.
+        sizes = counts, ends, cdiv(ends, self.block_size)
+        return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
+
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
+        counts, ends = metadata.counts, metadata.ends
+        if counts.max() == 1:
+            return super().attend(q, kv_cache, metadata)
+        # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
+        k, v = kv_cache.transpose(2, 3).unbind(1)
+        queries, keys, table_starts = metadata.plan.int()
+        # [num_seqs, max_blocks]: a table in each row. After a short one the row holds
+        # whatever comes next, which is never read, because flash-attn knows how many
+        # keys a sequence has. The modulo only keeps the index in range.
+        width = cdiv(int(ends.max()), self.block_size)
+        at = table_starts[:-1, None] + torch.arange(width, device=q.device)
+        table = metadata.block_tables[at % len(metadata.block_tables)]
+        out = self.flash(
+            q, k, v, queries, keys, int(counts.max()), int(ends.max()),
+            softmax_scale=self.scale, causal=True, block_table=table.int())
+        return torch.flatten(out, 1)

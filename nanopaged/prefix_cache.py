@@ -1,0 +1,95 @@
+"""Hash-based prefix caching: find the blocks that already hold the K and V of a text.
+
+K and V depend on all tokens from the start of the sequence. So a full block is found by
+its own tokens together with everything before them.
+
+Others (vLLM, nano-vllm) know a block by a chain of hashes, each of its tokens and the
+hash before it. Here a dict hashes the same things, but then it also compares them. So
+every hit is exact, and nobody can make two texts collide to get another's K and V. (For
+xxhash such texts can be made on purpose; SHA-256 is safe, and slower.)
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from nanopaged.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Content:
+    """What a full block holds: its own tokens, after those of the blocks before it.
+
+    Blocks that hold the same share one Content object. A Content equals only itself
+    (`eq=False`), so comparing `before` takes one step, however long the prefix.
+    """
+
+    # The Content of the preceding block. For a first block it is the request's
+    # `cache_salt`: requests with different salts share nothing.
+    before: "Content | str | None"
+    token_ids: tuple[int, ...]
+    block_id: int | None = None  # the newest block that holds this
+
+
+class PrefixCache:
+    """Only the block manager changes it."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.contents: list[Any] = [None] * num_blocks  # of the published blocks, by id
+        # The blocks that can be found, by `before` and `token_ids`.
+        self.published: dict[Any, Content] = {}
+
+    def match(self, seq: Sequence) -> list[int]:
+        """The physical blocks that hold the longest cached prefix of `seq`, without its
+        last token. That one is always computed, because its logits give the next token.
+        """
+        found: list[int] = []
+        content: Any = seq.group.params.cache_salt  # what comes before the first block
+        for index in range((seq.compute_end - 1) // self.block_size):
+            content = self._content(seq, index, content)
+            if content.block_id is None:
+                break
+            found.append(content.block_id)
+        return found
+
+    def publish(self, seq: Sequence) -> None:
+        """List the blocks of `seq` that have become full, so that others find them."""
+        # The id of a pending token is unknown, so its block cannot be published yet.
+        num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
+        num_full = num_known_tokens // self.block_size
+        first = num_full
+        # Go back to the last block that is published: all before it are, too.
+        while first and self.contents[seq.block_table[first - 1]] is None:
+            first -= 1
+        content: Any = seq.group.params.cache_salt
+        if first:
+            content = self.contents[seq.block_table[first - 1]]
+        for index in range(first, num_full):
+            content = self._content(seq, index, content)
+            content.block_id = seq.block_table[index]
+            self.contents[content.block_id] = content
+            self.published[content.before, content.token_ids] = content
+
+    def _content(self, seq: Sequence, index: int, before: Any) -> Content:
+        """What logical block `index` of `seq` holds, after `before`: the Content in the
+        cache, or a new one if there is none.
+        """
+        first = index * self.block_size
+        token_ids = tuple(seq.token_ids[first : first + self.block_size])
+        return self.published.get((before, token_ids)) or Content(before, token_ids)
+
+    def can_find(self, block_id: int) -> bool:
+        """Whether `match` can find this block. If several hold the same text, it finds
+        the one that was published last.
+        """
+        content = self.contents[block_id]
+        return content is not None and content.block_id == block_id
+
+    def forget(self, block_id: int) -> None:
+        """Forget what a block holds, because it is taken for other tokens. Blocks that
+        follow it are no longer reached, and in time they are taken, too.
+        """
+        if self.can_find(block_id):
+            content = self.contents[block_id]
+            del self.published[content.before, content.token_ids]
+        self.contents[block_id] = None
