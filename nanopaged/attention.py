@@ -62,16 +62,16 @@ def cdiv(number: Any, divisor: Any) -> Any:
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """The group of each element, and its number in it, given the groups' sizes:
-    [2, 3] -> groups [0, 0, 1, 1, 1], numbers [0, 1, 0, 1, 2].
+    """For runs of these lengths, the run of each element, and its index there:
+    [2, 3] -> runs [0, 0, 1, 1, 1], indices [0, 1, 0, 1, 2].
     """
-    groups = np.repeat(np.arange(len(counts)), counts)
+    runs = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
-    return groups, np.arange(len(groups)) - starts[groups]
+    return runs, np.arange(len(runs)) - starts[runs]
 
 
 class Places(NamedTuple):
-    """Of each token of a step, [num_tokens] each:"""
+    """Where the tokens of a step belong. Every field is [num_tokens]."""
 
     seqs: Ints  # its sequence (entry)
     numbers: Ints  # its number within the entry

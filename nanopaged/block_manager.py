@@ -75,7 +75,7 @@ class BlockManager:
                 on_device = block_id < self.num_blocks
                 free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
-                # Blocks are taken from the front. Those that nobody can find go there.
+                # Blocks are taken from the front. One that nobody can find goes there.
                 can_find = self.prefix_cache.can_find(block_id)
                 free_list.move_to_end(block_id, last=can_find)
         seq.block_table = array("q", block_ids)
@@ -104,8 +104,9 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
-        # From the one that it writes next, each sequence needs blocks of its own. Each
-        # block that is held there already serves one of them; the rest must be free.
+        # From `first` on, each sequence needs blocks of its own. A block that several
+        # hold there serves only one of them. So if two siblings share a block that is
+        # not full, they need 2 and hold 1, and 1 must be free.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

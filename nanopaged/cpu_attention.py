@@ -81,9 +81,9 @@ def paged_attention(num_reads: int, q: Any, *arrays: Any) -> Any:
     But they must not run any Python code. Python would call signal handlers there, and
     an exception from a handler, such as Ctrl-C, would get lost in the C code that
     started the thread's work. So the loop is `extend`, which pulls the calls through
-    `map`. Both are written in C: between two portions a thread holds Python's lock, but
-    runs no Python code. `run_programs` releases the lock (nogil), so the portions run
-    in parallel.
+    `map`. Both are written in C. A thread holds the GIL while it takes the next i, so
+    no two get the same one. `run_programs` releases it (nogil), so the portions run in
+    parallel.
     """
     out = np.empty_like(q)
     num_portions = max(1, torch.get_num_threads() * min(4, num_reads // 2048))

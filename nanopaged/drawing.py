@@ -1,4 +1,4 @@
-"""How tokens are drawn, and which ones may be: what top_k, top_p and min_p leave.
+"""How tokens are drawn, and which may be drawn: what top_k, top_p and min_p leave.
 
 A token is drawn in two stages. The vocabulary is cut into buckets of 128 tokens, and
 one random number picks a bucket, then another one picks a token in it. For example, if
@@ -78,8 +78,9 @@ def keep_likely(logits: Tensor, top_ks: list[int], temperature: Tensor, top_k: T
     """
     if not all(top_ks):  # some rows have no top_k: all their tokens count
         lowest = lowest_kept(logits, temperature, top_k, top_p, min_p)
-    if any(top_ks):  # the others need only the most likely tokens (at least 2 of them,
-        # because torch would compile a size of 1 separately)
+    if any(top_ks):
+        # The others need only the most likely tokens (at least 2 of them, because torch
+        # would compile a size of 1 separately).
         most = min(max(2, *top_ks), logits.shape[1])
         likely = logits.topk(most).values
         bounds = lowest_kept(likely, temperature, top_k, top_p, min_p)
@@ -109,11 +110,12 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
     weights = scaled.exp()  # probabilities, up to a common factor
     enough = top_p * weights.sum(-1, keepdim=True)
     # A token is out if the tokens above it are already enough. Sorting all tokens would
-    # take too long, so bisection looks for the bound: tokens above `low` stay. At first
-    # `low` is -128, where weights are 0. Before round i, the tokens above `low` are
-    # enough, and those above low + 128 / 2**i are not. After 32 rounds, float32 cannot
-    # tell the weights in between apart. (With a top_p of 2 not even all tokens are
-    # enough, so `low` never moves.)
+    # take too long, so bisection looks for the cut. `scaled` is 0 for the most likely
+    # token and negative for the others, and what is above `low` stays. At first `low`
+    # is -128, where weights are 0. Before round i, the tokens above `low` are enough,
+    # and those above low + 128 / 2**i are not. After 32 rounds, float32 cannot tell the
+    # weights in between apart. (With a top_p of 2 not even all tokens are enough, so
+    # `low` never moves.)
     low = torch.full_like(enough, -128)
     for i in range(32):
         middle = low + 64 / 2**i

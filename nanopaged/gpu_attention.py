@@ -47,8 +47,8 @@ class TritonAttention(TorchAttention):
         # more than 128 would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # Into how many full parts a step's keys are cut at most: twice what runs at
-        # once. (Every part needs a program for each KV head.)
+        # The most full parts that a step's keys are cut into: twice what runs at once
+        # (in the example of `plan`, 4). Every part needs a program for each KV head.
         self.target_parts = 2 * cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128

@@ -89,7 +89,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
     parts         [max_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
     log_sums      [max_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
-                  keys of a part, which is the weight of its result
+                  keys of a part. That sum is the weight of its result
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

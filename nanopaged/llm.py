@@ -1,8 +1,8 @@
 """The engine's front end: prompts in, text out. Start reading here, at `LLM._step`.
 
 The engine repeats that one step until no request is left, and the files of the first
-reading explain its lines. The top of `sequence.py` defines the terms. What the methods
-below take from `serving.py` belongs to the second reading: it makes requests from
+reading explain its lines. The top of `sequence.py` defines the terms. `serving.py`,
+which the methods below use, belongs to the second reading: it makes requests from
 prompts, calls `_step`, and copes with threads and Ctrl-C.
 """
 

@@ -129,7 +129,7 @@ class CausalLM(nn.Module):
             x = self.ranks.all_reduce(layer.self_attn(x, rotation, kv_cache, metadata))
             x, residual = fused.add_norm(x, residual, next_norm.weight, self.eps)
             x = self.ranks.all_reduce(layer.mlp(x))
-        return x + residual
+        return x + residual  # `head` normalises it, for the tokens that are sampled
 
     def head(self, x: Tensor) -> Tensor:
         """Logits: [num_samples, hidden_size] -> [num_samples, vocab_size]."""

@@ -31,8 +31,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.max_blocks = config.max_num_seqs * cdiv(
             max_model_len, config.block_size)  # more can never be in use
-        # Room for the inputs of a step: for each token an id, a position, a slot, a
-        # sample and six numbers of a plan; the block tables; and some to spare.
+        # Room for the inputs of a step, and some to spare.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
         num_inputs = 10 * num_tokens + self.max_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
@@ -56,15 +55,16 @@ class ModelRunner:
             self.config.block_size, config.head_dim, dtype=self.dtype, device=device)
 
     def execute(self, batch: Batch) -> SamplerOutput:
-        """Run a step on all ranks. On a GPU this only launches it, and the next step is
-        scheduled and launched before the tokens of this one are read.
+        """Run a step on all ranks. On a GPU this only launches it: the next step is
+        scheduled and launched before the tokens of this one are read. So
 
-        So that step has an entry even for a sequence that turns out to have ended. The
-        token that the entry samples is ignored. The K and V that it stores may go into
-        a block that has been freed. But steps run in order, so the block's next owner
-        writes later. When nothing is left to launch, the batch is empty, and the engine
-        only reads the last tokens. (After the last request has ended, one step is left.
-        It is read with the next request, and ignored.)
+        - the next step may have an entry for a sequence that has ended. Its token is
+          ignored. Its K and V go into a slot of the sequence's last block, which may
+          have been freed, but is never published with it. And steps run in order, so
+          the block's next owner writes later
+        - if all sequences wait for tokens to be read, the batch is empty
+        - after the last request has ended, one launched step is left. It is read with
+          the next request, and its tokens are ignored
         """
         self.ranks.send(batch)
         return self.run(batch)
@@ -74,7 +74,7 @@ class ModelRunner:
         """This rank's part of a step: move blocks, compute the tokens, and sample."""
         for old, new in batch.moves:
             self._block(new).copy_(self._block(old))
-        if not batch.counts:  # all sequences are waiting for tokens still to be read
+        if not batch.counts:
             return SamplerOutput(self.last_tokens[:0], {})
 
         states, metadata = self._compute(batch)
@@ -96,13 +96,15 @@ class ModelRunner:
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
         """The last hidden states of all tokens, [num_tokens, hidden_size]. (CUDA graphs
-        take another way to the same result.)
+        get the same result in another way.)
         """
         metadata = self._prepare(batch)
         return self._forward(metadata), metadata
 
     def _prepare(self, batch: Batch) -> Metadata:
-        """What the forward pass needs to know, on the device; see `Metadata`."""
+        """What the forward pass needs to know, on the device. The next file explains
+        `Metadata` and `place_tokens`; a `plan` is for some backends only.
+        """
         counts, ends = np.array(batch.counts), np.array(batch.ends)
         block_tables = np.array(batch.block_ids)
         positions, slots = place_tokens(

@@ -117,7 +117,7 @@ class Ranks:
 def leave() -> None:
     """Leave the process group. NCCL would wait for the other ranks; `abort` does not.
 
-    Gloo's threads must end before Python does: they need its lock to release tensors.
+    Gloo's threads must end before Python does: they need the GIL to release tensors.
     """
     if dist.is_initialized():
         dist.group.WORLD.abort()

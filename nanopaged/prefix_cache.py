@@ -3,8 +3,8 @@
 K and V depend on all tokens from the start of the sequence. So a full block is found by
 its own tokens together with everything before them.
 
-Others (vLLM, nano-vllm) know a block by a chain of hashes, each of its tokens and the
-hash before it. Here a dict hashes the same things, but then it also compares them. So
+Others (vLLM, nano-vllm) identify a block by a hash of its own tokens and of the hash of
+the block before. Here a dict hashes the same things, but then it also compares them. So
 every hit is exact, and nobody can make two texts collide to get another's K and V. (For
 xxhash such texts can be made on purpose; SHA-256 is safe, and slower.)
 """
@@ -80,7 +80,7 @@ class PrefixCache:
 
     def can_find(self, block_id: int) -> bool:
         """Whether `match` can find this block. If several hold the same text, it finds
-        the one that was published last.
+        the newest, which will be free, and then taken, last.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

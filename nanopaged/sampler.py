@@ -73,7 +73,7 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
 
 
 def draw_params(seq: Sequence) -> list[float]:
-    """Two random numbers for a draw, the temperature, and top-k, top-p and min-p."""
+    """Two random numbers (for two stages: see `drawing.py`), temperature, limits."""
     params = seq.group.params
     # All tokens before the new one are computed, so their number is its position. The
     # host knows it even if it has not read them yet.

@@ -48,7 +48,8 @@ class Scheduler:
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break  # the budget is used up
             # No group is admitted after a preemption. A pool that was just full has no
-            # room, and the tokens of a group just preempted may still be pending.
+            # room, and a group just preempted may have a pending token: by the next
+            # step that has been read.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # If the pool is full the youngest gives way: this group, or a later one. It
@@ -75,7 +76,7 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(batch.token_ids)
         first = seq.num_computed_tokens
         end = min(seq.compute_end, first + budget)
-        if end == first:  # no budget is left, or the last token needs no K and V
+        if end == first:  # no budget is left, or (on a GPU) the last token is pending
             return
         manager.mark_computed(seq, end - first)
         if first < len(seq.token_ids):
@@ -93,7 +94,7 @@ class Scheduler:
             for child in group.live[1:]:
                 manager.fork(seq, child)
         for receiver in receivers:
-            # After a preemption it may have later tokens, and computes them first.
+            # (A recomputed one has tokens after the prompt, and computes them first.)
             if end == receiver.compute_end:
                 receiver.pending.append(-1 - len(batch.receivers))
                 batch.samples.append(len(batch.counts) - 1)
@@ -137,7 +138,7 @@ class Scheduler:
         """Make the youngest running group wait again. It keeps its tokens.
 
         If the CPU's pool has no room for its blocks, they are freed. (That pool is
-        empty if preemption_mode is "recompute".) Then the group will begin anew.
+        empty if preemption_mode is "recompute".) Then the group starts over.
         """
         _, group = self.running.popitem()
         manager = self.block_manager

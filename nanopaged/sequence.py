@@ -13,8 +13,8 @@ The engine's terms:
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token is computed when its K and V are in the cache, or will be there
                  after the scheduled step
-    pending      a token is pending from the moment the step that samples it is
-                 scheduled until the host reads the token
+    pending      a token is pending from when the step that samples it is scheduled
+                 until the host has read it
     publish      to list a full block in the prefix cache, so that others can find it
     fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's
@@ -52,7 +52,7 @@ class Sequence:
 
     def __init__(self, group: "SequenceGroup", index: int) -> None:
         self.group = group
-        # It seeds the draws of a sequence. Beams draw nothing, so siblings share one.
+        # It is a part of the seed when this sequence draws. (Beams draw nothing.)
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
         # One number for each pending token, oldest first: -1 - i for sample i of its
@@ -95,7 +95,7 @@ class Sequence:
     @property
     def banned_tokens(self) -> set[int]:
         """Tokens that must not be sampled next: stop tokens, before `min_tokens`."""
-        # When a token is sampled, all before it are computed, but some may be pending.
+        # The next token's position. (len(token_ids) would leave out pending tokens.)
         too_short = self.num_computed_tokens < self.group.min_len
         return self.group.stop_token_ids if too_short else set()
 

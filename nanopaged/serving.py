@@ -208,7 +208,6 @@ class Serving:
                 del self.unfinished[group.request_id]
         self._begin()
 
-
     # -- The rest ----------------------------------------------------------------------
 
     def stats(self) -> EngineStats:

@@ -8,9 +8,10 @@ same sizes and the same addresses. Therefore
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
     padded to the next one
   - a backend's plan has a shape that depends only on this number
-  - `ModelRunner._upload` puts one input after the other, always at the same place. What
-    follows the block tables moves when they grow, so only the head reads that, and the
-    head is not recorded. (It would also take memory for the logits of every size.)
+  - `ModelRunner._upload` puts one input after the other, always at the same place. The
+    last one, `last_indices`, moves when the block tables before it grow. Only the
+    model's `head` needs it, so that is not recorded. (Recording it would also take
+    memory for the logits of every size.)
 """
 
 import logging
@@ -74,7 +75,7 @@ class Runner(ModelRunner):
     # -- The size of the pool ----------------------------------------------------------
 
     def _run_trial_steps(self) -> None:
-        """Run steps of padding, for which a pool of one block is enough. On a GPU, the
+        """Run steps of padding, for which the padding block is enough. On a GPU, the
         largest steps follow. They compile everything that a step may need, and show
         how much memory a step can take.
         """
