@@ -58,7 +58,8 @@ class LLM(Serving, AbstractContextManager["LLM"]):
         self.block_manager = BlockManager(
             self.runner.num_blocks, self.config.block_size,
             self.config.enable_prefix_caching, self.runner.num_swap_blocks)
-        self.scheduler = Scheduler(self.config, self.block_manager, self.unfinished)
+        self.scheduler = Scheduler(
+            self.config, self.block_manager, self.unfinished, self.aborted)
 
     # -- Prompts in, text out ----------------------------------------------------------
 
@@ -134,7 +135,7 @@ class LLM(Serving, AbstractContextManager["LLM"]):
         """
         check(isinstance(request_id, str), "request_id", "a str", request_id, TypeError)
         if group := self.unfinished.get(request_id):
-            group.is_aborted = True
+            self.aborted.append(group)
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""

@@ -14,6 +14,7 @@ or later: the oldest group is the last to be preempted, and it fits into the poo
 its own.
 """
 
+from itertools import islice
 from typing import Any
 
 from nanopaged.batch import Batch
@@ -26,12 +27,12 @@ from nanopaged.sequence import Sequence, SequenceGroup
 
 class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager,
-                 unfinished: dict[str, SequenceGroup]) -> None:
+                 unfinished: dict[str, SequenceGroup], aborted: Any = ()) -> None:
         self.config = config
         self.block_manager = block_manager
         # Groups by request id, oldest first. The oldest ones run, and the others wait.
-        # New ones may be added at any time, so `schedule` goes through copies.
-        self.unfinished = unfinished
+        # Other threads may add to them, and to `aborted`: groups that are to end.
+        self.unfinished, self.aborted = unfinished, aborted
         self.running: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
 
@@ -39,12 +40,14 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Plan the next step. From here on, what it computes counts as computed."""
-        for group in list(self.unfinished.values()):
-            if group.is_aborted:
-                self.abort(group)
+        while self.aborted:
+            self.abort(self.aborted[0])
+            self.aborted.popleft()
         batch = Batch()
         has_preempted = False
-        for request_id, group in list(self.unfinished.items()):
+        # At most max_num_seqs groups can run, and the next one ends the loop.
+        for request_id in list(islice(self.unfinished, self.config.max_num_seqs + 1)):
+            group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break  # the budget is used up
             # No group is admitted after a preemption. A pool that was just full has no
@@ -141,14 +144,12 @@ class Scheduler:
         empty if preemption_mode is "recompute".) Then the group starts over.
         """
         _, group = self.running.popitem()
-        manager = self.block_manager
-        moves = manager.swap_out(group.live)
-        if moves:
+        if moves := self.block_manager.swap_out(group.live):
             batch.moves += moves
             self.stats.preemptions_swap += 1
         else:
             for seq in group.live:
-                manager.free(seq)
+                self.block_manager.free(seq)
             group.forked = len(group.live) == 1
             self.stats.preemptions_recompute += 1
 
@@ -190,7 +191,7 @@ class Scheduler:
         group.live.remove(seq)
         self.block_manager.free(seq)
         if not group.live:
-            del self.unfinished[group.request_id]
+            self.unfinished.pop(group.request_id, None)
             self.running.pop(group.request_id, None)
 
     def abort(self, group: SequenceGroup) -> None:

@@ -161,7 +161,6 @@ class SequenceGroup:
         self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        self.is_aborted = False  # if True, the next step ends them
         self.forked = params.n == 1  # a single sequence need not fork
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 

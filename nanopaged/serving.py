@@ -6,6 +6,7 @@
 import itertools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Generator
 from dataclasses import replace
 from typing import Any, TypeAlias, TypedDict
@@ -60,6 +61,7 @@ class Serving:
         self.ranks.serve(self.runner.run)
 
         self.unfinished: dict[str, SequenceGroup] = {}  # by request id, oldest first
+        self.aborted: deque[SequenceGroup] = deque()  # those that the next step ends
         self._ids = itertools.count()
         self._outbox: Outbox = {}
         self._lock: Any = threading.RLock()
@@ -132,10 +134,10 @@ class Serving:
     # -- Threads and Ctrl-C ------------------------------------------------------------
     #
     # One thread at a time runs a step, for the requests of all threads. Everyone else
-    # only adds to `unfinished`, or marks a request as aborted, and may do so at any
-    # time, even in the middle of a step. The next step sees both. A step puts every
-    # request that changes into the request's outbox. Each call to `generate` or
-    # `stream` has its own outbox, and all requests made by `add_request` share one.
+    # only adds to `unfinished` or to `aborted`, and may do so at any time, even in the
+    # middle of a step. The next step sees both. A step puts every request that changes
+    # into the request's outbox. Each call to `generate` or `stream` has its own outbox,
+    # and all requests made by `add_request` share one.
     #
     # Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort
     # their own requests. If a step breaks off, the engine's state may be half-changed.
@@ -165,8 +167,7 @@ class Serving:
             while any(group.live for group in groups) or outbox:
                 yield from self._collect(outbox, final_only)
         finally:  # an error, Ctrl-C, or a stream that is closed or garbage-collected
-            for group in groups:
-                group.is_aborted = True
+            self.aborted.extend([group for group in groups if group.live])
 
     def _collect(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
@@ -196,11 +197,11 @@ class Serving:
             raise RuntimeError("this cannot be called from within a step")
 
     def _reset(self) -> None:
-        """Begin with an empty engine. Requests that have started are aborted, without
-        looking at the old state; those that still wait will run.
+        """Begin with an empty engine. Requests that have started, or ended in the step
+        that broke off, are aborted without looking at the old state. Others will run.
         """
         for group in list(self.unfinished.values()):
-            if group.num_cached_tokens >= 0 or group.is_aborted:
+            if group.num_cached_tokens >= 0 or not group.live:
                 group.report()
                 for seq in group.live:
                     seq.finish_reason = "abort"
