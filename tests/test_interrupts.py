@@ -365,6 +365,21 @@ def test_aborting_all_that_wait_takes_time_in_proportion(llama):
     assert costs[1] < 4.4 * costs[0]
 
 
+def test_requests_that_wait_cost_a_step_nothing(llama):
+    costs = []
+    with LLM(llama, **SMALL) as llm:
+        for count in (100, 400):
+            requests = add_all(llm, [[5]] * count, greedy(9))
+            llm.step()
+            with AtLine(0) as at:
+                llm.step()
+            costs.append(at.left)
+            for request in requests:
+                llm.abort_request(request)
+            llm.step()
+    assert costs[0] == costs[1]
+
+
 # -- NaN -------------------------------------------------------------------------------
 
 
