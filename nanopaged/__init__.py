@@ -4,8 +4,8 @@ First reading, how it works: llm, sequence, block_manager, prefix_cache, batch,
 scheduler, beam_search, model_runner, attention, cpu_kernels, model, sampler.
 
 Second reading, what makes it fast, safe and large: config, outputs, serving,
-detokenizer, start_up, loader, parallel, cpu_attention, cpu_products, gpu_attention,
-kernels, drawing, fused.
+detokenizer, start_up, loader, parallel, cpu_products, cpu_attention,
+product_kernel, gpu_attention, kernels, drawing, fused.
 """
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams

@@ -118,7 +118,7 @@ class TorchAttention:
         """Put K and V into their slots."""
         kv, size = torch.stack((k, v), 1), self.block_size
         # Both sides are [num_tokens, 2, num_kv_heads, head_dim].
-        kv_cache[slots // size, :, :, slots % size] = kv
+        kv_cache[slots // size, :, :, slots % size] = kv.to(kv_cache.dtype)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
@@ -138,7 +138,7 @@ class TorchAttention:
             num_blocks = cdiv(num_keys, self.block_size)
             table = metadata.block_tables[start : start + num_blocks]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
-            blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table)
+            blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table).to(q.dtype)
             # [1, num_kv_heads, num_keys, head_dim] each, without the rest of the last
             # block: it holds old values, and a NaN among them would spread.
             k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import cpu_kernels
+from nanopaged import cpu_kernels, product_kernel
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
 
 MIN_QUERIES = 9  # measured: with up to 8 queries, the kernel is usually faster
@@ -41,7 +41,8 @@ class NumbaAttention(TorchAttention):
         # [num_queries, num_kv_heads, group_size, head_dim]
         queries = self.scale * queries.unflatten(1, (self.num_kv_heads, -1))
         # NumPy has no bfloat16, so it gets the bits.
-        bits = kv_cache.view(torch.uint16) if q.dtype == torch.bfloat16 else kv_cache
+        is_bfloat16 = kv_cache.dtype == torch.bfloat16
+        bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
         attended = torch.from_numpy(paged_attention(
             num_reads, queries.numpy(), bits.numpy(), metadata.block_tables.numpy(),
             table_starts.numpy(), num_keys.numpy()))
@@ -59,38 +60,46 @@ class NumbaAttention(TorchAttention):
 # written (RuntimeError) or the function is plain Python (AttributeError).
 with suppress(RuntimeError, AttributeError):
     cpu_kernels.run_programs.enable_caching()
+    product_kernel.run_products.enable_caching()
 
 PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
 
 
 def paged_attention(num_reads: int, q: Any, *arrays: Any) -> Any:
-    """Run all programs on torch's threads; together they read `num_reads` keys. The
-    other arguments are those of `run_programs`, and its `out` is returned.
+    """Run all programs; together they read `num_reads` keys. The other arguments are
+    those of `run_programs`, and its `out` is returned.
+
+    A portion has a fixed cost, so there is only one if there are few keys, and
+    otherwise at most four for each thread.
+    """
+    out = np.empty_like(q)
+    num_portions = max(1, torch.get_num_threads() * min(4, num_reads // 2048))
+    run_portions(cpu_kernels.run_programs, num_portions, out, q, *arrays)
+    return out
+
+
+def run_portions(kernel: Any, num_portions: int, *arrays: Any) -> None:
+    """Run a kernel on torch's threads, in portions.
 
     After each operation torch's threads keep spinning for a few milliseconds, ready for
     the next one. Threads of our own would compete with them for the cores. So torch's
-    threads run the kernel: each takes a portion of the programs, then the next one,
-    until none is left. A portion has a fixed cost, so there is only one if there are
-    few keys, and otherwise at most four for each thread.
+    threads run the kernel: each takes a portion of the work, then the next one, until
+    none is left.
 
     In effect, all threads run this loop together, and each takes the next i:
 
         for i in range(num_portions):
-            done.append(run_programs(i, num_portions, out, q, *arrays))
+            done.append(kernel(i, num_portions, *arrays))
 
     But they must not run any Python code. Python would call signal handlers there, and
     an exception from a handler, such as Ctrl-C, would get lost in the C code that
     started the thread's work. So the loop is `extend`, which pulls the calls through
     `map`. Both are written in C. A thread holds the GIL while it takes the next i, so
-    no two get the same one. `run_programs` releases it (nogil), so the portions run in
-    parallel.
+    no two get the same one. A kernel releases it (nogil), so portions run in parallel.
     """
-    out = np.empty_like(q)
-    num_portions = max(1, torch.get_num_threads() * min(4, num_reads // 2048))
-    same = map(repeat, (num_portions, out, q, *arrays))  # arguments of every portion
+    same = map(repeat, (num_portions, *arrays))  # arguments of every portion
     done: deque[None] = deque()
-    work = partial(done.extend, map(
-        cpu_kernels.run_programs, range(num_portions), *same))
+    work = partial(done.extend, map(kernel, range(num_portions), *same))
     if num_portions > 1:
         # This is what "#pragma omp parallel" calls, in the OpenMP library that torch
         # uses. The first 0 stands for all of its threads.
@@ -98,7 +107,6 @@ def paged_attention(num_reads: int, q: Any, *arrays: Any) -> Any:
     work()  # the only portion; if threads took them, usually none is left
     if len(done) < num_portions:
         raise RuntimeError("the CPU kernel failed; see the traceback above")
-    return out
 
 
 # Let glibc's malloc keep freed memory, because the next step needs it again. By default

@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
-from nanopaged.cpu_products import pack
+from nanopaged.cpu_products import compute_dtype, pack
 from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 
@@ -109,8 +109,12 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
-    with backend.device, local_torch_dtype(backend.dtype), no_init_weights():
+    dtype = compute_dtype(backend.dtype, backend.device)
+    with backend.device, local_torch_dtype(dtype), no_init_weights():
         model = CausalLM(ranks.local_config, backend, ranks).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.to(backend.dtype)
     if config.load_format == "dummy":
         generator = torch.Generator(backend.device).manual_seed(config.seed)
         for name, parameter in model.named_parameters():

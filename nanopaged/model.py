@@ -119,7 +119,7 @@ class CausalLM(nn.Module):
         kv_caches has one cache for each layer. `add_norm` returns the sum of its first
         two arguments, normalised, and the sum itself, which is the next residual.
         """
-        x: Tensor = self.model.embed_tokens(token_ids)
+        x: Tensor = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         residual = torch.zeros_like(x)
         # The cosines and sines of the angles: [num_tokens, 1, head_dim] each.
         rotation = self.model.rotary_emb(x, metadata.positions[:, None])

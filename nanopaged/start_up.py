@@ -27,6 +27,7 @@ from torch import Tensor
 from nanopaged.attention import Metadata, TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig, SamplingParams, check
+from nanopaged.cpu_products import HAS_KERNEL
 from nanopaged.loader import load_model
 from nanopaged.model_runner import ModelRunner
 from nanopaged.parallel import Ranks
@@ -185,10 +186,13 @@ class Runner(ModelRunner):
 # -- What runs where -------------------------------------------------------------------
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype, or one that the processor has instructions for."""
+    """The checkpoint's dtype, or one in which this processor is faster."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    if device.type == "cpu" and model_dtype in (torch.float16, torch.bfloat16):
+    if device.type == "cpu" and model_dtype == torch.bfloat16:
+        is_fast = HAS_KERNEL or torch.cpu._is_avx512_bf16_supported()
+        return torch.bfloat16 if is_fast else torch.float32
+    if device.type == "cpu" and model_dtype == torch.float16:
         is_fast = torch.cpu._is_avx512_bf16_supported()
         return torch.bfloat16 if is_fast else torch.float32
     if device.type == "cuda" and model_dtype == torch.bfloat16:

@@ -28,6 +28,7 @@ FIRST = {
     "config": "errors requests", "__init__": "requests",
     "cpu_kernels": "attention", "cpu_attention": "attention",
     "gpu_attention": "attention", "cpu_products": "loader equivalence",
+    "product_kernel": "loader",
     "detokenizer": "text", "llm": "requests interrupts",
     "serving": "requests interrupts", "loader": "loader", "model": "equivalence",
     "fused": "equivalence", "model_runner": "equivalence gpu_path",

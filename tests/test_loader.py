@@ -15,16 +15,40 @@ TIED = {"tie_word_embeddings": True}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
+@pytest.fixture
+def no_bfloat16(monkeypatch):
+    """A processor without instructions for bfloat16."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_packed_product_is_that_of_torch(bias):
-    """One to three rows are padded, other numbers are not."""
-    linear = torch.nn.Linear(64, 96, bias, dtype=torch.bfloat16)
-    inputs = [torch.randn(rows, 64).bfloat16() for rows in (0, 1, 3, 4, 9)]
+@pytest.mark.parametrize("size", [(64, 96), (30, 7), (512, 300)], ids=str)
+def test_a_packed_product_is_that_of_torch(size, bias, dtype):
+    """One to three rows may be padded, other numbers are not."""
+    check_product(torch.nn.Linear(*size, bias, dtype=dtype), dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("size", [(64, 96), (30, 7), (512, 300)], ids=str)
+def test_without_bfloat16_instructions_products_are_those_of_float32(
+        size, bias, no_bfloat16):
+    """An odd number of rows, less than four rows of W, several portions, many rows."""
+    linear = torch.nn.Linear(*size, bias, dtype=torch.bfloat16)
+    check_product(linear, torch.float32, rtol=1e-4, atol=1e-4)
+
+
+def check_product(linear, dtype, rtol=1e-2, atol=1e-2):
+    inputs = [torch.randn(rows, linear.in_features).to(dtype)
+              for rows in (0, 1, 3, 4, 9, 32, 33)]
     with torch.inference_mode():
-        expected = [linear(x) for x in inputs]
+        weight, bias = linear.weight.float(), linear.bias
+        expected = [torch.nn.functional.linear(
+            x.float(), weight, None if bias is None else bias.float()) for x in inputs]
         pack(linear)
         for x, product in zip(inputs, expected, strict=True):
-            torch.testing.assert_close(linear(x), product, rtol=1e-2, atol=1e-2)
+            torch.testing.assert_close(linear(x), product.to(dtype), rtol=rtol,
+                                       atol=atol)
 
 
 # -- Files of every form ---------------------------------------------------------------
@@ -58,7 +82,8 @@ def to_float16_in_part(tensors):
     ("qwen2", TIED, to_float16_in_part)],
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_log_probabilities_are_those_of_transformers(
-        family, fields, edit, make_model, edit_model, reference, engine):
+        family, fields, edit, make_model, edit_model, reference, engine, monkeypatch):
+    monkeypatch.setattr("nanopaged.loader.pack", id)  # so that the weights can be seen
     path = make_model(family, seed=31, **fields)
     path = edit_model(path, weights=edit) if edit else path
     num_files = len(list(path.glob("*.safetensors")))
@@ -78,6 +103,26 @@ def test_log_probabilities_are_those_of_transformers(
     model, is_tied = llm.runner.model, TIED.items() <= fields.items()
     is_one = model.lm_head.weight is model.model.embed_tokens.weight
     assert is_one == (is_tied and edit not in (add_head_and_angles, add_other_head))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_without_bfloat16_instructions_only_what_is_stored_is_bfloat16(
+        family, make_model, edit_model, reference, engine, no_bfloat16):
+    """Weights, K and V. What is left of a difference is that of K and V."""
+    path = edit_model(make_model(family, seed=31, **TIED), weights=to_bfloat16)
+    llm = engine(path, dtype="bfloat16")
+    assert llm.runner.kv_caches.dtype == torch.bfloat16
+    assert {x.dtype for x in llm.runner.model.parameters() if x.ndim == 2} == {
+        torch.bfloat16}
+    completion = complete(llm, PROMPT, greedy(4, logprobs=160))
+    ids = PROMPT + completion.token_ids
+    expected = reference.logits(path, ids).log_softmax(-1)[len(PROMPT) - 1 : -1]
+    found = torch.tensor([[entry[token] for token in range(160)]
+                          for entry in map(floats, completion.logprobs)])
+    assert 0 < (found - expected).abs().max() < 0.02
+    prompts = [PROMPT, *([*range(3, 3 + length)] for length in (4, 20, 41))]
+    together = llm.generate(prompts, greedy(4), use_tqdm=False)
+    assert together[0].outputs[0].token_ids == completion.token_ids
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_shard_size": "30KB"}], ids=str)
@@ -150,7 +195,8 @@ def test_loading_takes_the_memory_of_the_model_and_of_one_tensor(make_model, tmp
 # -- What is there without a checkpoint, or beside it ----------------------------------
 
 
-def test_random_weights_depend_on_the_seed_alone(llama, tmp_path):
+def test_random_weights_depend_on_the_seed_alone(llama, tmp_path, monkeypatch):
+    monkeypatch.setattr("nanopaged.loader.pack", id)  # so that the weights can be seen
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
 
     def weights(seed):

@@ -65,7 +65,7 @@ def test_code_lines_are_counted_without_blanks_comments_and_docstrings():
 @pytest.mark.upstream
 def test_the_engine_stays_small():
     counts = count(SOURCES.values())
-    assert 500 < sum(counts.values()) <= 1820, counts
+    assert 500 < sum(counts.values()) <= 1890, counts
     tour = count((PACKAGE / "tour").rglob("*.py"))
     assert sum(tour.values()) <= 1500, "the tour stays smaller than the engine"
 

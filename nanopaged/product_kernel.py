@@ -1,0 +1,50 @@
+"""A product of a few rows in plain loops, compiled by Numba: bfloat16 times float32."""
+# mypy: ignore-errors
+
+import numpy as np
+from numba import njit
+
+
+@njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def run_products(first, stride, out, even, odd, weight):
+    """Compute one of `stride` portions of out = x W^T, the one numbered `first`.
+
+    out        [num_rows, num_outputs], float32
+    even, odd  [num_rows, size / 2], float32: every other number of x, from 0 and from 1
+    weight     [num_outputs, size / 2], uint32: two bfloat16 numbers of W in each
+
+    Reading W from memory takes most of the time, so three things are done at once:
+    four rows of W, far from each other, because a processor that notices several
+    streams fetches more ahead; two rows of x, so that each number of W that has arrived
+    is used twice; and two numbers of W, which need not be moved apart.
+    """
+    last, last_row = len(weight) - 1, len(out) - 1
+    quarter = last // (4 * stride) + 1  # of a portion; rows after the last repeat that
+    begin = 4 * quarter * first
+    for n in range(begin, begin + quarter):
+        a, b = min(n, last), min(n + quarter, last)
+        c, d = min(n + 2 * quarter, last), min(n + 3 * quarter, last)
+        for i in range(0, last_row + 1, 2):
+            j = min(i + 1, last_row)
+            ia = ib = ic = id = ja = jb = jc = jd = np.float32(0)
+            for k in range(even.shape[1]):
+                ia += multiply(weight[a, k], even[i, k], odd[i, k])
+                ja += multiply(weight[a, k], even[j, k], odd[j, k])
+                ib += multiply(weight[b, k], even[i, k], odd[i, k])
+                jb += multiply(weight[b, k], even[j, k], odd[j, k])
+                ic += multiply(weight[c, k], even[i, k], odd[i, k])
+                jc += multiply(weight[c, k], even[j, k], odd[j, k])
+                id += multiply(weight[d, k], even[i, k], odd[i, k])
+                jd += multiply(weight[d, k], even[j, k], odd[j, k])
+            out[i, a], out[i, b], out[i, c], out[i, d] = ia, ib, ic, id
+            out[j, a], out[j, b], out[j, c], out[j, d] = ja, jb, jc, jd
+
+
+@njit(inline="always")
+def multiply(pair, even, odd):
+    """Both numbers of a pair, each by its own factor. A bfloat16 is the upper half of a
+    float32: the first number lies in the lower half of the pair, so it is shifted.
+    """
+    first = np.uint32(pair << np.uint32(16)).view(np.float32)
+    second = np.uint32(pair & np.uint32(0xFFFF0000)).view(np.float32)
+    return first * even + second * odd
