@@ -16,24 +16,24 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     instructions this is float32, even if the weights, K and V are bfloat16.
     """
     is_slow = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-    return torch.float32 if is_slow and dtype == torch.bfloat16 else dtype
+    is_split = HAS_KERNEL and is_slow and dtype == torch.bfloat16
+    return torch.float32 if is_split else dtype
 
 
 def pack(linear: nn.Linear) -> None:
     """On a CPU, replace the product of `linear` with a faster one."""
     weight, bias = linear.weight.detach(), linear.bias
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
-    if not weight.is_cpu or weight.dtype == torch.float16:
-        return
-    if weight.dtype == compute_dtype(weight.dtype, weight.device):
-        if reorder:
-            weight = reorder(weight, None)
-            linear.weight = nn.Parameter(weight, False)
-            linear.forward = partial(  # type: ignore[method-assign]
-                packed_product, weight=weight, bias=bias)
-    elif HAS_KERNEL and weight.shape[1] % 2 == 0:
+    if compute_dtype(weight.dtype, weight.device) != weight.dtype:
         linear.forward = partial(  # type: ignore[method-assign]
             float32_product, weight=weight, bias=bias)
+    elif reorder and weight.is_cpu and torch.backends.mkldnn.is_available() and (
+            weight.dtype == torch.float32 or weight.dtype == torch.bfloat16
+            and torch.cpu._is_avx512_bf16_supported()):
+        weight = reorder(weight, None)
+        linear.weight = nn.Parameter(weight, False)
+        linear.forward = partial(  # type: ignore[method-assign]
+            packed_product, weight=weight, bias=bias)
 
 
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,7 +62,7 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     of W that fit into the processor's cache become float32.
     """
     inputs = x.float().flatten(0, -2)
-    if len(inputs) <= 32:
+    if len(inputs) <= 32 and inputs.shape[1] % 2 == 0:
         from nanopaged import cpu_attention, product_kernel
 
         out = inputs.new_empty(len(inputs), len(weight))

@@ -30,7 +30,7 @@ def test_a_packed_product_is_that_of_torch(size, bias, dtype):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("size", [(64, 96), (30, 7), (512, 300)], ids=str)
+@pytest.mark.parametrize("size", [(64, 96), (30, 7), (15, 7), (512, 300)], ids=str)
 def test_without_bfloat16_instructions_products_are_those_of_float32(
         size, bias, no_bfloat16):
     """An odd number of rows, less than four rows of W, several portions, many rows."""
