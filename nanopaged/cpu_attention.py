@@ -2,12 +2,13 @@
 
 import ctypes
 import os
-from collections import deque
+import sys
+import threading
 from contextlib import suppress
-from functools import partial
-from itertools import repeat
+from functools import cache, partial
 from typing import Any
 
+import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -35,7 +36,6 @@ class NumbaAttention(TorchAttention):
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
         tokens, table_starts, num_keys = metadata.plan
-        num_reads = self.num_kv_heads * int(num_keys.sum())
         is_all = len(tokens) == len(q)  # then no query has to be copied
         queries = (q if is_all else q[tokens]).float()
         # [num_queries, num_kv_heads, group_size, head_dim]
@@ -43,9 +43,9 @@ class NumbaAttention(TorchAttention):
         # NumPy has no bfloat16, so it gets the bits.
         is_bfloat16 = kv_cache.dtype == torch.bfloat16
         bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
-        attended = torch.from_numpy(paged_attention(
-            num_reads, queries.numpy(), bits.numpy(), metadata.block_tables.numpy(),
-            table_starts.numpy(), num_keys.numpy()))
+        attended = torch.empty_like(queries)
+        run(cpu_kernels.run_programs, attended.numpy(), queries.numpy(), bits.numpy(),
+            metadata.block_tables.numpy(), table_starts.numpy(), num_keys.numpy())
         attended = attended.flatten(1).to(q.dtype)
         if is_all:
             return attended
@@ -62,57 +62,43 @@ with suppress(RuntimeError, AttributeError):
     cpu_kernels.run_programs.enable_caching()
     product_kernel.run_products.enable_caching()
 
-PROCESS = ctypes.CDLL(None)  # the functions of all libraries in this process
+# Numba divides work among its threads by OpenMP (the library libgomp), by TBB, or by a
+# queue of its own. After each operation torch's threads spin for a while, ready for the
+# next one, and compete with Numba's for the cores. With OpenMP that costs nothing that
+# we could measure, but with the queue a step takes up to 1.5 times as long.
+CONFIG: Any = numba.config
+CONFIG.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
+LOCK = threading.RLock()  # without it, the queue would fail if two threads used it
+PARENT = os.getpid()
 
 
-def paged_attention(num_reads: int, q: Any, *arrays: Any) -> Any:
-    """Run all programs; together they read `num_reads` keys. The other arguments are
-    those of `run_programs`, and its `out` is returned.
+def run(kernel: Any, *arrays: Any) -> None:
+    """Run a compiled kernel on as many threads as torch uses."""
+    if os.getpid() != PARENT and hasattr(kernel, "py_func"):
+        without_threads(kernel)(*arrays)
+        return
+    with LOCK:
+        numba.set_num_threads(min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS))
+        kernel(*arrays)
 
-    A portion has a fixed cost, so there is only one if there are few keys, and
-    otherwise at most four for each thread.
+
+@cache
+def without_threads(kernel: Any) -> Any:
+    """The same kernel with `prange` as a plain `range`, for a forked process: GNU's
+    OpenMP would end it if it used threads, as its parent has.
     """
-    out = np.empty_like(q)
-    num_portions = max(1, torch.get_num_threads() * min(4, num_reads // 2048))
-    run_portions(cpu_kernels.run_programs, num_portions, out, q, *arrays)
-    return out
+    options = kernel.targetoptions | {"parallel": False}
+    return numba.jit(**options)(kernel.py_func)
 
 
-def run_portions(kernel: Any, num_portions: int, *arrays: Any) -> None:
-    """Run a kernel on torch's threads, in portions.
+if sys.platform == "linux":
+    # Let glibc's malloc keep freed memory, because the next step needs it again. By
+    # default large pieces go back to the system, and getting them again takes a tenth
+    # of a step.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+    libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
-    After each operation torch's threads keep spinning for a few milliseconds, ready for
-    the next one. Threads of our own would compete with them for the cores. So torch's
-    threads run the kernel: each takes a portion of the work, then the next one, until
-    none is left.
-
-    In effect, all threads run this loop together, and each takes the next i:
-
-        for i in range(num_portions):
-            done.append(kernel(i, num_portions, *arrays))
-
-    But they must not run any Python code. Python would call signal handlers there, and
-    an exception from a handler, such as Ctrl-C, would get lost in the C code that
-    started the thread's work. So the loop is `extend`, which pulls the calls through
-    `map`. Both are written in C. A thread holds the GIL while it takes the next i, so
-    no two get the same one. A kernel releases it (nogil), so portions run in parallel.
-    """
-    same = map(repeat, (num_portions, *arrays))  # arguments of every portion
-    done: deque[None] = deque()
-    work = partial(done.extend, map(kernel, range(num_portions), *same))
-    if num_portions > 1:
-        # This is what "#pragma omp parallel" calls, in the OpenMP library that torch
-        # uses. The first 0 stands for all of its threads.
-        PROCESS.GOMP_parallel(ctypes.CFUNCTYPE(None)(work), None, 0, 0)
-    work()  # the only portion; if threads took them, usually none is left
-    if len(done) < num_portions:
-        raise RuntimeError("the CPU kernel failed; see the traceback above")
-
-
-# Let glibc's malloc keep freed memory, because the next step needs it again. By default
-# large pieces go back to the system, and getting them again takes a tenth of a step.
-PROCESS.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-PROCESS.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
-
-# A forked process has only one thread. torch would wait for all those its parent had.
-os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
+if sys.platform != "win32":
+    # A forked process has one thread. torch would wait for those its parent had.
+    os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -27,15 +27,14 @@ with the score 5:
 # mypy: ignore-errors
 
 import numpy as np
-from numba import njit
+from numba import njit, prange
 
 
 # The flags allow sums in any order, for vector instructions. NaN is still respected.
-@njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_programs(
-        first, stride, out, q, kv_cache, block_tables, table_starts, num_keys):
-    """Run the programs `first`, `first + stride`, and so on; threads divide them in
-    this way. A program (Triton's word) computes one KV head for one query.
+@njit(nogil=True, parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def run_programs(out, q, kv_cache, block_tables, table_starts, num_keys):
+    """Fill `out`. A program (Triton's word) computes one KV head for one query, and
+    `prange` is a `range` whose programs are divided among threads.
 
     out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
@@ -46,10 +45,11 @@ def run_programs(
     """
     num_queries, num_kv_heads, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
-    scores = np.empty(block_size, np.float32)
 
-    for program in range(first, num_queries * num_kv_heads, stride):
-        query, kv_head = divmod(program, num_kv_heads)
+    for program in prange(num_queries * num_kv_heads):
+        # Head by head, so that each thread gets short sequences as well as long ones.
+        kv_head, query = divmod(np.int64(program), num_queries)  # it was unsigned
+        scores = np.empty(block_size, np.float32)
         block_table = block_tables[table_starts[query] :]
         end = num_keys[query]
         highest = np.full(group_size, -1e30, np.float32)  # below any score

@@ -1,6 +1,5 @@
 """Matrix products on CPUs, each at the speed at which memory delivers the weights."""
 
-import sys
 from functools import partial
 from importlib.util import find_spec
 
@@ -8,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HAS_KERNEL = sys.platform == "linux" and find_spec("numba") is not None
+HAS_KERNEL = find_spec("numba") is not None
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -24,16 +23,17 @@ def pack(linear: nn.Linear) -> None:
     """On a CPU, replace the product of `linear` with a faster one."""
     weight, bias = linear.weight.detach(), linear.bias
     reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+    can_pack = weight.dtype == torch.float32 or (
+        weight.dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported())
     if compute_dtype(weight.dtype, weight.device) != weight.dtype:
-        linear.forward = partial(  # type: ignore[method-assign]
-            float32_product, weight=weight, bias=bias)
-    elif reorder and weight.is_cpu and torch.backends.mkldnn.is_available() and (
-            weight.dtype == torch.float32 or weight.dtype == torch.bfloat16
-            and torch.cpu._is_avx512_bf16_supported()):
+        product = float32_product
+    elif reorder and weight.is_cpu and can_pack:
         weight = reorder(weight, None)
         linear.weight = nn.Parameter(weight, False)
-        linear.forward = partial(  # type: ignore[method-assign]
-            packed_product, weight=weight, bias=bias)
+        product = packed_product
+    else:
+        return
+    linear.forward = partial(product, weight=weight, bias=bias)  # type: ignore
 
 
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,9 +69,7 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # NumPy has no bfloat16, and the kernel takes pairs.
         pairs = weight.view(torch.uint16).numpy().view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
-        num_portions = torch.get_num_threads() if weight.numel() > 2**16 else 1
-        cpu_attention.run_portions(
-            product_kernel.run_products, num_portions, out.numpy(), even, odd, pairs)
+        cpu_attention.run(product_kernel.run_products, out.numpy(), even, odd, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias

@@ -2,12 +2,12 @@
 # mypy: ignore-errors
 
 import numpy as np
-from numba import njit
+from numba import njit, prange
 
 
-@njit(nogil=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_products(first, stride, out, even, odd, weight):
-    """Compute one of `stride` portions of out = x W^T, the one numbered `first`.
+@njit(nogil=True, parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+def run_products(out, even, odd, weight):
+    """Compute out = x W^T.
 
     out        [num_rows, num_outputs], float32
     even, odd  [num_rows, size / 2], float32: every other number of x, from 0 and from 1
@@ -19,11 +19,10 @@ def run_products(first, stride, out, even, odd, weight):
     is used twice; and two numbers of W, which need not be moved apart.
     """
     last, last_row = len(weight) - 1, len(out) - 1
-    quarter = last // (4 * stride) + 1  # of a portion; rows after the last repeat that
-    begin = 4 * quarter * first
-    for n in range(begin, begin + quarter):
-        a, b = min(n, last), min(n + quarter, last)
-        c, d = min(n + 2 * quarter, last), min(n + 3 * quarter, last)
+    quarter = last // 4 + 1  # of the rows; what would be after the last row repeats it
+    for n in prange(quarter):
+        a, b = np.int64(n), min(np.int64(n) + quarter, last)
+        c, d = min(a + 2 * quarter, last), min(a + 3 * quarter, last)
         for i in range(0, last_row + 1, 2):
             j = min(i + 1, last_row)
             ia = ib = ic = id = ja = jb = jc = jd = np.float32(0)

@@ -16,7 +16,6 @@ same sizes and the same addresses. Therefore
 
 import logging
 import os
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -189,16 +188,14 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     """The checkpoint's dtype, or one in which this processor is faster."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    if device.type == "cpu" and model_dtype == torch.bfloat16:
-        is_fast = HAS_KERNEL or torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if is_fast else torch.float32
-    if device.type == "cpu" and model_dtype == torch.float16:
-        is_fast = torch.cpu._is_avx512_bf16_supported()
-        return torch.bfloat16 if is_fast else torch.float32
-    if device.type == "cuda" and model_dtype == torch.bfloat16:
-        is_fast = torch.cuda.get_device_properties(device).major >= 8
-        return torch.bfloat16 if is_fast else torch.float16
-    return model_dtype or torch.float32
+    if model_dtype not in (torch.bfloat16, torch.float16):
+        return model_dtype or torch.float32
+    if device.type == "cuda":
+        is_old = torch.cuda.get_device_properties(device).major < 8
+        return torch.float16 if is_old else model_dtype
+    has_kernel = HAS_KERNEL and model_dtype == torch.bfloat16
+    is_fast = has_kernel or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 # A backend's file is imported only if it is used, because it may need a package that is
@@ -216,7 +213,7 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
         if torch.cuda.get_device_properties(device).major >= 8:
             names = ["triton", "flash", "torch"]
     else:
-        if sys.platform == "linux" and dtype != torch.float16:
+        if HAS_KERNEL and dtype != torch.float16:
             names = ["numba", "torch"]
         if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of both classes
             names += ["triton", "flash"]

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -28,8 +29,8 @@ from nanopaged.attention import Metadata, TorchAttention, place_tokens
 pytest.importorskip("numba", reason="pip install numba")
 pytest.importorskip("triton", reason="pip install triton")
 
-from nanopaged import cpu_kernels  # noqa: E402
 from nanopaged.cpu_attention import NumbaAttention  # noqa: E402
+from nanopaged.cpu_products import float32_product  # noqa: E402
 from nanopaged.gpu_attention import FlashAttention, TritonAttention  # noqa: E402
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -301,18 +302,12 @@ def test_the_plan_of_the_docstring():
 # -- The CPU's kernel ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("threads", [1, 2, 8])
 def test_threads_share_the_programs(threads, monkeypatch):
+    """As many of them as torch uses, or as there are cores."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    calls, run_programs = [], cpu_kernels.run_programs
-
-    def run(first, stride, *arrays):
-        calls.extend(range(first, 6 * 2, stride))
-        run_programs(first, stride, *arrays)
-
-    monkeypatch.setattr(cpu_kernels, "run_programs", run)
     Case([(90, 1), (17, 2), (0, 9), (3000, 1), (0, 2)], (4, 2, 64), 16).check("numba")
-    assert sorted(calls) == [*range(6 * 2)], "each of 6 queries and 2 KV heads once"
+    assert numba.get_num_threads() == min(threads, numba.config.NUMBA_NUM_THREADS)
 
 
 def test_several_engines_may_decode_at_once():
@@ -329,31 +324,47 @@ def test_several_engines_may_decode_at_once():
 
 
 SMALL_CASES = """
+import os
 import sys
 import torch
 import test_attention
-assert "{kind}" in str(type(test_attention.cpu_kernels.run_programs))
-torch.save(test_attention.small_cases(), sys.argv[1])
+from nanopaged import cpu_kernels
+outs = test_attention.small_cases()
+if (child := os.fork()) == 0:
+    torch.testing.assert_close(outs, test_attention.small_cases(), rtol=1e-5, atol=1e-6)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0, "the forked process"
+torch.save(outs, sys.argv[1])
+print(type(cpu_kernels.run_programs).__name__)
 """
 
 
 def small_cases():
-    return [Case([(5, 1), (0, 1), (3, 2), (21, 1)], (4, 2, 8), 4, dtype).check("numba")
-            for dtype in (F32, BF16)]
+    """Outputs of attention, and of a product in which bfloat16 becomes float32."""
+    torch.manual_seed(1)
+    weight = torch.randn(13, 8).to(BF16)
+    return [float32_product(torch.randn(5, 8), weight, None)] + [
+        Case([(5, 1), (0, 1), (3, 2), (21, 1)], (4, 2, 8), 4, dtype).check("numba")
+        for dtype in (F32, BF16)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["function", "Dispatcher"])
-def test_the_kernel_as_plain_python_and_without_a_folder_for_compiled_code(
-        kind, tmp_path):
-    """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder."""
+@pytest.mark.parametrize("layer", ["default", "workqueue"])
+@pytest.mark.parametrize("kind", ["function", "CPUDispatcher"])
+def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
+        kind, layer, tmp_path):
+    """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder,
+    and may lack GNU's OpenMP.
+    """
     copy = shutil.copytree(Path(start_up.__file__).parent, tmp_path / "nanopaged",
                            ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "__pycache__").touch()  # a file, so not even root can write into it
-    run_python("-c", SMALL_CASES.format(kind=kind), str(tmp_path / "outs"),
-               cwd=tmp_path, PYTHONPATH=str(Path(__file__).parent), HOME="/dev/null",
-               XDG_CACHE_HOME=None, NUMBA_CACHE_DIR=None,
-               NUMBA_DISABLE_JIT=str(int(kind == "function")))
+    printed = run_python(
+        "-c", SMALL_CASES, str(tmp_path / "outs"), cwd=tmp_path, HOME="/dev/null",
+        PYTHONPATH=str(Path(__file__).parent), XDG_CACHE_HOME=None,
+        NUMBA_CACHE_DIR=None, NUMBA_DISABLE_JIT=str(int(kind == "function")),
+        NUMBA_THREADING_LAYER=layer)
+    assert printed.split() == [kind]
     torch.testing.assert_close(
         small_cases(), torch.load(tmp_path / "outs"), rtol=1e-2, atol=1e-6)
 
