@@ -6,15 +6,18 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import numba
 import numpy as np
 import torch
+from numba import njit, prange
 from torch import Tensor
 
-from nanopaged import cpu_kernels, product_kernel
+from nanopaged import product_kernel
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
+from nanopaged.cpu_kernels import run_program
 
 MIN_QUERIES = 9  # measured: with up to 8 queries, the kernel is usually faster
 
@@ -44,8 +47,10 @@ class NumbaAttention(TorchAttention):
         is_bfloat16 = kv_cache.dtype == torch.bfloat16
         bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
         attended = torch.empty_like(queries)
-        run(cpu_kernels.run_programs, attended.numpy(), queries.numpy(), bits.numpy(),
-            metadata.block_tables.numpy(), table_starts.numpy(), num_keys.numpy())
+        is_large = self.num_kv_heads * int(num_keys.sum()) > 4096
+        run(run_programs, is_large, attended.numpy(), queries.numpy(),
+            bits.numpy(), metadata.block_tables.numpy(), table_starts.numpy(),
+            num_keys.numpy())
         attended = attended.flatten(1).to(q.dtype)
         if is_all:
             return attended
@@ -56,11 +61,15 @@ class NumbaAttention(TorchAttention):
 
 # -- Threads and memory ----------------------------------------------------------------
 
-# Keep the compiled code for the next start, unless there is no folder where it can be
-# written (RuntimeError) or the function is plain Python (AttributeError).
-with suppress(RuntimeError, AttributeError):
-    cpu_kernels.run_programs.enable_caching()
-    product_kernel.run_products.enable_caching()
+@njit(nogil=True)
+def run_programs(out: Any, q: Any, *others: Any) -> None:
+    """Run all programs. `prange` is a `range` that may be divided among threads."""
+    num_queries, num_kv_heads, _, _ = q.shape
+    for program in prange(num_queries * num_kv_heads):
+        # Head by head, so that each thread gets short sequences as well as long ones.
+        kv_head, query = divmod(np.int64(program), num_queries)  # it was unsigned
+        run_program(query, kv_head, out, q, *others)
+
 
 # Numba divides work among its threads by OpenMP (the library libgomp), by TBB, or by a
 # queue of its own. After each operation torch's threads spin for a while, ready for the
@@ -69,27 +78,39 @@ with suppress(RuntimeError, AttributeError):
 CONFIG: Any = numba.config
 CONFIG.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 LOCK = threading.RLock()  # without it, the queue would fail if two threads used it
-PARENT = os.getpid()
 
 
-def run(kernel: Any, *arrays: Any) -> None:
-    """Run a compiled kernel on as many threads as torch uses."""
-    if os.getpid() != PARENT and hasattr(kernel, "py_func"):
-        without_threads(kernel)(*arrays)
+def run(kernel: Any, is_large: bool, *arrays: Any) -> None:
+    """Run a kernel. If there is much to do, use as many threads as torch."""
+    num_threads = min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS)
+    if num_threads == 1 or not is_large:
+        kernel(*arrays)
         return
     with LOCK:
-        numba.set_num_threads(min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS))
-        kernel(*arrays)
+        numba.set_num_threads(num_threads)
+        with_threads(kernel)(*arrays)
 
 
 @cache
-def without_threads(kernel: Any) -> Any:
-    """The same kernel with `prange` as a plain `range`, for a forked process: GNU's
-    OpenMP would end it if it used threads, as its parent has.
-    """
-    options = kernel.targetoptions | {"parallel": False}
-    return numba.jit(**options)(kernel.py_func)
+def with_threads(kernel: Any) -> Any:
+    """The same kernel, in which `prange` divides its range among threads."""
+    source = getattr(kernel, "py_func", kernel)
+    function = FunctionType(source.__code__, source.__globals__)
+    function.__qualname__ += "_with_threads"  # so it has its own place in the cache
+    return keep(njit(parallel=True, nogil=True)(function))
 
+
+def keep(kernel: Any) -> Any:
+    """Keep the compiled code for the next start, unless there is no folder where it can
+    be written (RuntimeError) or the function is plain Python (AttributeError).
+    """
+    with suppress(RuntimeError, AttributeError):
+        kernel.enable_caching()
+    return kernel
+
+
+keep(run_programs)
+keep(product_kernel.run_products)
 
 if sys.platform == "linux":
     # Let glibc's malloc keep freed memory, because the next step needs it again. By
@@ -100,5 +121,6 @@ if sys.platform == "linux":
     libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
 
 if sys.platform != "win32":
-    # A forked process has one thread. torch would wait for those its parent had.
+    # A forked process has one thread. torch would wait for those its parent had, and
+    # GNU's OpenMP would end the process.
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))

@@ -27,14 +27,16 @@ with the score 5:
 # mypy: ignore-errors
 
 import numpy as np
-from numba import njit, prange
+from numba import njit
+
+# Sums in any order, for vector instructions. NaN is still respected.
+FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
-# The flags allow sums in any order, for vector instructions. NaN is still respected.
-@njit(nogil=True, parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_programs(out, q, kv_cache, block_tables, table_starts, num_keys):
-    """Fill `out`. A program (Triton's word) computes one KV head for one query, and
-    `prange` is a `range` whose programs are divided among threads.
+@njit(nogil=True, fastmath=FASTMATH)
+def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, num_keys):
+    """Compute one KV head for one query: a program, in Triton's words. Threads divide
+    the programs of a step.
 
     out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
                   already divided by sqrt(d)
@@ -43,49 +45,45 @@ def run_programs(out, q, kv_cache, block_tables, table_starts, num_keys):
     table_starts  [num_queries]: where the block table of each query's sequence starts
     num_keys      [num_queries]: how many keys each sees; nothing after them is read
     """
-    num_queries, num_kv_heads, group_size, head_dim = q.shape
+    _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
+    scores = np.empty(block_size, np.float32)
+    block_table = block_tables[table_starts[query] :]
+    end = num_keys[query]
+    highest = np.full(group_size, -1e30, np.float32)  # below any score
+    total = np.zeros(group_size, np.float32)
+    acc = np.zeros((group_size, head_dim), np.float32)
 
-    for program in prange(num_queries * num_kv_heads):
-        # Head by head, so that each thread gets short sequences as well as long ones.
-        kv_head, query = divmod(np.int64(program), num_queries)  # it was unsigned
-        scores = np.empty(block_size, np.float32)
-        block_table = block_tables[table_starts[query] :]
-        end = num_keys[query]
-        highest = np.full(group_size, -1e30, np.float32)  # below any score
-        total = np.zeros(group_size, np.float32)
-        acc = np.zeros((group_size, head_dim), np.float32)
+    for j in range((end + block_size - 1) // block_size):
+        k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
+        v = kv_cache[block_table[j], 1, kv_head]
+        num_here = min(block_size, end - j * block_size)  # keys in this block
 
-        for j in range((end + block_size - 1) // block_size):
-            k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
-            v = kv_cache[block_table[j], 1, kv_head]
-            num_here = min(block_size, end - j * block_size)  # keys in this block
-
-            # All query heads of the group use the block while it is in the processor's
-            # cache. One head after the other would take about twice as long.
-            for g in range(group_size):
-                higher = highest[g]
-                for key in range(num_here):
-                    score = np.float32(0)
-                    for dim in range(head_dim):
-                        score += q[query, kv_head, g, dim] * to_float32(k[key, dim])
-                    scores[key] = score
-                    higher = max(higher, score)
-
-                # If this block has a higher score, shrink the sums so far.
-                shrink = np.exp(highest[g] - higher)
-                highest[g] = higher
-                total[g] *= shrink
+        # All query heads of the group use the block while it is in the processor's
+        # cache. One head after the other would take about twice as long.
+        for g in range(group_size):
+            higher = highest[g]
+            for key in range(num_here):
+                score = np.float32(0)
                 for dim in range(head_dim):
-                    acc[g, dim] *= shrink
+                    score += q[query, kv_head, g, dim] * to_float32(k[key, dim])
+                scores[key] = score
+                higher = max(higher, score)
 
-                for key in range(num_here):
-                    prob = np.exp(scores[key] - higher)
-                    total[g] += prob
-                    for dim in range(head_dim):
-                        acc[g, dim] += prob * to_float32(v[key, dim])
+            # If this block has a higher score, shrink the sums so far.
+            shrink = np.exp(highest[g] - higher)
+            highest[g] = higher
+            total[g] *= shrink
+            for dim in range(head_dim):
+                acc[g, dim] *= shrink
 
-        out[query, kv_head] = acc / total.reshape(-1, 1)
+            for key in range(num_here):
+                prob = np.exp(scores[key] - higher)
+                total[g] += prob
+                for dim in range(head_dim):
+                    acc[g, dim] += prob * to_float32(v[key, dim])
+
+    out[query, kv_head] = acc / total.reshape(-1, 1)
 
 
 @njit(inline="always")

@@ -36,6 +36,13 @@ def pack(linear: nn.Linear) -> None:
     linear.forward = partial(product, weight=weight, bias=bias)  # type: ignore
 
 
+def unpack(linear: nn.Linear) -> None:
+    """Undo `pack`, so that the weights can be changed."""
+    vars(linear).pop("forward", None)
+    if linear.weight.is_mkldnn:
+        linear.weight = nn.Parameter(linear.weight.to_dense(), False)
+
+
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product of a weight that oneDNN has reordered, 1.3 to 4 times as fast.
 
@@ -69,7 +76,8 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # NumPy has no bfloat16, and the kernel takes pairs.
         pairs = weight.view(torch.uint16).numpy().view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
-        cpu_attention.run(product_kernel.run_products, out.numpy(), even, odd, pairs)
+        cpu_attention.run(product_kernel.run_products, weight.numel() > 2**16,
+                          out.numpy(), even, odd, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias

@@ -4,10 +4,20 @@
 import numpy as np
 from numba import njit, prange
 
+from nanopaged.cpu_kernels import FASTMATH
 
-@njit(nogil=True, parallel=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
-def run_products(out, even, odd, weight):
-    """Compute out = x W^T.
+
+@njit(nogil=True)
+def run_products(out, *others):
+    """Compute out = x W^T; `run_four` has the arguments."""
+    quarter = (out.shape[1] + 3) // 4
+    for n in prange(quarter):
+        run_four(np.int64(n), quarter, out, *others)
+
+
+@njit(nogil=True, fastmath=FASTMATH)
+def run_four(n, quarter, out, even, odd, weight):
+    """Compute the outputs for four rows of W: n, n + quarter, and so on.
 
     out        [num_rows, num_outputs], float32
     even, odd  [num_rows, size / 2], float32: every other number of x, from 0 and from 1
@@ -19,24 +29,23 @@ def run_products(out, even, odd, weight):
     is used twice; and two numbers of W, which need not be moved apart.
     """
     last, last_row = len(weight) - 1, len(out) - 1
-    quarter = last // 4 + 1  # of the rows; what would be after the last row repeats it
-    for n in prange(quarter):
-        a, b = np.int64(n), min(np.int64(n) + quarter, last)
-        c, d = min(a + 2 * quarter, last), min(a + 3 * quarter, last)
-        for i in range(0, last_row + 1, 2):
-            j = min(i + 1, last_row)
-            ia = ib = ic = id = ja = jb = jc = jd = np.float32(0)
-            for k in range(even.shape[1]):
-                ia += multiply(weight[a, k], even[i, k], odd[i, k])
-                ja += multiply(weight[a, k], even[j, k], odd[j, k])
-                ib += multiply(weight[b, k], even[i, k], odd[i, k])
-                jb += multiply(weight[b, k], even[j, k], odd[j, k])
-                ic += multiply(weight[c, k], even[i, k], odd[i, k])
-                jc += multiply(weight[c, k], even[j, k], odd[j, k])
-                id += multiply(weight[d, k], even[i, k], odd[i, k])
-                jd += multiply(weight[d, k], even[j, k], odd[j, k])
-            out[i, a], out[i, b], out[i, c], out[i, d] = ia, ib, ic, id
-            out[j, a], out[j, b], out[j, c], out[j, d] = ja, jb, jc, jd
+    # What would be after the last row repeats it.
+    a, b = n, min(n + quarter, last)
+    c, d = min(n + 2 * quarter, last), min(n + 3 * quarter, last)
+    for i in range(0, last_row + 1, 2):
+        j = min(i + 1, last_row)
+        ia = ib = ic = id = ja = jb = jc = jd = np.float32(0)
+        for k in range(even.shape[1]):
+            ia += multiply(weight[a, k], even[i, k], odd[i, k])
+            ja += multiply(weight[a, k], even[j, k], odd[j, k])
+            ib += multiply(weight[b, k], even[i, k], odd[i, k])
+            jb += multiply(weight[b, k], even[j, k], odd[j, k])
+            ic += multiply(weight[c, k], even[i, k], odd[i, k])
+            jc += multiply(weight[c, k], even[j, k], odd[j, k])
+            id += multiply(weight[d, k], even[i, k], odd[i, k])
+            jd += multiply(weight[d, k], even[j, k], odd[j, k])
+        out[i, a], out[i, b], out[i, c], out[i, d] = ia, ib, ic, id
+        out[j, a], out[j, b], out[j, c], out[j, d] = ja, jb, jc, jd
 
 
 @njit(inline="always")

@@ -302,12 +302,16 @@ def test_the_plan_of_the_docstring():
 # -- The CPU's kernel ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("threads", [1, 2, 8])
-def test_threads_share_the_programs(threads, monkeypatch):
+def test_threads_share_the_programs_and_change_no_bit(monkeypatch):
     """As many of them as torch uses, or as there are cores."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    Case([(90, 1), (17, 2), (0, 9), (3000, 1), (0, 2)], (4, 2, 64), 16).check("numba")
-    assert numba.get_num_threads() == min(threads, numba.config.NUMBA_NUM_THREADS)
+    outs = []
+    for threads in (1, 2, 8):
+        monkeypatch.setattr(torch, "get_num_threads", lambda n=threads: n)
+        outs.append(Case([(90, 1), (17, 2), (0, 9), (3000, 1), (0, 2)], (4, 2, 64),
+                         16).check("numba"))
+        most = min(threads, numba.config.NUMBA_NUM_THREADS)
+        assert threads == 1 or numba.get_num_threads() == most
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
 def test_several_engines_may_decode_at_once():
@@ -329,13 +333,14 @@ import sys
 import torch
 import test_attention
 from nanopaged import cpu_kernels
+torch.set_num_threads(2)
 outs = test_attention.small_cases()
 if (child := os.fork()) == 0:
     torch.testing.assert_close(outs, test_attention.small_cases(), rtol=1e-5, atol=1e-6)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0, "the forked process"
 torch.save(outs, sys.argv[1])
-print(type(cpu_kernels.run_programs).__name__)
+print(type(cpu_kernels.run_program).__name__)
 """
 
 
@@ -344,8 +349,8 @@ def small_cases():
     torch.manual_seed(1)
     weight = torch.randn(13, 8).to(BF16)
     return [float32_product(torch.randn(5, 8), weight, None)] + [
-        Case([(5, 1), (0, 1), (3, 2), (21, 1)], (4, 2, 8), 4, dtype).check("numba")
-        for dtype in (F32, BF16)]
+        Case([(keys, 1), (0, 1), (3, 2), (21, 1)], (4, 2, 8), 4, dtype).check("numba")
+        for keys in (5, 2500) for dtype in (F32, BF16)]  # 2500 are for several threads
 
 
 @pytest.mark.slow

@@ -225,17 +225,17 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 
 def test_ctrl_c_in_the_cpu_kernel(llama, monkeypatch):
     """Compiled code is not interrupted; Ctrl-C is seen as soon as it has returned."""
-    from nanopaged import cpu_kernels
+    from nanopaged import cpu_attention
 
     def strike(*arrays):  # from the signal on, no Python runs until the kernel does
         calls = partial(signal.raise_signal, signal.SIGINT), partial(kernel, *arrays)
         deque(map(methodcaller("__call__"), calls), 0)
 
-    kernel = cpu_kernels.run_programs
+    kernel = cpu_attention.run_programs
     with LLM(llama, **CPU) as llm, deadline():
         answers = generate(llm, [[5, 6, 7]], greedy(3))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(cpu_kernels, "run_programs", strike)
+            patch.setattr(cpu_attention, "run_programs", strike)
             generate(llm, [[5, 6, 7]], greedy(3))
         assert generate(llm, [[5, 6, 7]], greedy(3)) == answers
 
