@@ -5,7 +5,7 @@ scheduler, beam_search, model_runner, attention, cpu_kernels, model, sampler.
 
 Second reading, what makes it fast, safe and large: config, outputs, serving,
 detokenizer, start_up, loader, parallel, cpu_products, cpu_attention,
-product_kernel, gpu_attention, kernels, drawing, fused.
+product_kernel, gpu_attention, kernels, processors, drawing, fused.
 """
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams

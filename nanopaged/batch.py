@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanopaged.block_manager import Moves
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import Sequence, SequenceGroup
 
 
 @dataclass
@@ -37,5 +37,6 @@ class Batch:
     # Copies of blocks to make before the model runs, one after another: for swaps and
     # for copy-on-write. A later one may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
-    # For the sampler and for `Scheduler.update`. Only rank 0 knows the sequences.
+    # For the sampler and for `Scheduler.update`. Only rank 0 knows these objects.
     receivers: list[Sequence] = field(default_factory=list)
+    groups: list[SequenceGroup] = field(default_factory=list)  # of each entry

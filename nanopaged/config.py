@@ -8,17 +8,25 @@ makes a changed copy.
 from dataclasses import dataclass, fields
 from inspect import formatannotation
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import type_validator
 
 # The bounds of numbers whose range is not 0 to 2**63 - 1.
 LEAST = {
-    "n": 1, "top_p": 1e-6, "max_tokens": 1, "beam_width": 1, "length_penalty": -10,
-    "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1,
-    "gpu_memory_utilization": 0.01, "tensor_parallel_size": 1}
+    "n": 1, "top_p": 1e-6, "top_k": -1, "max_tokens": 1, "repetition_penalty": 1e-6,
+    "presence_penalty": -2, "frequency_penalty": -2, "beam_width": 1,
+    "length_penalty": -10, "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1,
+    "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.01,
+    "tensor_parallel_size": 1}
 MOST = {"temperature": 1e30, "top_p": 1, "min_p": 1, "length_penalty": 10,
-        "gpu_memory_utilization": 1}
+        "presence_penalty": 2, "frequency_penalty": 2, "gpu_memory_utilization": 1}
+# Options of vLLM that could not change anything here.
+NO_EFFECT = {
+    "disable_custom_all_reduce", "disable_log_stats", "distributed_executor_backend",
+    "download_dir", "enable_chunked_prefill", "max_logprobs",
+    "max_parallel_loading_workers", "max_seq_len_to_capture", "model_impl",
+    "spaces_between_special_tokens", "tokenizer_mode", "trust_remote_code"}
 
 
 def check(is_right: bool, name: str, expected: object, value: object,
@@ -31,9 +39,17 @@ def check(is_right: bool, name: str, expected: object, value: object,
 class Checked:
     """Base of the dataclasses that check their fields when they are made."""
 
+    def __new__(cls, *_: Any, **options: Any) -> Any:
+        for name in options.keys() & NO_EFFECT:
+            raise TypeError(f"{name} has no effect here: leave it out")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
+            if hasattr(value, "item"):  # a number of numpy or torch
+                value = value.item()
+                object.__setattr__(self, field.name, value)
             expected = formatannotation(field.type)
             error = ValueError if expected.startswith("Literal") else TypeError
             try:
@@ -52,8 +68,8 @@ class SamplingParams(Checked):
 
     n: how many continuations to generate. They share the prompt's K and V.
     temperature: 0 always takes the most likely token.
-    top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` keep
-        all of them.
+    top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` (or
+        -1) keep all of them.
     min_p: sample only tokens that are at least `min_p` times as likely as the most
         likely one.
     max_tokens: None means as many as the engine's `max_model_len` allows.
@@ -66,7 +82,19 @@ class SamplingParams(Checked):
         engine choose one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
         every position, in addition to the sampled token.
+    prompt_logprobs: the same for the tokens of the prompt. It is then computed without
+        the prefix cache.
     cache_salt: only requests with the same salt share cached blocks.
+    skip_special_tokens: leave special tokens out of the text.
+    repetition_penalty: above 1 makes tokens of the prompt and the answer less likely.
+    presence_penalty, frequency_penalty: what is subtracted from the logit of each token
+        of the answer: once, and once for each time that it occurs.
+    logit_bias: what to add to the logits, by token id.
+    logits_processors: functions that change the logits, called one after another before
+        all other options take effect. Each gets the ids of the tokens so far,
+        [1, num_tokens], and their logits, [1, vocab_size], and returns new logits.
+        Those of transformers will do. All sequences of a request share an object, so
+        one that has a state is for n=1.
     """
 
     n: int = 1
@@ -81,10 +109,21 @@ class SamplingParams(Checked):
     ignore_eos: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     cache_salt: str | None = None
+    skip_special_tokens: bool = True
+    repetition_penalty: float | int = 1.0
+    presence_penalty: float | int = 0.0
+    frequency_penalty: float | int = 0.0
+    logit_bias: dict[int, float | int] | None = None
+    logits_processors: list[Any] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        check(all(map(callable, self.logits_processors or [])), "logits_processors",
+              "functions", self.logits_processors, TypeError)
         check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
         most = self.max_tokens or self.min_tokens  # None is no limit
         check(self.min_tokens <= most, "min_tokens", f"at most max_tokens={most}",
@@ -93,6 +132,13 @@ class SamplingParams(Checked):
     @property
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def change_logits(self) -> bool:
+        """Whether the logits depend on the tokens so far, or on a bias."""
+        penalties = self.presence_penalty, self.frequency_penalty
+        return bool(self.logits_processors or self.logit_bias or any(penalties)
+                    or self.repetition_penalty != 1)
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,20 @@ BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 @lru_cache(2**18)  # its weak references keep no tokenizer in memory
-def token_bytes(tokenizer_ref: ref[Any], token: int) -> tuple[bytes, bytes]:
+def token_bytes(tokenizer_ref: ref[Any], token: int,
+                skip_special_tokens: bool = True) -> tuple[bytes, bytes]:
     """The bytes of a token at the beginning of a text, and after other tokens.
 
     They differ if the tokenizer drops the space before the first word. Such a tokenizer
     decodes a token as "block", and the same token twice as "block block", so the bytes
-    are those of "block" and " block". Special tokens have none.
+    are those of "block" and " block". Special tokens that are skipped have none.
 
     A token must not change the text before it. Those of Llama, Mistral and Qwen do not.
     """
     tokenizer: Any = tokenizer_ref()
-    once, twice = (tokenizer.decode([token] * count, skip_special_tokens=True)
-                   for count in (1, 2))
+    once, twice = (
+        tokenizer.decode([token] * count, skip_special_tokens=skip_special_tokens)
+        for count in (1, 2))
     first, later = once.encode(), twice[len(once) :].encode()
     if "\ufffd" in once:  # "�", which stands for bytes that are not a whole character
         name = tokenizer.convert_ids_to_tokens(token)
@@ -50,8 +52,10 @@ def token_bytes(tokenizer_ref: ref[Any], token: int) -> tuple[bytes, bytes]:
 class Detokenizer:
     """The text of one sequence."""
 
-    def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str]) -> None:
+    def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str],
+                 skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
+        self.skip_special_tokens = skip_special_tokens
         self.stops = sorted(stops)  # so the shorter of two at the same place wins
         self.stopped_by: str | None = None
         self.waiting = b""  # the first bytes of a character that is not complete yet
@@ -74,7 +78,8 @@ class Detokenizer:
         data = bytearray(self.waiting)
         try:
             for token in token_ids[self.num_read :]:
-                first, later = token_bytes(ref(self.tokenizer), token)
+                first, later = token_bytes(
+                    ref(self.tokenizer), token, self.skip_special_tokens)
                 data += later if self.has_begun else first
                 self.has_begun |= bool(later)
         except Exception:  # this text ends here, but other requests go on

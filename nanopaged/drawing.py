@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanopaged.batch import Batch
 from nanopaged.fused import fused
 from nanopaged.outputs import Logprob, Logprobs
 
@@ -126,11 +127,33 @@ def lowest_kept(values: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tenso
 
 
 def report_logprobs(logits: Tensor, token: int, count: int) -> Logprobs:
-    """The sampled token's log-probability, then those of the `count` most likely.
+    """The token's log-probability, then those of the `count` most likely ones.
 
     logits: [vocab_size]
     """
     logprobs = logits.float().log_softmax(-1)
     likely = logprobs.topk(min(count, len(logprobs))).indices
     tokens = [token, *likely.tolist()]
-    return dict(zip(tokens, map(Logprob, logprobs[tokens].tolist()), strict=True))
+    ranks = [1 + int((logprobs > logprobs[token]).sum()), *range(1, len(tokens))]
+    found = map(Logprob, logprobs[tokens].tolist(), ranks)
+    return dict(zip(tokens, found, strict=True))
+
+
+def score_prompts(head: Any, states: Tensor, batch: Batch) -> None:
+    """Report the log-probabilities of prompt tokens, each from the state before it.
+
+    states: [num_tokens, hidden_size]. All their logits at once could take gigabytes.
+    """
+    if all(group.params.prompt_logprobs is None for group in batch.groups):
+        return
+    entries = states[: sum(batch.counts)].split(batch.counts)
+    for group, entry, end in zip(batch.groups, entries, batch.ends, strict=False):
+        if (count := group.params.prompt_logprobs) is None:
+            continue
+        first = end - len(entry)
+        tokens = group.prompt_token_ids[first + 1 : end + 1]
+        for start in range(0, len(tokens), 256):
+            logits = head(entry[start : start + 256])
+            for i, (row, token) in enumerate(zip(logits, tokens[start:], strict=False)):
+                position = first + start + i + 1
+                group.prompt_logprobs[position] = report_logprobs(row, token, count)

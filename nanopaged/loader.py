@@ -5,7 +5,7 @@ if one is missing, or if one is left over that could change an answer.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.config import EngineConfig, SamplingParams, check
-from nanopaged.cpu_products import compute_dtype, pack
+from nanopaged.cpu_products import compute_dtype, pack, unpack
 from nanopaged.model import CausalLM, Linear
 from nanopaged.parallel import Ranks
 
@@ -49,6 +49,8 @@ def load_config(name: str | Path) -> Any:
     facts = config.to_dict()
     # In transformers 5, all fields about positions are in this one.
     facts |= facts.get("rope_parameters", {})
+    check("quantization_config" not in facts, "quantization_config in config.json",
+          "absent (only plain weights are read)", facts.get("quantization_config"))
     for field, known in KNOWN.items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
@@ -83,7 +85,7 @@ def load_generation_config(name: str | Path,
         top_k, top_p = fields.pop("top_k", 0), fields.pop("top_p", 1.0)
         params = SamplingParams(
             temperature=fields.pop("temperature", 1.0),
-            top_k=0 if top_k == -1 else top_k,  # -1 is another way to keep all tokens
+            top_k=top_k,
             top_p=top_p or 1e-6,  # 0 is another way to keep only the most likely one
             min_p=fields.pop("min_p", 0.0),
             max_tokens=fields.pop("max_new_tokens", 16))
@@ -122,10 +124,13 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
             parameter.normal_(mean, 0.02, generator=generator)
     else:
         load_checkpoint(model, BUNDLED if config.model is None else config.model, ranks)
-    for module in model.modules():
-        if type(module) is Linear:
-            pack(module)
+    for linear in linears(model):
+        pack(linear)
     return model
+
+
+def linears(model: nn.Module) -> list[Linear]:
+    return [module for module in model.modules() if type(module) is Linear]
 
 
 def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
@@ -135,7 +140,41 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     for each tensor. Otherwise everything read from it would stay in memory.
     """
     files = find_tensors(source)
-    if "lm_head.weight" in files:  # then it counts, even if config.json says it is tied
+
+    def read(name: str) -> Tensor:
+        with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
+            return tensors.get_tensor(name)  # type: ignore[no-any-return]
+
+    for target, share in match_tensors(model, files, read, ranks, str(source)):
+        target.copy_(share)
+
+
+@torch.no_grad()
+def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -> None:
+    """The same for tensors in memory. Nothing changes before all have been checked."""
+    check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
+    for linear in linears(model):
+        unpack(linear)
+    try:
+        is_shared = model.lm_head.weight is model.model.embed_tokens.weight
+        if ranks.local_config.tie_word_embeddings and not is_shared:
+            tied: Any = weights.get("model.embed_tokens.weight")
+            weights = {"lm_head.weight": tied} | weights
+        for target, tensor in list(match_tensors(
+                model, weights, weights.__getitem__, ranks, "load_weights")):
+            target.copy_(tensor)
+    finally:
+        for linear in linears(model):
+            pack(linear)
+
+
+def match_tensors(
+        model: CausalLM, names: Collection[str], read: Callable[[str], Tensor],
+        ranks: Ranks, source: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every tensor of a checkpoint with these names: where it belongs, and this
+    rank's share of it; ValueError if one does not fit.
+    """
+    if "lm_head.weight" in names:  # then it counts, even if config.json says it is tied
         head = model.lm_head
         head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
 
@@ -152,24 +191,22 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         for each, target in zip(stacked, rows, strict=True):
             targets[name.replace(own_name, each)] = target, divided
     # Old checkpoints also have the angles by which Q and K are rotated.
-    names = {name for name in files if ".rotary_emb." not in name}
-    check(names == targets.keys(), f"the weights in {source}",
+    known = {name for name in names if ".rotary_emb." not in name}
+    check(known == targets.keys(), f"the weights in {source}",
           "exactly the tensors that config.json calls for",
-          {"missing": sorted(targets.keys() - names),
-           "left over": sorted(names - targets.keys())})
+          {"missing": sorted(targets.keys() - known),
+           "left over": sorted(known - targets.keys())})
 
     for name, (target, divided) in targets.items():
-        with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
-            tensor = share = tensors.get_tensor(name)
+        tensor = share = read(name)
         if divided in range(tensor.ndim):  # neither None, nor columns of a bias
             share = tensor.tensor_split(ranks.size, divided)[ranks.rank]
-        check(share.shape == target.shape, f"the shape of {name} in {files[name]}",
+        check(share.shape == target.shape, f"the shape of {name} in {source}",
               f"{list(target.shape)} for each rank", list(tensor.shape))
-        target.copy_(share)
         # This bias is not divided, although its matrix is. The ranks' results are added
         # up, so only rank 0 may add it.
-        if divided == 1 and target.ndim == 1 and ranks.rank > 0:
-            target.zero_()
+        is_added = divided != 1 or target.ndim != 1 or ranks.rank == 0
+        yield target, share if is_added else torch.zeros_like(share)
 
 
 def find_tensors(source: str | Path) -> dict[str, Path]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged import drawing
 from nanopaged.attention import Metadata, TorchAttention, cdiv, place_tokens
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
@@ -78,6 +79,7 @@ class ModelRunner:
             return SamplerOutput(self.last_tokens[:0], {})
 
         states, metadata = self._compute(batch)
+        drawing.score_prompts(self.model.head, states, batch)
         logits = self.model.head(states[metadata.last_indices])
         output = sample(logits, batch.receivers)
         # Only rank 0 knows the requests. The others take the most likely tokens, and

@@ -5,9 +5,12 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """The log-probability of a token, before temperature and limits change it."""
+    """The log-probability of a token, before any option changes it, and its rank: 1 is
+    the most likely token.
+    """
 
     logprob: float
+    rank: int = 1
 
 
 # By token id: first the sampled token, then the most likely ones.
@@ -37,6 +40,7 @@ class RequestOutput:
     """The answer to a request so far.
 
     `num_cached_tokens` is how many prompt tokens were found in the prefix cache.
+    `prompt_logprobs` has a dict for every prompt token, except None for the first one.
     """
 
     request_id: str
@@ -45,6 +49,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int
+    prompt_logprobs: list[Logprobs | None] | None = None
 
 
 @dataclass

@@ -35,9 +35,9 @@ dist: Any = torch.distributed
 # The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
 # otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-# The fields of a batch that are sent: all but the last, which matters only to rank 0.
+# The fields of a batch that are sent: all but the last two, which only rank 0 needs.
 # Moves are sent as one flat list. Nothing is unpickled.
-FIELDS = [field.name for field in fields(Batch)[:-1]]
+FIELDS = [field.name for field in fields(Batch)[:-2]]
 
 
 class Ranks:

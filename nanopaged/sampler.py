@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanopaged import drawing
 from nanopaged.outputs import Logprobs
+from nanopaged.processors import process
 from nanopaged.sequence import Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
@@ -43,16 +44,10 @@ class SamplerOutput:
 
 
 def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
-    """One token for each row of logits, [num_samples, vocab_size], and so for each of
-    the sequences that receive them.
-    """
+    """A token for each sequence, from its row of logits: [num_samples, vocab_size]."""
     raw, device = logits, logits.device
     params = [seq.group.params for seq in seqs]
-    banned = [(i, token) for i, seq in enumerate(seqs) for token in seq.banned_tokens]
-    if banned:
-        at = drawing.to_device(banned, device).unbind(1)
-        logits = logits.index_put(at, logits.new_full((), -torch.inf))
-
+    logits = process(logits, seqs)
     tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     drawers = [p for p in params if p.temperature >= GREEDY]
     if drawers:

@@ -9,9 +9,8 @@ A group is admitted, preempted and resumed as a whole (gang scheduling). When th
 is full, the youngest running group has to wait again. Either its blocks move to CPU
 memory (swap), or its K and V are given up and computed again later (recompute).
 
-A request that can never fit is refused when it is made. All others are served sooner
-or later: the oldest group is the last to be preempted, and it fits into the pool on
-its own.
+A request that can never fit is refused when it is made. All others are served in time:
+the oldest group is the last to be preempted, and it fits into the pool on its own.
 """
 
 from itertools import islice
@@ -88,6 +87,7 @@ class Scheduler:
             batch.token_ids.append(seq.pending[-1])
         batch.counts.append(end - first)
         batch.ends.append(end)
+        batch.groups.append(group)
         batch.block_ids += seq.block_table[: manager.num_blocks_for(end)]
 
         receivers = [seq]
@@ -111,8 +111,7 @@ class Scheduler:
         The rule is the same for groups that are new, swapped out or to be recomputed.
         Enough blocks must be free for all its sequences at their present lengths, not
         counting blocks of a cached prefix that others hold. While others run, 1% of the
-        pool must stay free, too (the watermark): otherwise the group would be preempted
-        as soon as an older one needs a block.
+        pool must stay free, too (the watermark), because they may soon need a block.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -165,8 +164,9 @@ class Scheduler:
                 continue  # it ended a step earlier; see `ModelRunner.execute`
             group.report()
             self.stats.output_tokens += 1
-
-            if group.beam_params:
+            if group.error:  # of a logits processor
+                self.abort(group)
+            elif group.beam_params:
                 seq.candidates = output.logprobs[i]
                 # Once the last beam has its candidates, too, the search goes on.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):

@@ -151,14 +151,16 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the host must read its last tokens before it can plan its next step.
-        # Then the group is not scheduled while they are pending. In a beam search, they
-        # decide which beams go on.
-        self.needs_last_token = beam_params is not None
+        # True if the host must read its last tokens before it can plan its next step:
+        # those of beams, or for a processor. While they are pending, the group waits.
+        self.needs_last_token = bool(beam_params or params.change_logits)
         # How many prompt tokens it found in the prefix cache; -1 before it has started.
         self.num_cached_tokens = -1
+        self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
+        self.error: Exception | None = None  # of a logits processor
 
-        self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings)
+        self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings,
+                                       params.skip_special_tokens)
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
         self.forked = params.n == 1  # a single sequence need not fork

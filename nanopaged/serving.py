@@ -7,9 +7,13 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Iterable
 from dataclasses import replace
+from numbers import Integral
 from typing import Any, TypeAlias, TypedDict
+from uuid import uuid4
+
+import numpy as np
 
 from nanopaged import loader
 from nanopaged.block_manager import BlockManager
@@ -76,24 +80,32 @@ class Serving:
         return self.tokenizer
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
-        """A request for each prompt. A list that contains an int is one prompt."""
-        if not isinstance(prompts, list | tuple) or int in map(type, prompts):
+        """A request for each prompt. A sequence that contains an int is one prompt."""
+        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        if any(isinstance(prompt, Integral) for prompt in prompts):
             prompts = [prompts]
-        params = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        if params is None or isinstance(params, Params):
+            params = [params] * len(prompts)
         check(len(params) == len(prompts), "sampling_params",
               f"one object, or a list of {len(prompts)}, one for each prompt", params)
         prompts = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
         return [self._make_group(param, **prompt)
                 for prompt, param in zip(prompts, params, strict=True)]
 
+    def _token_ids(self, prompt: Any) -> list[int]:
+        """A prompt as token ids; TypeError if it is neither these nor a string."""
+        if isinstance(prompt, str):
+            prompt = self.get_tokenizer()(prompt).input_ids
+        if isinstance(prompt, Collection):  # numpy's numbers will do
+            prompt = [id.item() if isinstance(id, np.integer) else id for id in prompt]
+        check(isinstance(prompt, list) and {*map(type, prompt)} <= {int}, "prompt",
+              "a string or a list of token ids", prompt, TypeError)
+        return prompt  # type: ignore[no-any-return]
+
     def _make_group(self, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
                     cache_salt: Any = None) -> SequenceGroup:
         """A request that can be served; ValueError or TypeError if it never can be."""
-        ids = prompt if prompt_token_ids is None else prompt_token_ids
-        if isinstance(ids, str):
-            ids = self.get_tokenizer()(ids).input_ids
-        check(isinstance(ids, list) and {*map(type, ids)} <= {int}, "prompt",
-              "a string or a list of token ids", ids, TypeError)
+        ids = self._token_ids(prompt if prompt_token_ids is None else prompt_token_ids)
         params = self.default_params if params is None else params
         check(isinstance(params, Params), "sampling_params",
               "SamplingParams or BeamSearchParams", params, TypeError)
@@ -109,19 +121,22 @@ class Serving:
                 logprobs=params.beam_width + len(eos_ids))
         check(params.n <= max_seqs, "n (or beam_width)", f"at most {max_seqs}, "
               "because of max_num_seqs or the vocabulary", params.n)
+        if params.prompt_logprobs is not None:
+            cache_salt = uuid4().hex  # all tokens have to be computed, so find nothing
         if cache_salt is not None:
             params = replace(params, cache_salt=cache_salt)
         if params.stop:
             self.get_tokenizer()  # an error if there is none
 
         stop_ids = params.stop_token_ids or []
-        wrong = [id for id in ids + stop_ids if not 0 <= id < vocabulary]
+        all_ids = [*ids, *stop_ids, *(params.logit_bias or {})]
+        wrong = [id for id in all_ids if not 0 <= id < vocabulary]
         check(not wrong, "token ids", f"from 0 to {vocabulary - 1}", wrong)
         longest = self.runner.max_model_len
         check(0 < len(ids) < longest, "number of prompt tokens",
               f"at least 1 and less than max_model_len={longest}", len(ids))
         text = prompt if isinstance(prompt, str) else None
-        group = SequenceGroup(text, list(ids), params, {*stop_ids, *eos_ids}, longest,
+        group = SequenceGroup(text, ids, params, {*stop_ids, *eos_ids}, longest,
                               self.tokenizer, beam_params)
 
         # A group runs as a whole, so all its sequences must fit at their longest.
@@ -183,6 +198,10 @@ class Serving:
             if not outbox and self.unfinished:
                 self._step()
             self._in_step = False
+            for group in outbox.values():
+                if error := group.error:
+                    group.error = None  # the next call reports what the request has
+                    raise error
             outputs = [request_output(group) for group in outbox.values()
                        if not (final_only and group.live)]
             outbox.clear()
@@ -218,6 +237,29 @@ class Serving:
             self.scheduler.stats, blocks_cached=len(manager.prefix_cache.published),
             blocks_used=manager.num_blocks - len(manager.free_blocks))
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the K and V of earlier requests, and begin to count anew. Returns
+        False, and changes nothing, if there are unfinished requests.
+        """
+        self._check_not_in_step()
+        with self._lock:
+            if not self.unfinished:
+                self._reset()
+            return not self.unfinished
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace the model's weights, and reset the prefix cache.
+
+        weights: the names and tensors of a whole checkpoint. If a name or a shape is
+        wrong, or if there are unfinished requests, ValueError, and nothing changes.
+        """
+        self._check_not_in_step()
+        with self._lock:
+            check(not self.unfinished, "the number of unfinished requests",
+                  "0 for load_weights", len(self.unfinished))
+            loader.replace_weights(self.runner.model, dict(weights), self.ranks)
+            self._reset()
+
     def shutdown(self) -> None:
         """Free this process's memory. The engine cannot be used after that."""
         self._check_not_in_step()
@@ -235,7 +277,9 @@ def request_output(group: SequenceGroup) -> RequestOutput:
     return RequestOutput(
         group.request_id, group.prompt, group.prompt_token_ids,
         [completion_output(seq, index) for index, seq in enumerate(group.sequences)],
-        finished=not group.live, num_cached_tokens=max(0, group.num_cached_tokens))
+        finished=not group.live, num_cached_tokens=max(0, group.num_cached_tokens),
+        prompt_logprobs=None if group.params.prompt_logprobs is None else
+        [None, *group.prompt_logprobs.values()])
 
 
 def completion_output(seq: Sequence, index: int) -> CompletionOutput:

@@ -24,7 +24,7 @@ VALUE_ERRORS = {
     "SamplingParams(temperature=inf)": "temperature must be at most 1e+30, got inf",
     "SamplingParams(top_p=0)": "top_p must be at least 1e-06, got 0",
     "SamplingParams(top_p=nan)": "top_p must be at least 1e-06, got nan",
-    "SamplingParams(top_k=-1)": "top_k must be at least 0, got -1",
+    "SamplingParams(top_k=-2)": "top_k must be at least -1, got -2",
     "SamplingParams(max_tokens=0)": "max_tokens must be at least 1, got 0",
     "SamplingParams(min_tokens=17)": "min_tokens must be at most max_tokens=16, got 17",
     "SamplingParams(stop=['a', ''])": "stop must be free of empty strings, got ['a', '",

@@ -17,7 +17,7 @@ from test_ranks import TORCHRUN
 
 # How many lines of code each may add, and in how many files.
 SIZES = {
-    "priorities": (15, 3), "speculation": (45, 7), "int8_kv": (35, 5),
+    "priorities": (15, 3), "speculation": (47, 8), "int8_kv": (36, 5),
     "sliding_window": (30, 6)}
 
 
@@ -107,6 +107,17 @@ def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):
     for package in ("openai", "fastapi", "uvicorn"):
         pytest.importorskip(package)
     assert "server: ok" in check("server")
+
+
+@pytest.mark.slow
+def test_weights_of_a_trainer_give_its_answers_and_its_reward_rises(check):
+    assert "rollouts: ok" in check("rollouts", 8, 1)
+
+
+@pytest.mark.slow
+def test_programs_for_vllm_run_and_lm_eval_finds_what_transformers_does(check):
+    pytest.importorskip("lm_eval.models.huggingface", reason="pip install '.[vllm]'")
+    assert "are those of hf" in check("as_vllm")
 
 
 @pytest.mark.slow

@@ -4,8 +4,19 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from helpers import CPU, complete, floats, greedy, message_of, run_python
+from helpers import (
+    CPU,
+    all_tokens_of,
+    complete,
+    drain,
+    floats,
+    generate,
+    greedy,
+    message_of,
+    run_python,
+)
 from nanopaged import LLM, SamplingParams
 from nanopaged.cpu_products import pack
 from nanopaged.loader import load_config, load_generation_config
@@ -235,3 +246,65 @@ def test_the_generation_config_names_eos_tokens_and_defaults(
     if eos_ids == [3]:  # as in config.json
         path = edit_model(path, lambda config: config.update(eos_token_id=None))
         assert load_generation_config(path, load_config(path))[0] == []
+
+
+# -- Weights that change ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_new_weights_are_those_of_a_fresh_engine(dtype, variant, engine):
+    """And the old ones are those of the first one; the prefix cache is emptied."""
+    prompt, tensors = [*range(2, 25)], {}
+    for path in variant.path.glob("*.safetensors"):
+        tensors |= load_file(path)
+    llm, fresh = engine(variant.path, dtype=dtype), engine(variant.path, dtype=dtype)
+    before = generate(llm, [prompt], greedy(6))
+    changed = {name: tensor if "norm" in name else tensor.flip(0)
+               for name, tensor in tensors.items()}
+    llm.load_weights(changed.items())
+    after = llm.generate([prompt], greedy(6), use_tqdm=False)[0]
+    assert after.num_cached_tokens == 0
+    fresh.load_weights(changed.items())
+    assert generate(fresh, [prompt], greedy(6)) == [all_tokens_of(after)] != before
+    llm.load_weights(tensors.items())
+    assert generate(llm, [prompt], greedy(6)) == before
+
+
+def test_new_weights_are_those_of_a_checkpoint_with_them(llama, edit_model, engine):
+    def change(tensors):
+        for name in tensors:
+            tensors[name] = tensors[name].flip(0).contiguous()
+
+    edited, prompt = edit_model(llama, weights=change), [5, 6, 7]
+    llm = engine(llama)
+    old = generate(llm, [prompt], greedy(8))
+    llm.load_weights(load_file(edited / "model.safetensors").items())
+    new = generate(llm, [prompt], greedy(8))
+    assert new == generate(engine(edited), [prompt], greedy(8)) != old
+
+
+def test_wrong_weights_change_nothing(llama, engine):
+    llm, prompt = engine(llama), [5, 6, 7]
+    expected = generate(llm, [prompt], greedy(8))
+    tensors = load_file(llama / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    other = {key: -tensor for key, tensor in tensors.items()}
+    for wrong, words in (({"model.up": tensors[name]}, "model.up"),
+                         ({name: tensors[name].T}, "the shape of model.layers.0.mlp")):
+        weights = (other | wrong).items()
+        assert words in message_of(lambda weights=weights: llm.load_weights(weights))
+    assert "missing" in message_of(lambda: llm.load_weights([(name, other[name])]))
+    for _ in range(2):
+        assert llm.reset_prefix_cache()
+        assert generate(llm, [prompt], greedy(8)) == expected
+    llm.add_request(prompt, greedy(2))
+    assert not llm.reset_prefix_cache()
+    assert "unfinished" in message_of(lambda: llm.load_weights(other.items()))
+    drain(llm)
+
+
+def test_quantised_weights_are_refused(llama, edit_model):
+    quantised = edit_model(llama, config=lambda fields: fields.update(
+        quantization_config={"quant_method": "fp8"}))
+    assert "quantization_config in config.json must be absent" in message_of(
+        lambda: LLM(quantised, device="cpu"))

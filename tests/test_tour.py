@@ -6,6 +6,8 @@ from collections import Counter
 
 import pytest
 
+import nanopaged.tour.recorder
+import nanopaged.tour.state
 from helpers import ROOT, drain, draw_requests, greedy, serve, swap_space, waiting
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.tour import trace
@@ -300,6 +302,23 @@ def test_tokens_have_their_text_with_spaces_and_whole_characters(
     ids = tokenizer("a\U0001f600b", add_special_tokens=False).input_ids
     assert token_texts(tokenizer, ids) == ["a", "", "", "", "\U0001f600", "b"]
     assert token_texts(tokenizer, ids[:3]) == ["a", "", ""]
+
+
+def test_a_token_without_a_name_and_what_an_error_leaves(
+        text_model, engine, monkeypatch):
+    """A vocabulary may have more ids than the tokenizer has names."""
+    llm = engine(text_model)
+    monkeypatch.setattr(type(llm.tokenizer), "convert_ids_to_tokens", lambda *_: None)
+    monkeypatch.setattr(nanopaged.tour.state, "token_bytes", lambda *_: (b"", b""))
+    with trace(llm) as run:
+        llm.generate([[5, 6]], greedy(2), use_tqdm=False)
+    assert next(iter(run.groups.values()))["prompt"][0] == "<5>"
+    llm.add_request([5, 6], greedy(3))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(nanopaged.tour.recorder, "group_state", lambda *_: 1 / 0)
+        with trace(llm):
+            raise AssertionError("the trace has not begun")
+    assert observers(llm) == [] and len(drain(llm)) == 1
 
 
 def test_a_long_run_keeps_its_beginning_and_its_end(llama, engine, monkeypatch):

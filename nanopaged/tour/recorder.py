@@ -62,17 +62,17 @@ class Trace(AbstractContextManager["Trace"]):
 
     def __enter__(self) -> Self:
         with self.llm._lock:
+            self._look("start")
             observers(self.llm).append(self._observe)
             self._events.watch(self._scheduler)
-            self._look("start")
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self.llm._lock:
             observers(self.llm).remove(self._observe)
+            self._events.unwatch(self.llm.scheduler)
             if not self.llm._in_step:  # otherwise the state is half changed
                 self._look("end")
-            self._events.unwatch(self.llm.scheduler)
         if self.path is not None:
             self.save(self.path)
 

@@ -83,7 +83,7 @@ def token_texts(tokenizer: Any, token_ids: list[int]) -> list[str]:
     if tokenizer is None:
         return [f" {token}" for token in token_ids]
     decoder = getincrementaldecoder("utf-8")("replace")
-    # Special tokens have no bytes, so their names are shown.
-    return [decoder.decode(token_bytes(ref(tokenizer), token)[1] or
-                           tokenizer.convert_ids_to_tokens(token).encode())
+    # Special tokens have no bytes, so their names are shown. Some ids have no name.
+    return [decoder.decode(token_bytes(ref(tokenizer), token)[1] or (
+        tokenizer.convert_ids_to_tokens(token) or f"<{token}>").encode())
             for token in token_ids]

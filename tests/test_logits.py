@@ -1,0 +1,252 @@
+"""Logits that a request changes, and those that it asks for.
+
+The oracle is transformers: its own processors in its own `generate`, and its logits for
+the tokens of a prompt. Penalties follow vLLM's definition, written down once more.
+"""
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from transformers.generation import logits_process as hf
+
+from helpers import complete, counters, drain, generate, greedy, message_of, swap_space
+from nanopaged import BeamSearchParams, Logprob, SamplingParams
+
+V = 160
+PROCESSORS = {
+    "repetition": [hf.RepetitionPenaltyLogitsProcessor(1.3)],
+    "n-grams": [hf.NoRepeatNGramLogitsProcessor(2)],
+    "bias": [hf.SequenceBiasLogitsProcessor([[[5], 3.0], [[7, 9], 4.0]])],
+    "prefix": [hf.PrefixConstrainedLogitsProcessor(
+        lambda _, ids: [t for t in range(V) if t % 7 == len(ids) % 7], 1)],
+    "two": [hf.RepetitionPenaltyLogitsProcessor(1.2),
+            hf.NoRepeatNGramLogitsProcessor(3)],
+}
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    rng = random.Random(3)
+    return [[rng.randrange(V) for _ in range(rng.randrange(1, 40))] for _ in range(6)]
+
+
+@pytest.fixture(scope="session")
+def processed(llama, reference, prompts):
+    """What transformers answers. Every third prompt has no processor."""
+    return {name: [run_with(reference.model(llama), prompt, processors if i % 3 else [])
+                   for i, prompt in enumerate(prompts)]
+            for name, processors in PROCESSORS.items()}
+
+
+# -- Processors ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+@pytest.mark.parametrize("mode", [None, "swap", "recompute"])
+def test_transformers_own_processors(mode, ahead, llama, processed, engine, prompts):
+    tight = {"num_blocks": 18, "preemption_mode": mode} if mode else {"num_blocks": 200}
+    llm = engine(llama, swap_space=swap_space(llama, 20, 4), **tight)
+    llm.runs_ahead = ahead
+    for name, processors in PROCESSORS.items():
+        params = [greedy(24, logits_processors=processors if i % 3 else None)
+                  for i in range(len(prompts))]
+        answers = generate(llm, prompts, params)
+        assert [tokens for tokens, in answers] == processed[name]
+    preemptions = {name: n for name, n in counters(llm).items() if "preempt" in name}
+    assert (preemptions.get(f"preemptions_{mode}", 0) > 0) == bool(mode)
+
+
+@torch.inference_mode()
+def run_with(model, prompt, processors):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24,
+                         do_sample=False, pad_token_id=0, eos_token_id=None,
+                         logits_processor=hf.LogitsProcessorList(processors))
+    return out[0, len(prompt) :].tolist()
+
+
+def plain_penalties(row, prompt, answer, params):
+    """vLLM's definition, token by token."""
+    counts = Counter(answer)
+    for token in range(len(row)):
+        value = row[token] + (params.logit_bias or {}).get(token, 0)
+        if token in prompt or token in counts:
+            factor = params.repetition_penalty
+            value = value / factor if value > 0 else value * factor
+        value -= params.frequency_penalty * counts[token]
+        row[token] = value - params.presence_penalty * (token in counts)
+    return row
+
+
+@pytest.mark.parametrize("options", [
+    {"repetition_penalty": 1.4}, {"repetition_penalty": 0.8}, {"presence_penalty": 1.5},
+    {"frequency_penalty": -0.5}, {"logit_bias": {7: 3, 11: -100.0}},
+    {"repetition_penalty": 2, "presence_penalty": -1, "frequency_penalty": 0.7,
+     "logit_bias": {3: 2.5}}], ids=lambda options: " ".join(options))
+def test_penalties_are_those_of_vllm(options, llama, reference, engine, prompts):
+    params = greedy(16, **options)
+    for prompt, answers in zip(prompts[:4], generate(
+            engine(llama), prompts[:4], params), strict=True):
+        answer = []
+        for token in answers[0]:
+            row = reference.logits(llama, prompt + answer)[-1].tolist()
+            row = torch.tensor(plain_penalties(row, prompt, answer, params))
+            assert row[token] > row.max() - 1e-4
+            answer.append(token)
+
+
+def test_every_sample_has_its_own_tokens_its_seed_and_min_tokens(llama, engine):
+    """Drawn with n=3, beside a request without a processor, which changes nothing."""
+    seen = []
+
+    def process(token_ids, logits):
+        assert token_ids.shape[0] == 1 and logits.shape == (1, V)
+        seen.append(token_ids[0].tolist())
+        return logits.masked_fill(torch.arange(V) % 2 == 1, -torch.inf)
+
+    llm = engine(llama)
+    plain = SamplingParams(n=2, seed=3, max_tokens=9, ignore_eos=True)
+    alone = generate(llm, [[9, 8]], plain)
+    even = SamplingParams(n=3, seed=7, max_tokens=12, min_tokens=12, stop_token_ids=[2],
+                          logits_processors=[process])
+    answers, others = generate(llm, [[5, 6, 7], [9, 8]], [even, plain])
+    assert [others] == alone
+    assert len({*map(tuple, answers)}) == 3, "three different samples"
+    for tokens in answers:
+        assert len(tokens) == 12 and not [t for t in tokens if t % 2 or t == 2]
+        assert all([5, 6, 7, *tokens[:i]] in seen for i in range(12))
+    assert generate(llm, [[5, 6, 7]], even) == [answers], "the seed decides"
+
+
+def test_log_probabilities_are_raw(llama, reference, engine):
+    params = greedy(4, logprobs=1, logit_bias={7: 100})
+    answer = complete(engine(llama), [5, 6], params)
+    assert answer.token_ids == [7] * 4
+    raw = reference.logits(llama, [5, 6, 7, 7, 7])[1:].log_softmax(-1)
+    for row, report in zip(raw, answer.logprobs, strict=True):
+        rank = 1 + int((row > row[7]).sum())
+        assert report[7] == Logprob(pytest.approx(float(row[7]), abs=1e-4), rank)
+        assert [*report] == [7, int(row.argmax())]
+        assert report[int(row.argmax())].rank == 1
+
+
+class Trouble(Exception):
+    pass
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
+def test_an_error_ends_its_own_request_alone(ahead, llama, engine):
+    """Whoever asked gets the error; the others get their tokens."""
+
+    def fail_later(token_ids, logits):
+        if token_ids.shape[1] == 6:
+            raise Trouble
+        return logits
+
+    llm = engine(llama)
+    llm.runs_ahead = ahead
+    expected = generate(llm, [[5, 6], [7]], greedy(12))
+    bad = greedy(12, n=2, logits_processors=[fail_later])
+    others = [llm.add_request(prompt, greedy(12)) for prompt in ([5, 6], [7])]
+    with pytest.raises(Trouble):
+        generate(llm, [[1, 2, 3]], bad)
+    last = drain(llm)
+    assert [[o.token_ids for o in last[id].outputs] for id in others] == expected
+
+    wrong_shape = greedy(12, logits_processors=[lambda _, logits: logits[0, :5]])
+    failing = [llm.add_request([1, 2, 3], param) for param in (bad, wrong_shape)]
+    others = [llm.add_request([7], greedy(12))]
+    errors, last = [], {}
+    while llm.has_unfinished_requests():
+        try:
+            last |= {output.request_id: output for output in llm.step()}
+        except (Trouble, RuntimeError) as error:
+            errors.append(type(error))
+    assert {*errors} == {Trouble, RuntimeError} and len(errors) == 2
+    assert {last[id].outputs[0].finish_reason for id in failing} == {"abort"}
+    assert [o.token_ids for o in last[others[0]].outputs] == expected[1]
+
+
+# -- Scored prompts --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("chunk", [1, 7, 64, 512])
+def test_prompt_logprobs_are_those_of_transformers(
+        chunk, caching, llama, reference, engine, prompts):
+    """Twice, so that the second time there is something in the cache; one has n=2."""
+    llm = engine(llama, max_num_batched_tokens=chunk, enable_prefix_caching=caching)
+    for n in (1, 2):
+        params = SamplingParams(n=n, max_tokens=2, prompt_logprobs=3, logprobs=0)
+        outputs = llm.generate([*prompts, [5]], params, use_tqdm=False)
+        for output in outputs:
+            ids, reports = output.prompt_token_ids, output.prompt_logprobs
+            assert reports[0] is None and len(reports) == len(ids)
+            assert output.num_cached_tokens == 0
+            raw = reference.logits(llama, ids).log_softmax(-1)
+            for row, token, report in zip(raw, ids[1:], reports[1:], strict=False):
+                assert next(iter(report)) == token
+                assert {*report} == {token, *row.topk(3).indices.tolist()}
+                for id, entry in report.items():
+                    assert abs(entry.logprob - row[id]) < 1e-4
+                    assert entry.rank == 1 + int((row > row[id]).sum())
+    assert llm.generate([prompts[0]], greedy(1))[0].prompt_logprobs is None
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_prompts_are_scored_once_whatever_is_preempted(mode, llama, engine, prompts):
+    roomy = engine(llama, num_blocks=200)
+    tight = engine(llama, num_blocks=18, preemption_mode=mode,
+                   max_num_batched_tokens=16, swap_space=swap_space(llama, 20, 4))
+    params = greedy(30, prompt_logprobs=0)
+    one, two = (
+        [o.prompt_logprobs for o in llm.generate(prompts, params, use_tqdm=False)]
+        for llm in (roomy, tight))
+    for left, right in zip(one, two, strict=True):
+        assert [*map(list, left[1:])] == [*map(list, right[1:])]
+    assert getattr(tight.stats(), f"preemptions_{mode}") > 0
+
+
+# -- What the options take -------------------------------------------------------------
+
+
+def test_options_that_are_unknown_or_wrong_are_named():
+    for kind, options, words in (
+            (SamplingParams, {"best_of": 2}, "argument 'best_of'"),
+            (SamplingParams, {"spaces_between_special_tokens": True}, "has no effect"),
+            (SamplingParams, {"repetition_penalty": 0}, "repetition_penalty must"),
+            (SamplingParams, {"presence_penalty": 2.5}, "presence_penalty must be"),
+            (SamplingParams, {"logit_bias": {"7": 1}}, "logit_bias must be"),
+            (SamplingParams, {"top_k": -2}, "top_k must be at least -1"),
+            (SamplingParams, {"logits_processors": [3]}, "logits_processors must be"),
+            (BeamSearchParams, {"beam_width": 2, "n": 2}, "argument 'n'")):
+        assert words in message_of(lambda kind=kind, options=options: kind(**options))
+
+
+def test_numbers_of_numpy_and_any_sequence_of_prompts(llama, engine):
+    """The second, say, is a column of a dataset."""
+
+    class Column:
+        def __init__(self, rows):
+            self.rows = rows
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, index):
+            return self.rows[index]
+
+    llm = engine(llama)
+    expected = generate(llm, [[5, 6, 7], [8, 9]], greedy(4))
+    params = greedy(np.int64(4), temperature=np.float32(0), seed=np.int32(1))
+    assert type(params.max_tokens) is int and SamplingParams(top_k=-1).top_k == 0
+    for prompts in (np.array([[5, 6, 7]]), Column([[5, 6, 7], [8, 9]]),
+                    ([5, 6, 7], np.array([8, 9])), np.array([5, 6, 7])):
+        answers = generate(llm, prompts, params)
+        assert answers == expected[: len(answers)]
+    assert "token ids" in message_of(lambda: llm.generate([[5, True]]))
+    assert "token ids must be from 0 to 159" in message_of(
+        lambda: llm.generate([[5]], SamplingParams(logit_bias={V: 1})))
