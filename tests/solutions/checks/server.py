@@ -5,10 +5,12 @@
 
 import gc
 import importlib.util
+import json
 import os
 import sys
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -111,12 +113,86 @@ def refusal(create, **options):
 def check_refusals(client):
     for wrong, word in (
             ({"temperature": -1}, "temperature"), ({"best_of": 2}, "best_of"),
-            ({"logprobs": 2}, "logprobs"), ({"prompt": []}, "prompt"),
-            ({"model": "gpt"}, NAME), ({"stop": 3, "stream": True}, "stop")):
+            ({"logprobs": -2}, "logprobs"), ({"prompt": []}, "prompt"),
+            ({"model": "gpt"}, NAME), ({"stop": 3, "stream": True}, "stop"),
+            ({"suffix": "the end"}, "suffix"), ({"echo": True}, "echo"),
+            ({"presence_penalty": 3}, "presence_penalty"),
+            ({"extra_body": {"logits_processors": [1]}}, "logits_processors")):
         said = refusal(client.completions.create, **{"prompt": "A"} | wrong)
         assert word in said, (wrong, said)
     for messages in "Hello", ["Hello"]:
         refusal(client.chat.completions.create, messages=messages)
+
+
+def check_options(llm, client):
+    """Several prompts, penalties, log-probabilities, usage, and what is ignored."""
+    health = urllib.request.urlopen(str(client.base_url).replace("v1/", "health"))
+    assert health.status == 200
+    texts = [complete(client, prompt).choices[0].text for prompt in ("ROMEO:", "KING:")]
+    ids = [llm.tokenizer(prompt).input_ids for prompt in ("ROMEO:", "KING:")]
+    for prompts in ["ROMEO:", "KING:"], ids:
+        both = complete(client, prompts, n=2)
+        assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
+        assert [choice.text for choice in both.choices] == [
+            texts[0], texts[0], texts[1], texts[1]]
+        pieces = [""] * 4
+        for chunk in complete(client, prompts, n=2, stream=True):
+            for choice in chunk.choices:
+                pieces[choice.index] += choice.text
+        assert pieces == [texts[0], texts[0], texts[1], texts[1]], pieces
+
+    for neutral in ({"user": "me"}, {"frequency_penalty": 0}, {"echo": False},
+                    {"best_of": 1}, {"suffix": None}, {"logit_bias": {}}):
+        assert complete(client, "ROMEO:", **neutral).choices[0].text == texts[0]
+    other = complete(client, "ROMEO:", frequency_penalty=1.5, presence_penalty=1)
+    assert other.choices[0].text != texts[0]
+    forced = complete(client, "ROMEO:", logit_bias={str(ids[0][0]): 100}, max_tokens=3)
+    assert forced.choices[0].text == llm.tokenizer.decode(ids[0][:1] * 3)
+
+    scored = complete(client, "ROMEO:", logprobs=2, max_tokens=5).choices[0].logprobs
+    assert len(scored.tokens) == len(scored.token_logprobs) == 5
+    assert "".join(scored.tokens) == complete(
+        client, "ROMEO:", max_tokens=5).choices[0].text
+    options = {"model": NAME, "messages": [{"role": "user", "content": "Hello"}],
+               "temperature": 0, "max_completion_tokens": 6, "logprobs": True,
+               "top_logprobs": 2, "store": False, "parallel_tool_calls": True}
+    chat = client.chat.completions.create(**options)
+    content = chat.choices[0].logprobs.content
+    assert len(content) == 6 == chat.usage.completion_tokens
+    assert content[0].top_logprobs[0].logprob == content[0].logprob
+    *_, last = client.chat.completions.create(
+        stream=True, stream_options={"include_usage": True}, **options)
+    assert last.choices == [] and last.usage == chat.usage
+
+
+SCHEMA = {"type": "object", "additionalProperties": False,
+          "properties": {"name": {"type": "string", "maxLength": 12},
+                         "age": {"type": "integer", "minimum": 0, "maximum": 99},
+                         "alive": {"type": "boolean"}},
+          "required": ["name", "age", "alive"]}
+
+
+def check_json(llm, client):
+    """Sampled answers that keep to a schema, beside others that do not change."""
+    try:
+        import xgrammar  # noqa: F401
+    except ImportError:
+        print("without xgrammar: no JSON")
+        return
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+    alone = complete(client, "ROMEO:", max_tokens=80).choices[0].text
+    with ThreadPoolExecutor(2) as pool:
+        beside = pool.submit(lambda: [complete(
+            client, "ROMEO:", max_tokens=80).choices[0].text for _ in range(4)])
+        answers = client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "A person:"}], n=50,
+            temperature=1, seed=3, max_tokens=80, response_format=form)
+        assert beside.result() == [alone] * 4
+    people = [json.loads(choice.message.content) for choice in answers.choices]
+    assert all({*person} == {*SCHEMA["required"]} and type(person["age"]) is int
+               and 0 <= person["age"] <= 99 and type(person["alive"]) is bool
+               and len(person["name"]) <= 12 for person in people)
+    print(f"{len(people)} answers keep to the schema, such as {people[0]}")
 
 
 def check_eight_clients(llm, client):
@@ -181,6 +257,8 @@ if __name__ == "__main__":
             check_answers(engine, openai_client)
             check_chat(engine, openai_client)
             check_refusals(openai_client)
+            check_options(engine, openai_client)
+            check_json(engine, openai_client)
             check_eight_clients(engine, openai_client)
             check_that_nobody_is_left(engine, openai_client)
     print("server: ok")
