@@ -267,7 +267,7 @@ def test_a_line_that_is_gone_is_shown_alone(symbol):
 
 def data_of(page):
     """The lines of the trace in a page."""
-    return unpack(re.search('<script type="text/plain">([^<]*)</script>', page)[1])
+    return unpack(re.search('<script type="text/plain"[^>]*>([^<]*)</script>', page)[1])
 
 
 def test_the_page_has_the_whole_trace_and_loads_nothing(shown, tmp_path):

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from helpers import find_browser, greedy, swap_space
 from nanopaged.tour import trace
+from nanopaged.tour.guide.lab import SPEECH, others
 from nanopaged.tour.page import TEMPLATES, page
 from test_tour import random_requests, record, showcase
 
@@ -240,6 +241,33 @@ def test_every_frame_shows_what_the_engine_holds(llama, engine, tmp_path, open_p
             assert badge == f"\u00d7{refs}" if refs else badge[:-2] == rank
         assert {block for block, _, _ in shown["cells"]} >= held["refs"].keys()
     browser.check_is_quiet()
+
+
+def test_settings_switch_between_real_runs_at_the_same_step(tmp_path, open_page):
+    """And what differs from the first one is said."""
+    requests = ["ROMEO:\n", SPEECH], greedy(8)
+    runs = others({"four": {}, "one": {"block_size": 1, "num_blocks": 96}}, *requests)
+    TEMPLATES.globals["players"] = Markup(runs["four"].player(
+        "run", setting="four", others={"one": runs["one"]}))
+    template = TEMPLATES.from_string(
+        '{% extends "run.html" %}{% block body %}<body>{{ players }}'
+        '</body>{% endblock %}')
+    (tmp_path / "runs.html").write_text(page(template, title="Settings"), "utf-8")
+    browser = open_page(tmp_path / "runs.html", "#run=3")
+    assert browser.text("#run .np-settings .np-note") == ""
+    for place, name in ((".np-setting:nth-of-type(2)", "one"),
+                        (".np-setting:nth-of-type(1)", "four")):
+        browser.click("run", place)
+        state = browser.run("const [player] = await npPlayers; "
+                            "return [player.state(player.frame), player.trace.title]")
+        places = [(frame["step"], frame["phase"]) for frame in runs[name].frames]
+        frame = places.index((3, "scheduled"))
+        assert state == [runs[name].states()[frame], name]
+        marked = browser.run("return [...document.querySelectorAll('#run mark')]"
+                             ".map(mark => mark.textContent)")
+        slots = sum(len(seq["table"]) for seq in state[0]["seqs"].values())
+        assert (str(slots) in marked) == (name == "one")
+    check_all_players(browser)
 
 
 def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(

@@ -146,25 +146,54 @@ class View {
 }
 
 
+// What tells two runs apart at a step.
+function facts(trace, {seqs, running, waiting}) {
+  const all = Object.values(seqs);
+  const used = new Set(all.flatMap(({table}) => table.filter(block => block < trace.num_blocks)));
+  return {"tokens of this step:": all.reduce((sum, {now}) => sum + now, 0),
+    "slots in use:": used.size * trace.block_size, "running:": running.join(", ") || "nobody",
+    "waiting:": waiting.join(", ") || "nobody"};
+}
+
+
 // -- The player ------------------------------------------------------------------------
 
 class Player {
-  constructor(root, lines, isAlone) {
+  // runs: the same requests under one or several settings, [{setting, trace, states}].
+  constructor(root, runs, isAlone) {
     this.root = root;
-    this.trace = JSON.parse(lines.pop());
-    this.states = lines;
+    this.runs = runs;
     this.isAlone = isAlone;
     this.limit = MOST_GROUPS;
     this.timer = this.lit = null;
     this.speed = 1;
     this.answers = new Map();   // frame -> the choice that was made
-    this.cells = this.findCells();
-    this.build();
+    this.use(runs[0]);
+    this.listen();
     this.show(this.frameOfLink() ?? this.findOpening());
     addEventListener("hashchange", () => {
       const frame = this.frameOfLink();
       if (frame !== null) this.show(frame);
     });
+  }
+
+  // Draw this run from now on.
+  use(run) {
+    this.run = run;
+    this.trace = run.trace;
+    this.states = run.states;
+    this.cells = this.findCells();
+    this.root.replaceChildren();
+    this.build();
+  }
+
+  // Go to the same step under another setting, or to the end if it ended before.
+  switchTo(run) {
+    const {step, phase} = this.trace.frames[this.frame];
+    this.pause();
+    this.use(run);
+    this.go(this.frameOf(`${step}-${phase}`) ?? this.last);
+    this.root.querySelector(".np-setting[aria-pressed=true]").focus({preventScroll: true});
   }
 
   state(frame) { return JSON.parse(this.states[frame]); }
@@ -205,12 +234,15 @@ class Player {
         h("div.np-top",
           h("p.np-title", {role: "heading", "aria-level": this.isAlone ? "1" : "3"},
             visible(this.trace.title)), this.where),
-        this.leftOut(), this.controls(), this.timeline()),
+        this.settings(), this.leftOut(), this.controls(), this.timeline()),
       this.question,
       h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
         this.panel("pools", "Physical blocks", this.detail)),
       h("section.np-story", {"aria-label": "What happened"}, this.sentences, this.source),
       this.live);
+  }
+
+  listen() {
     // A click anywhere in the player gives it the focus, or something in it.
     this.root.tabIndex = -1;
     this.root.addEventListener("keydown", event => this.onKey(event));
@@ -242,6 +274,31 @@ class Player {
     const count = this.trace.left_out;
     return count === 0 ? null : h("p.np-note",
       `This run was long, so its last ${plural(count, "phase")} have no frames, except the end.`);
+  }
+
+  // What one can switch between, and how this setting differs from the first one.
+  settings() {
+    this.difference = h("p.np-note", {"aria-live": "polite"});
+    return this.runs.length === 1 ? null : h("div.np-settings", {role: "group",
+      "aria-label": "The same requests under other settings"}, "What if: ",
+      this.runs.map(run => h("button.np-setting", {"aria-pressed": String(run === this.run),
+        onclick: () => this.switchTo(run)}, run.setting)), this.difference);
+  }
+
+  // At the same step: what the first run has, too, and, marked, what it has not.
+  drawDifference() {
+    const [first] = this.runs;
+    if (this.run === first) return;
+    const {step, phase} = this.trace.frames[this.frame];
+    const other = first.trace.frames.findIndex(
+      frame => frame.step === step && frame.phase === phase);
+    const then = other < 0 ? {} : facts(first.trace, JSON.parse(first.states[other]));
+    const now = facts(this.trace, this.state(this.frame));
+    const parts = Object.entries(now).map(([name, value]) => [`${name} `,
+      value === then[name] ? `${value}` : h("mark", `${value}`),
+      value === then[name] ? "; " : ` (${first.setting}: ${then[name] ?? "over"}); `]);
+    this.difference.replaceChildren(...parts.flat(),
+      `steps in all ${this.trace.frames[this.last].step} (${first.trace.frames.at(-1).step})`);
   }
 
   controls() {
@@ -393,6 +450,7 @@ class Player {
     this.loop.replaceChildren(...["schedule", "execute", "update"].map(part =>
       h("code", {class: phase === `${part}d` ? "np-current" : ""}, part)));
     this.drawQuestion();
+    this.drawDifference();
     this.drawRequests();
     this.drawTables();
     this.drawPools();
@@ -686,7 +744,11 @@ addEventListener("DOMContentLoaded", () => {
   const isAlone = document.body.classList.contains("np-page");
   // Resolves to the players when all of them can be used.
   globalThis.npPlayers = Promise.all([...document.querySelectorAll(".np-player")].map(
-    async root => new Player(root, await unpack(root.querySelector("script").textContent), isAlone)));
+    async root => new Player(root, await Promise.all([...root.querySelectorAll("script")].map(
+      async ({dataset, textContent}) => {
+        const states = await unpack(textContent);
+        return {setting: dataset.setting, trace: JSON.parse(states.pop()), states};
+      })), isAlone)));
 });
 
 })();

@@ -11,9 +11,11 @@ import base64
 import html
 import json
 import zlib
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from markupsafe import Markup
@@ -163,16 +165,19 @@ class Trace(AbstractContextManager["Trace"]):
 
     def html(self) -> str:
         """A page that plays it, and that needs nothing else."""
-        return page("run.html", title=self.title, data=self.data())
+        return page("run.html", title=self.title, runs={"": self.data()})
 
-    def player(self, ident: str, opens_at: int | None = None) -> Markup:
+    def player(self, ident: str, opens_at: int | None = None, setting: str = "",
+               others: Mapping[str, "Trace"] = MappingProxyType({})) -> Markup:
         """A player of it, as a part of a larger page that has the style and the script.
 
         A link to "#ident=12" leads to step 12. The player opens at step `opens_at`, or
-        at the first step.
+        at the first step. Readers can switch to `others`, which are by their settings.
         """
         macros: Any = TEMPLATES.get_template("player.html").module
-        player: Markup = macros.player(ident, self.data(), opens_at or "")
+        runs = {setting: self.data()}
+        runs |= {name: run.data() for name, run in others.items()}
+        player: Markup = macros.player(ident, runs, opens_at or "")
         return player
 
     def save(self, path: str | Path) -> None:

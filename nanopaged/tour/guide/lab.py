@@ -54,6 +54,16 @@ class Run(Trace):
                     if key.startswith(f"{request}.")) for state in self.scheduled()]
 
 
+def others(settings: dict[str, Values], prompts: list[Any], params: Any,
+           **common: Any) -> dict[str, Run]:
+    """The same requests, served under other settings, by the names of these."""
+    runs = {}
+    for name, options in settings.items():
+        with engine(**common | options) as llm:
+            runs[name] = watch(llm, name, prompts, params)
+    return runs
+
+
 def watch(llm: LLM, title: str, prompts: list[Any], params: Any, together: bool = True
           ) -> Run:
     """Serve the prompts, and record every step. If they do not come together, a step

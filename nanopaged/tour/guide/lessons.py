@@ -16,7 +16,16 @@ from nanopaged.outputs import RequestOutput
 from nanopaged.parallel import FIELDS
 from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, paper
-from nanopaged.tour.guide.lab import SPEECH, STORY, Run, Values, engine, greedy, watch
+from nanopaged.tour.guide.lab import (
+    SPEECH,
+    STORY,
+    Run,
+    Values,
+    engine,
+    greedy,
+    others,
+    watch,
+)
 from nanopaged.tour.guide.markdown import Html, python
 from nanopaged.tour.memory import LIMIT, SLOTS
 from nanopaged.tour.workloads import DATA_SETS, LONGEST
@@ -80,10 +89,13 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
 
 
 def blocks() -> Values:
+    requests = ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)]
     with engine(num_blocks=16) as llm:
-        run = watch(llm, "Two requests of different lengths", ["ROMEO:\n", SPEECH],
-                    [greedy(14), greedy(6)])
+        run = watch(llm, "Two requests of different lengths", *requests)
         size = llm.config.block_size
+    other_sizes = others(
+        {f"blocks of {n}": {"block_size": n, "num_blocks": 64 // n}
+         for n in (1, 2, 8, 16)}, *requests)
     tables = [state["seqs"]["0.0"]["table"] for state in run.scheduled()]
     is_longer = [len(table) > len(tables[0]) for table in tables]
     step = 1 + is_longer.index(True)
@@ -147,10 +159,13 @@ def attention() -> Values:
 
 def schedule() -> Values:
     budget = 8
+    requests = (["ROMEO:\n", "JULIET:\n", "\n".join([SPEECH] * 2)],
+                [greedy(12), greedy(12), greedy(4)])
     with engine(num_blocks=32, max_num_batched_tokens=budget) as llm:
         run = watch(llm, f"Two short requests and a long one; {budget} tokens a step",
-                    ["ROMEO:\n", "JULIET:\n", "\n".join([SPEECH] * 2)],
-                    [greedy(12), greedy(12), greedy(4)])
+                    *requests)
+    budgets = others({f"{n} tokens a step": {"max_num_batched_tokens": n}
+                      for n in (4, 16, 64)}, *requests, num_blocks=32)
     counts = run.counts(2)
     num_tokens = len(run.outputs[2].prompt_token_ids)
     chunks = [count for count in counts if count][:-3]
@@ -198,6 +213,9 @@ def prefix() -> Values:
     prompts = [system + name for name in ("ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n")]
     with engine(num_blocks=32) as llm:
         run = watch(llm, "Three prompts that begin alike", prompts, greedy(5))
+    without = others({"without the cache": {"enable_prefix_caching": False},
+                      "blocks of 16": {"block_size": 16, "num_blocks": 16}},
+                     prompts, greedy(5), num_blocks=60)
     lengths = [len(output.prompt_token_ids) for output in run.outputs]
     hits = [output.num_cached_tokens for output in run.outputs]
     gains = paper.GAINS
@@ -225,6 +243,8 @@ def full() -> Values:
         alone = llm.generate(LOVERS, greedy(16), use_tqdm=False)
     recompute = preempted(pool, "recompute")
     swap = preempted(pool, "swap")
+    pools = others({f"a pool of {n} blocks": {"num_blocks": n} for n in (7, 10, 16)},
+                   LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
     limit = LIMIT
