@@ -3,7 +3,8 @@
     python example.py                                 # the bundled model, offline
     python example.py --model Qwen/Qwen3-0.6B --chat  # from the Hugging Face hub
     python example.py --trace run.html                # a page that shows every step
-    python example.py --trace run.html --num-blocks 24  # the same, in a small pool
+
+With --trace the pool is small, so that one sees requests give way to each other.
 """
 
 import argparse
@@ -31,6 +32,9 @@ def main() -> None:
     sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
     with one_sentence():
+        # The first start compiles the CPU kernels, which is then kept.
+        print("Loading the model (the first start takes some 20 seconds longer) ...",
+              file=sys.stderr, flush=True)
         llm = LLM(args.model, seed=args.seed, num_blocks=args.num_blocks)
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
     with trace(llm, args.trace) if args.trace else nullcontext():
@@ -41,6 +45,11 @@ def main() -> None:
             show_prefix_cache(llm, outputs)
             show_pool(llm, prompts, args.params)
     llm.shutdown()
+    if args.trace:
+        print(f"Every step of this run is in {args.trace}: open it in a browser.")
+    else:
+        print("Next: --trace run.html shows every step of this run, and\n"
+              "python -m nanopaged.tour explains what one sees.")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -57,7 +66,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--num-blocks", type=int, help="with a pool of 24, a request has to give way")
+        "--num-blocks", type=int, help="the pool; by default a large one, or 24 blocks "
+        "with --trace")
     parser.add_argument("--trace", metavar="FILE", help="a page that shows every step")
     args = parser.parse_args()
     try:
@@ -65,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
             temperature=args.temperature, max_tokens=args.max_tokens)
         if args.trace:
             check_writable(args.trace)
+            args.num_blocks = args.num_blocks or (None if args.model else 24)
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -131,7 +142,7 @@ def show_prefix_cache(llm: LLM, outputs: list[RequestOutput]) -> None:
         seconds = time.perf_counter() - started
         print(
             f"A prompt of {len(token_ids)} tokens, sent for the {attempt} time: "
-            f"{output.num_cached_tokens} of them are in the cache, and the first "
+            f"{output.num_cached_tokens} of them are in the\ncache, and the first "
             f"new token takes {1000 * seconds:.1f} ms."
         )
 
@@ -145,10 +156,12 @@ def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
         llm.step()
 
     stats = llm.stats()
+    width = -(-60 * stats.blocks_used // stats.blocks_total)
     print(
         f"20 steps into two answers to each prompt: {stats.blocks_used} of "
-        f"{stats.blocks_total} blocks are in use, and {stats.blocks_cached} are in the "
-        f"prefix cache, which has saved {stats.prefix_hit_tokens} prompt tokens so far."
+        f"{stats.blocks_total} blocks are in use,\nand {stats.blocks_cached} are in "
+        f"the prefix cache, which has saved {stats.prefix_hit_tokens} prompt tokens."
+        f"\n[{'#' * width:.<60}] the pool"
     )
 
 
