@@ -47,6 +47,7 @@ class NumbaAttention(TorchAttention):
         is_bfloat16 = kv_cache.dtype == torch.bfloat16
         bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
         attended = torch.empty_like(queries)
+        # To read fewer keys takes less time than to wake threads.
         is_large = self.num_kv_heads * int(num_keys.sum()) > 4096
         run(run_programs, is_large, attended.numpy(), queries.numpy(),
             bits.numpy(), metadata.block_tables.numpy(), table_starts.numpy(),

@@ -81,11 +81,10 @@ class Serving:
 
     def _make_groups(self, prompts: Any, params: Any) -> list[SequenceGroup]:
         """A request for each prompt. A sequence that contains an int is one prompt."""
-        prompts = [prompts] if isinstance(prompts, str | dict) else list(prompts)
-        if any(isinstance(prompt, Integral) for prompt in prompts):
+        is_one = isinstance(prompts, str | dict) or not hasattr(prompts, "__len__")
+        if is_one or any(isinstance(each, Integral) for each in prompts):
             prompts = [prompts]
-        if params is None or isinstance(params, Params):
-            params = [params] * len(prompts)
+        params = params if hasattr(params, "__len__") else [params] * len(prompts)
         check(len(params) == len(prompts), "sampling_params",
               f"one object, or a list of {len(prompts)}, one for each prompt", params)
         prompts = [p if isinstance(p, dict) else {"prompt": p} for p in prompts]
