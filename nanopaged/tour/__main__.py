@@ -1,4 +1,4 @@
-"""`python -m nanopaged.tour`: write the guided tour."""
+"""`python -m nanopaged.tour`: write the guided tour, or serve the live page."""
 
 import argparse
 import sys
@@ -13,6 +13,8 @@ Write the guided tour of nanopaged: an hour in which you learn how LLMs are serv
 It is one HTML page that needs no network. All runs on it are real. They are made while
 the page is written, on this machine, with the small model that comes with the code.
 That takes about a minute and needs no GPU.
+
+With --serve, you try prompts and settings of your own in a browser instead.
 """
 
 
@@ -20,10 +22,33 @@ def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         "python -m nanopaged.tour", description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
         "directory", nargs="?", type=Path, default=Path("nanopaged-tour"),
         metavar="DIR", help="where index.html is written; default: %(default)s")
-    directory = parser.parse_args(arguments).directory
+    what.add_argument("--serve", action="store_true",
+                      help="serve a page to this machine where you type the prompts")
+    parser.add_argument("--port", type=int, default=8000,
+                        help="where --serve listens; default: %(default)s")
+    options = parser.parse_args(arguments)
+    if options.serve:
+        serve(parser, options.port)
+    else:
+        write(parser, options.directory)
+
+
+def serve(parser: argparse.ArgumentParser, port: int) -> None:
+    try:
+        from nanopaged.tour import live
+
+        live.serve(port)
+    except (OSError, OverflowError) as error:
+        parser.error(f"port {port} cannot be used: {error}")
+    except KeyboardInterrupt:
+        print("\nThe live page has ended.")
+
+
+def write(parser: argparse.ArgumentParser, directory: Path) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         check_writable(directory / "index.html")
@@ -32,9 +57,9 @@ def main(arguments: Sequence[str]) -> None:
     except ValueError as error:
         parser.error(str(error))
 
-    from nanopaged.tour.guide import write
+    from nanopaged.tour import guide
 
-    print(f"The tour is in {write(directory, progress)}")
+    print(f"The tour is in {guide.write(directory, progress)}")
 
 
 def progress(done: int, count: int, title: str) -> None:

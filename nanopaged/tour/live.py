@@ -1,0 +1,162 @@
+"""A page on this machine where one types prompts, and sees what the engine does.
+
+A form asks for the prompts and the settings. All of them are in the page's address, so
+a link leads to the same run. Each run has an engine of its own. Wrong input is answered
+with a sentence.
+
+Nobody else can reach the page, because the server listens on 127.0.0.1. It also refuses
+requests for any other host: a page from elsewhere may let its own name stand for this
+address, and would then be allowed to read the answers.
+"""
+
+import sys
+import threading
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl
+
+import torch
+
+from nanopaged import SamplingParams
+from nanopaged.config import check
+from nanopaged.tour.guide import lab
+from nanopaged.tour.page import page
+from nanopaged.tour.recorder import Trace
+
+MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS = 4000, 8, 400
+SWAP_SPACE = 0.0005  # GiB
+NUMBERS: dict[str, tuple[Any, Any, Any]] = {  # what it is at first, the least, the most
+    "n": (2, 1, 8), "temperature": (0.8, 0, 10), "max_tokens": (16, 1, 64),
+    "block_size": (4, 1, 16), "num_blocks": (24, 1, 256),
+    "max_num_batched_tokens": (16, 1, 512), "enable_prefix_caching": (1, 0, 1),
+    "abort_request": (-1, -1, MOST_PROMPTS - 1), "abort_after": (5, 0, MOST_STEPS)}
+FIELDS = {name: str(first) for name, (first, _, _) in NUMBERS.items()} | {
+    "preemption_mode": "recompute",
+    "prompts": "JULIET: O Romeo, Romeo! wherefore art thou Romeo?\n"
+               "JULIET: O Romeo, Romeo! let me go\n"
+               "ROMEO: But, soft! what light through yonder window"}
+# The page loads nothing, and no other page may show it as a part of itself.
+POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+          "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'")
+
+
+def number(name: str, text: str) -> Any:
+    """The number in a field; ValueError if it is none, or out of its range."""
+    first, low, high = NUMBERS[name]
+    kind = type(first)
+    try:
+        value = kind(text)
+    except ValueError:
+        value = float("nan")
+    expected = f"a {'whole ' * (kind is int)}number from {low} to {high}"
+    check(low <= value <= high, name, expected, text)
+    return value
+
+
+def read_prompts(text: str) -> list[str]:
+    """One prompt for each line that is not empty; ValueError if they are too many."""
+    lines = text.replace("\r\n", "\n").split("\n")
+    prompts = [line for line in lines if line.strip()]
+    check(0 < len(prompts) <= MOST_PROMPTS, "the number of prompts",
+          f"from 1 to {MOST_PROMPTS}", len(prompts))
+    check(len(text) <= MOST_CHARACTERS, "the number of characters in all prompts",
+          f"at most {MOST_CHARACTERS}", len(text))
+    return prompts
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers one request, in a thread of its own."""
+
+    timeout = 10  # seconds in which the request has to arrive
+    server: "Server"
+
+    def do_GET(self) -> None:
+        path, _, query = self.path.partition("?")
+        address = f"127.0.0.1:{self.server.server_port}"
+        own = (address, address.replace("127.0.0.1", "localhost"))
+        if self.headers.get("Host", "").lower() not in own:
+            self.answer(403, f"The live page is at http://{address} only.", "plain")
+        elif self.command != "GET" or path != "/":
+            self.answer(404, "There is only one page here, and it is at /.", "plain")
+        else:
+            self.answer(*self.server.respond(query))
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_GET
+
+    def answer(self, status: int, text: str, kind: str = "html") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", f"text/{kind}; charset=utf-8")
+        self.send_header("Content-Security-Policy", POLICY)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing: the prompts would be in it."""
+
+
+class Server(ThreadingHTTPServer):
+    """Serves the page. It makes one run at a time, and other requests wait."""
+
+    allow_reuse_port = False  # a port in use is an error
+    is_ending = False
+
+    def __init__(self, port: int) -> None:
+        super().__init__(("127.0.0.1", port), Handler)
+        self.lock = threading.Lock()
+
+    def respond(self, query: str) -> tuple[int, str]:
+        """A status and the page. `query` is what comes after the "?" of an address."""
+        fields, status, data, error = FIELDS.copy(), 200, "", ""
+        try:
+            fields |= parse_qsl(query, keep_blank_values=True, max_num_fields=50)
+            with self.lock:
+                check(not self.is_ending, "the live page", "open", "its end")
+                data = self.record(fields).data()
+        except ValueError as refused:
+            status, error = 400, f"This cannot run: {refused}."
+        except Exception as failed:
+            traceback.print_exc()
+            status, error = 500, f"The run has failed: {failed!r}."
+        return status, page("live.html", title="nanopaged, live", data=data,
+                            error=error, fields=fields, numbers=NUMBERS)
+
+    def record(self, fields: dict[str, str]) -> Trace:
+        """Serve the prompts with a new engine; ValueError if that cannot be done."""
+        prompts = read_prompts(fields["prompts"])
+        options = {name: number(name, fields[name]) for name in NUMBERS}
+        params = SamplingParams(
+            **{name: options.pop(name) for name in ("n", "temperature", "max_tokens")})
+        aborted, after = options.pop("abort_request"), options.pop("abort_after")
+        check(aborted < len(prompts), "abort_request", "one of the requests", aborted)
+        options["enable_prefix_caching"] = bool(options["enable_prefix_caching"])
+        with lab.engine(**options, preemption_mode=fields["preemption_mode"],
+                        max_num_seqs=64, swap_space=SWAP_SPACE) as llm, Trace(
+                            llm, title="Your run") as run:
+            ids = [llm.add_request(prompt, params) for prompt in prompts]
+            for step in range(MOST_STEPS + 1):
+                if not llm.has_unfinished_requests() or self.is_ending:
+                    return run
+                if step == after and aborted >= 0:
+                    llm.abort_request(ids[aborted])
+                llm.step()
+        raise ValueError(f"it takes more than {MOST_STEPS} steps (lower max_tokens, or "
+                         "raise max_num_batched_tokens)")
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing about a reader who has left."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            traceback.print_exc()
+
+
+def serve(port: int) -> None:
+    """Serve the page until Ctrl-C; OSError if the port cannot be used."""
+    torch.set_num_threads(1)  # the model is small, and threads would wait for others
+    with Server(port) as server:
+        print(f"The live page is at http://127.0.0.1:{server.server_port}. Ctrl-C "
+              "ends it.", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.1)
+        finally:
+            server.is_ending = True
+            server.lock.acquire()  # from now on, no thread is in the middle of a run

@@ -1,0 +1,152 @@
+"""The live page of the tour: real runs, a sentence for wrong input, this machine only.
+"""
+
+import html
+import http.client
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from threading import Thread
+from urllib.parse import urlencode
+
+import pytest
+
+from helpers import add_all, drain
+from nanopaged import SamplingParams
+from nanopaged.tour import live, trace
+from nanopaged.tour.__main__ import main
+from nanopaged.tour.guide import lab
+from test_tour import HOSTILE, data_of
+
+SHORT = {"prompts": "ROMEO: Ay me\r\n\r\nROMEO: Ay", "n": "2", "max_tokens": "4"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live.Server(0) as server:
+        thread = Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def get(server, path="/", method="GET", **headers):
+    """The status and the text of an answer. `path` may be a dict of fields."""
+    path = path if isinstance(path, str) else f"/?{urlencode(path)}"
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    connection.request(method, path, headers=headers)
+    response = connection.getresponse()
+    assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+    return response.status, response.read().decode()
+
+
+def said(page):
+    return html.unescape(re.search('role="alert">([^<]*)</p>', page)[1])
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+def test_the_page_plays_the_run_that_the_engine_makes(server, mode):
+    options = {"num_blocks": 9, "max_num_batched_tokens": 6, "preemption_mode": mode}
+    status, page = get(server, SHORT | options | {
+        "abort_request": 1, "abort_after": 3, "enable_prefix_caching": 0})
+    params = SamplingParams(n=2, temperature=0.8, max_tokens=4)
+    with lab.engine(max_num_seqs=64, enable_prefix_caching=False,
+                    swap_space=live.SWAP_SPACE, **options) as llm, trace(llm) as run:
+        ids = add_all(llm, ["ROMEO: Ay me", "ROMEO: Ay"], params)
+        for _ in range(3):
+            llm.step()
+        llm.abort_request(ids[1])
+        drain(llm)
+    *states, header = data_of(page)
+    assert status == 200 and states == run.states() and 'role="alert"' not in page
+    assert len(header["frames"]) == len(run.frames) and run.num_left_out == 0
+
+
+@pytest.mark.parametrize("wrong, sentence", [
+    ({"n": "9"}, "n must be a whole number from 1 to 8, got '9'."),
+    ({"temperature": "nan"}, "temperature must be a number from 0 to 10, got 'nan'."),
+    ({"max_tokens": ""}, "max_tokens must be a whole number from 1 to 64, got ''."),
+    ({"block_size": "3"}, "block_size must be .*, got 3."),
+    ({"num_blocks": "6", "n": "8", "prompts": "ab"}, "num_blocks must be at least .*"),
+    ({"preemption_mode": HOSTILE}, "preemption_mode must be Literal.*"),
+    ({"prompts": " \n"}, "the number of prompts must be from 1 to 8, got 0."),
+    ({"prompts": "\n\n\n" + "a\n" * 9}, "the number of prompts .*, got 9."),
+    ({"prompts": "a" * 4001}, "the number of characters .*, got 4001."),
+    ({"abort_request": "2"}, "abort_request must be one of the requests, got 2."),
+    ({"max_num_batched_tokens": "1", "prompts": "abc " * 160, "num_blocks": "256"},
+     "it takes more than 400 steps .*")], ids=lambda value: None)
+def test_wrong_input_is_one_sentence_and_is_kept(server, wrong, sentence):
+    status, page = get(server, SHORT | {"prompts": f"{HOSTILE}\nx"} | wrong)
+    assert status == 400 and re.fullmatch(f"This cannot run: {sentence}", said(page))
+    kept = html.unescape(re.search(r"(?s)<textarea[^>]*>\n(.*?)</textarea>", page)[1])
+    assert kept == wrong.get("prompts", f"{HOSTILE}\nx")
+    numbers = {"n", "temperature", "max_tokens", "num_blocks"} & wrong.keys()
+    assert all(f'name="{name}" value="{wrong[name]}"' in page for name in numbers)
+    assert page.count("</script") == 1
+
+
+def test_hostile_prompts_stay_text(server):
+    status, page = get(server, SHORT | {"prompts": HOSTILE, "num_blocks": "200"})
+    assert status == 200 and page.count("</script") == 2 and "<script>alert" not in page
+    assert "".join(data_of(page)[-1]["groups"]["0"]["prompt"]) == HOSTILE
+
+
+def test_only_this_page_and_only_by_its_own_name(server):
+    port = server.server_port
+    for host in ("evil.example", f"evil.example:{port}", "localhost", ""):
+        assert get(server, Host=host)[0] == 403
+    assert get(server, SHORT, Host=f"localhost:{port}")[0] == 200
+    for path, method in (("/x", "GET"), ("/..", "GET"), ("/", "POST")):
+        assert get(server, path, method)[0] == 404
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+    with socket.socket() as other, pytest.raises(OSError):
+        other.settimeout(5)
+        other.connect(("127.0.0.2", port))
+
+
+def test_requests_at_once_all_get_answers(server):
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(get, [server] * 4, [SHORT] * 4))
+    assert [status for status, _ in answers] == [200] * 4 and len({*answers}) == 1
+
+
+def test_an_error_is_told(server, monkeypatch, capsys):
+    monkeypatch.setattr("nanopaged.tour.recorder.take_state", lambda *_: 1 / 0)
+    status, page = get(server, SHORT)
+    assert status == 500 and said(page).startswith("The run has failed: ZeroDivision")
+    assert "ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_one_sentence(server, capsys):
+    for port in (server.server_port, 65536):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--serve", "--port", str(port)])
+        assert f"port {port} cannot be used" in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_ctrl_c_ends_it(busy):
+    code = """if True:
+        import signal
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        from nanopaged.tour.__main__ import main
+        main(["--serve", "--port", "0"])"""
+    process = subprocess.Popen([sys.executable, "-c", code], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    port = re.search(r"http://127.0.0.1:(\d+)\.", process.stdout.readline())[1]
+    with socket.create_connection(("127.0.0.1", int(port))) as connection:
+        if busy:
+            query = urlencode({"n": 8, "num_blocks": 256, "max_tokens": 64})
+            head = f"GET /?{query} HTTP/1.0\r\nHost: localhost:{port}\r\n\r\n"
+            connection.sendall(head.encode())
+            time.sleep(0.05)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "\nThe live page has ended.\n", "")
+    assert busy or time.monotonic() - start < 3  # on a busy machine, too
