@@ -177,6 +177,7 @@ def two_players(run):
 def shown(tmp_path_factory):
     """A page with two players of the run in which everything happens."""
     run = showcase()
+    run.ask(1, "Where does it open?", ["here", "later"], "here", "It asks first.")
     run.ask(5, "Which block?", ["#1", "#2"], "#2", "It is <b>free</b>.")
     path = tmp_path_factory.mktemp("tour") / "shown.html"
     path.write_text(two_players(run), "utf-8")
@@ -249,8 +250,8 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
              ".map(one => one.textContent)")
     assert browser.run(steps) == ["Step 2", "Step 3"]
     browser.click("two", ".np-title")
-    browser.press("Home")
-    assert browser.run(steps) == ["Step 2", "Step 0"]
+    browser.press("Home", "ArrowRight", "ArrowRight")
+    assert browser.run(steps) == ["Step 2", "Step 1"]
     browser.run("npPlayers.then(([one, two]) => { two.speed = 20; })")
     browser.press(" ")  # it plays until it comes to a question
     browser.run("const [one, two] = await npPlayers;"
@@ -270,6 +271,13 @@ def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser.press("ArrowRight")
     assert browser.text("#one .np-where").startswith("Step 5")
     assert browser.text(ask) == ""
+
+
+def test_a_player_opens_with_the_question_before_its_first_step(shown, open_page):
+    asked = "return [...document.querySelectorAll('.np-ask')].map(one => one.innerText)"
+    first, second = open_page(shown).run(asked)
+    assert "Where does it open?" in first
+    assert second == ""  # the page asks for step 3
 
 
 def test_blocks_light_up_wherever_they_are_and_events_have_their_source(

@@ -169,10 +169,11 @@ class Player {
 
   state(frame) { return JSON.parse(this.states[frame]); }
 
-  // The step that the page asks for, or the first one: before it there is nothing to see.
+  // The step that the page asks for, or the first one, or a question before that step.
   findOpening() {
     const first = this.trace.frames.findIndex(({phase}) => phase === "scheduled");
-    return this.frameOf(this.root.dataset.opensAt) ?? Math.max(0, first);
+    const asked = this.trace.questions.map(({frame}) => frame).filter(frame => frame < first);
+    return this.frameOf(this.root.dataset.opensAt) ?? Math.max(0, Math.min(first, ...asked));
   }
 
   get last() { return this.trace.frames.length - 1; }
