@@ -261,6 +261,20 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
     assert browser.run("return location.hash").startswith("#two=")
 
 
+def test_a_link_brings_its_player_onto_the_screen_and_can_be_copied(shown, open_page):
+    browser = open_page(shown, "#two=2")
+    top = "return document.querySelector('#two').getBoundingClientRect().top"
+    assert 0 <= browser.run(top) < 100
+    browser.run("scrollTo(0, 0); location.hash = 'two=3-updated'; window.copied = 0;"
+                "navigator.clipboard.writeText = async text => { copied = text; };"
+                f"const top = () => {{ {top} }};"
+                "while (top() > 100) await new Promise(requestAnimationFrame)")
+    assert browser.text("#two .np-where").startswith("Step 3 of")
+    browser.press("ArrowRight")
+    browser.click("two", '[aria-label^="Copy"]')
+    assert browser.run("return copied").endswith("shown.html#two=4-scheduled")
+
+
 def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser = open_page(shown, "#one=4-begin")
     ask = "#one .np-ask"

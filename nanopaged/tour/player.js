@@ -30,6 +30,7 @@ const TICKS = {
 const ICONS = {
   first: "M3 3h2v10H3zM13 3v10L6 8z", back: "M11 3v10L4 8z", play: "M4 2v12l9-6z",
   pause: "M4 3h3v10H4zM9 3h3v10H9z", next: "M5 3v10l7-5z",
+  link: "M1 5h8v6H1zM3 7v2h4V7zM7 5h8v6H7zM9 7v2h4V7z", done: "M2 8l2-2 3 3 5-6 2 2-7 8z",
 };
 
 
@@ -163,8 +164,17 @@ class Player {
     this.show(this.frameOfLink() ?? this.findOpening());
     addEventListener("hashchange", () => {
       const frame = this.frameOfLink();
-      if (frame !== null) this.show(frame);
+      if (frame === null) return;
+      this.go(frame);   // which also makes the address longer, so the same link leads here again
+      this.reveal("smooth");
     });
+  }
+
+  // Bring the player onto the screen, and let keys act on it.
+  reveal(behavior) {
+    const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    this.root.scrollIntoView({behavior: isCalm ? "instant" : behavior});
+    this.root.focus({preventScroll: true});
   }
 
   state(frame) { return JSON.parse(this.states[frame]); }
@@ -262,7 +272,8 @@ class Player {
       button("back", "Back (left arrow)", () => this.go(this.frame - 1)),
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.frame + 1)),
-      speed, this.loop = h("p.np-loop", {"aria-hidden": "true"}),
+      speed, this.copyButton = button("link", "Copy a link to this moment", () => this.copyLink()),
+      this.loop = h("p.np-loop", {"aria-hidden": "true"}),
       h("div.np-legend", {role: "group", "aria-label": "Go to the next"}, legend),
       h("p.np-keys", `${this.isAlone ? "Keys" : "Click here, then"}: \u2190 \u2192 step, space `
         + "plays, Home and End go to the ends, \u2191 \u2193 go from block to block"));
@@ -367,6 +378,18 @@ class Player {
     } catch {
       // A frame in a notebook has no address of its own.
     }
+  }
+
+  async copyLink() {
+    this.link();
+    try {
+      await navigator.clipboard.writeText(location.href);
+    } catch {
+      return;   // a page may have no clipboard, or may not use it
+    }
+    this.live.textContent = "The link is copied.";
+    this.copyButton.replaceChildren(icon("done"));
+    setTimeout(() => this.copyButton.replaceChildren(icon("link")), 1500);
   }
 
   // Tell a screen reader what has happened.
@@ -685,9 +708,13 @@ class Player {
 
 addEventListener("DOMContentLoaded", () => {
   const isAlone = document.body.classList.contains("np-page");
-  // Resolves to the players when all of them can be used.
-  globalThis.npPlayers = Promise.all([...document.querySelectorAll(".np-player")].map(
+  const all = Promise.all([...document.querySelectorAll(".np-player")].map(
     async root => new Player(root, await unpack(root.querySelector("script").textContent), isAlone)));
+  // Resolves to the players when all of them can be used.
+  globalThis.npPlayers = all.then(players => {
+    players.find(player => player.frameOfLink() !== null)?.reveal("instant");
+    return players;
+  });
 });
 
 })();
