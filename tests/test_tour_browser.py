@@ -20,7 +20,7 @@ pytestmark = pytest.mark.browser
 
 SIZES = {"laptop": (1280, 720), "phone": (420, 844)}
 # What one may click on in a player.
-PLACES = [".np-title", ".np-where", ".np-button", ".np-key:not([disabled])", "input",
+PLACES = [".np-title", ".np-where", ".np-button", ".np-key", "input",
           ".np-text", ".np-panel", ".np-tables", ".np-entry", ".np-pools", ".np-cell",
           ".np-sentences", ".np-event", ".np-kind", ".np-source", "pre"]
 HOSTILE = (
@@ -294,6 +294,14 @@ def test_a_player_opens_with_the_question_before_its_first_step(shown, open_page
     assert second == ""  # the page asks for step 3
 
 
+def test_on_a_phone_a_question_is_on_the_screen_when_it_is_asked(shown, open_page):
+    browser = open_page(shown, "#one=3", SIZES["phone"])
+    browser.run("scrollBy(0, 900); (await npPlayers)[0].go(1)")
+    assert browser.run("return scrollY") > 500
+    assert browser.run("const {y, bottom} = document.querySelector('#one .np-ask')"
+                       ".getBoundingClientRect(); return 0 < y && bottom < innerHeight")
+
+
 def test_blocks_light_up_wherever_they_are_and_events_have_their_source(
         shown, open_page):
     browser = open_page(shown, "#one=5")
@@ -326,6 +334,7 @@ def test_hostile_text_is_shown_as_text(text_model, engine, tmp_path, open_page):
     for code in ("202E", "2066"):
         expected = expected.replace(chr(int(code, 16)), f"\u2039U+{code}\u203a")
     assert browser.text(".np-title") == expected
+    assert browser.text(".np-legend") == "end 1"  # and nothing that never happens
     browser.press("End")
     assert browser.text(".np-text").endswith(expected[-60:])
     assert browser.run("return document.images.length") == 0

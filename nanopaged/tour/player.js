@@ -216,8 +216,7 @@ class Player {
         h("div.np-top",
           h("p.np-title", {role: "heading", "aria-level": this.isAlone ? "1" : "3"},
             visible(this.trace.title)), this.where),
-        this.leftOut(), this.controls(), this.timeline()),
-      this.question,
+        this.leftOut(), this.controls(), this.timeline(), this.question),
       h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
         this.panel("pools", "Physical blocks", this.detail)),
       h("section.np-story", {"aria-label": "What happened"}, this.sentences, this.source),
@@ -263,10 +262,10 @@ class Player {
       this.speed = SPEEDS[SPEEDS.indexOf(this.speed) + 1];
       speed.textContent = `${this.speed}\u00d7`;
     }}, "1\u00d7");
-    const legend = this.ticks().map(([name, frames], line) => h("button", {
-      class: `np-key np-tick${line}`, title: `Go to the next: ${name}`,
-      onclick: () => this.go(frames.find(frame => frame > this.frame) ?? frames[0]),
-      ...(frames.length > 0 ? {} : {disabled: ""})}, h("i"), `${name} ${frames.length}`));
+    const legend = this.ticks().map(([name, frames, hue]) => h("button", {
+      class: `np-key ${hue}`, title: `Go to the next: ${name}`,
+      onclick: () => this.go(frames.find(frame => frame > this.frame) ?? frames[0])},
+      h("i"), `${name} ${frames.length}`));
     return h("div.np-controls",
       button("first", "First frame (Home)", () => this.go(0)),
       button("back", "Back (left arrow)", () => this.go(this.frame - 1)),
@@ -279,20 +278,24 @@ class Player {
         + "plays, Home and End go to the ends, \u2191 \u2193 go from block to block"));
   }
 
-  // The frames with a tick, for every line of the timeline.
+  // The frames with a tick, for every line of the timeline that has any.
   ticks() {
-    return Object.entries(TICKS).map(([name, kinds]) => [name, [...this.trace.frames.keys()].filter(
-      frame => this.trace.frames[frame].events.some(([kind]) => kinds.includes(kind)))]);
+    const {frames} = this.trace;
+    const all = Object.entries(TICKS).map(([name, kinds], line) => [name, [...frames.keys()].filter(
+      frame => frames[frame].events.some(([kind]) => kinds.includes(kind))), `np-tick${line}`]);
+    return all.filter(([, found]) => found.length > 0);
   }
 
   timeline() {
     this.slider = h("input", {type: "range", min: 0, max: this.last, value: 0,
       "aria-label": "Frame", oninput: () => this.go(Number(this.slider.value))});
-    const paths = this.ticks().map(([, frames], line) => ({
-      class: `np-tick${line}`, d: frames.map(frame => `M${frame} ${line * 4}v3`).join("")}));
+    const paths = this.ticks().map(([, frames, hue], line) => ({
+      class: hue, d: frames.map(frame => `M${frame} ${line * 4}v3`).join("")}));
+    const height = 4 * paths.length;
     return h("div.np-timeline", this.slider, drawing(
-      `0 0 ${Math.max(1, this.last)} ${paths.length * 4}`, paths,
-      {class: `np-ticks ${this.last < 250 ? "np-broad" : ""}`, preserveAspectRatio: "none"}));
+      `0 0 ${Math.max(1, this.last)} ${height}`, paths,
+      {class: `np-ticks ${this.last < 250 ? "np-broad" : ""}`, style: `height: ${height}px`,
+        preserveAspectRatio: "none"}));
   }
 
   // -- Going from frame to frame
