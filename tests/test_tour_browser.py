@@ -329,7 +329,9 @@ def test_hostile_text_is_shown_as_text(text_model, engine, tmp_path, open_page):
     path = tmp_path / "run.html"
     with trace(llm, path, title=HOSTILE):
         llm.generate([HOSTILE], greedy(8), use_tqdm=False)
-    browser = open_page(path)
+    browser = open_page(path, "#step=2")
+    width = "return document.querySelector('.np-bar > *').getBoundingClientRect().width"
+    assert browser.run(width) == 2  # pixels, for one token of 8,192
     expected = HOSTILE
     for code in ("202E", "2066"):
         expected = expected.replace(chr(int(code, 16)), f"\u2039U+{code}\u203a")

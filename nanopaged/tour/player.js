@@ -459,12 +459,12 @@ class Player {
     const {running, waiting, finished, seqs, budget} = this.view;
     const parts = Object.entries(seqs).filter(([, seq]) => seq.now > 0);
     const total = parts.reduce((sum, [, seq]) => sum + seq.now, 0);
-    const bar = parts.slice(0, 64).map(([key, {now}]) => h("i",
-      {class: hue(groupOf(key)), style: `flex: 0 0 ${100 * now / budget}%`},
-      now / budget > 0.07 ? key : ""));
+    const bar = parts.map(([key, {now}]) => h("i",
+      {class: hue(groupOf(key)), style: `flex-grow: ${now}`}, now / budget > 0.07 ? key : ""));
     const queues = [["Running", running], ["Waiting", waiting], ["Finished", finished]];
     this.fill("requests", `${total} of ${plural(budget, "token")} of the step\u2019s budget`, [
-      h("div.np-bar", {"aria-hidden": "true"}, bar),
+      h("div.np-bar", {"aria-hidden": "true"}, total === 0 ? null
+        : h("span", {style: `width: ${100 * total / budget}%`}, bar)),
       ...queues.map(([name, groups]) => name === "Finished" && groups.length === 0 ? null : [
         h("h4", name, h("span.np-count", groups.length.toLocaleString("en"))),
         ...groups.slice(0, this.limit).map(group => this.request(group, name === "Finished")),
