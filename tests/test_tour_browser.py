@@ -169,7 +169,8 @@ def two_players(run):
     both = run.player("one") + run.player("two", opens_at=3)
     TEMPLATES.globals["both"] = Markup(both)
     template = TEMPLATES.from_string(
-        '{% extends "run.html" %}{% block body %}<body>{{ both }}</body>{% endblock %}')
+        '{% extends "run.html" %}{% block body %}<body>{{ both }}'
+        '<p class="np-answers"></p></body>{% endblock %}')
     return page(template, title="Two players")
 
 
@@ -178,7 +179,7 @@ def shown(tmp_path_factory):
     """A page with two players of the run in which everything happens."""
     run = showcase()
     run.ask(1, "Where does it open?", ["here", "later"], "here", "It asks first.")
-    run.ask(5, "Which block?", ["#1", "#2"], "#2", "It is <b>free</b>.")
+    run.ask(5, "Which block?", ["#1", "#2"], "#2", "It is <b>free</b>. " * 9)
     path = tmp_path_factory.mktemp("tour") / "shown.html"
     path.write_text(two_players(run), "utf-8")
     return path
@@ -279,9 +280,13 @@ def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser = open_page(shown, "#one=4-begin")
     ask = "#one .np-ask"
     assert "Which block?" in browser.text(ask) and "free" not in browser.text(ask)
-    browser.click("one", ".np-ask button")
-    assert browser.text(ask).endswith("Not quite. It is <b>free</b>. Step on to see "
-                                      "it.")
+    height = "return document.querySelector('#one .np-main').offsetHeight"
+    assert browser.text(".np-answers").startswith("0 of 4 questions answered, 0 of")
+    before = browser.run(height)
+    browser.click("one", ".np-ask button:last-child")
+    assert "Not quite. It is <b>free</b>." in browser.text(ask)
+    assert browser.run(height) == before  # there was room for it
+    assert browser.text(".np-answers") == "1 of 4 questions answered, 0 of them right."
     browser.press("ArrowRight")
     assert browser.text("#one .np-where").startswith("Step 5")
     assert browser.text(ask) == ""

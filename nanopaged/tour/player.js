@@ -446,13 +446,16 @@ class Player {
       onclick: () => {
         this.answers.set(this.frame, index);
         this.drawQuestion();
+        countAnswers();
         this.root.focus({preventScroll: true});
       }}, choice));
-    const verdict = answer === asked.right ? "Yes. " : "Not quite. ";
+    const verdict = word => `${word} ${asked.why} Step on to see it.`;
+    // The longest verdict has its room from the start, so nothing moves when one answers.
     this.question.append(
       h("p", h("strong", "What comes next? "), asked.text), h("div", buttons),
-      h("p", {"aria-live": "polite"}, answer === undefined
-        ? "Choose, or step on and see." : `${verdict}${asked.why} Step on to see it.`));
+      h("p.np-verdict", {"data-room": verdict("Not quite.")}, h("span", {"aria-live": "polite"},
+        answer === undefined ? "Choose, or step on and see."
+          : verdict(answer === asked.right ? "Yes." : "Not quite."))));
   }
 
   drawRequests() {
@@ -709,6 +712,19 @@ class Player {
   }
 }
 
+// Say at the end of the page how many of its questions have been answered.
+async function countAnswers() {
+  const place = document.querySelector(".np-answers");
+  if (!place) return;
+  let all = 0, answered = 0, right = 0;
+  for (const {trace, answers} of await npPlayers) {
+    all += trace.questions.length;
+    answered += answers.size;
+    right += trace.questions.filter(asked => answers.get(asked.frame) === asked.right).length;
+  }
+  place.textContent = `${answered} of ${plural(all, "question")} answered, ${right} of them right.`;
+}
+
 addEventListener("DOMContentLoaded", () => {
   const isAlone = document.body.classList.contains("np-page");
   const all = Promise.all([...document.querySelectorAll(".np-player")].map(
@@ -718,6 +734,7 @@ addEventListener("DOMContentLoaded", () => {
     players.find(player => player.frameOfLink() !== null)?.reveal("instant");
     return players;
   });
+  countAnswers();
 });
 
 })();
