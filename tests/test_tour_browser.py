@@ -21,7 +21,7 @@ pytestmark = pytest.mark.browser
 
 SIZES = {"laptop": (1280, 720), "phone": (420, 844)}
 # What one may click on in a player.
-PLACES = [".np-title", ".np-where", ".np-button", ".np-key:not([disabled])", "input",
+PLACES = [".np-title", ".np-where", ".np-button", ".np-key", "input",
           ".np-text", ".np-panel", ".np-tables", ".np-entry", ".np-pools", ".np-cell",
           ".np-sentences", ".np-event", ".np-kind", ".np-source", "pre"]
 HOSTILE = (
@@ -170,7 +170,8 @@ def two_players(run):
     both = run.player("one") + run.player("two", opens_at=3)
     TEMPLATES.globals["both"] = Markup(both)
     template = TEMPLATES.from_string(
-        '{% extends "run.html" %}{% block body %}<body>{{ both }}</body>{% endblock %}')
+        '{% extends "run.html" %}{% block body %}<body>{{ both }}'
+        '<p class="np-answers"></p></body>{% endblock %}')
     return page(template, title="Two players")
 
 
@@ -178,7 +179,8 @@ def two_players(run):
 def shown(tmp_path_factory):
     """A page with two players of the run in which everything happens."""
     run = showcase()
-    run.ask(5, "Which block?", ["#1", "#2"], "#2", "It is <b>free</b>.")
+    run.ask(1, "Where does it open?", ["here", "later"], "here", "It asks first.")
+    run.ask(5, "Which block?", ["#1", "#2"], "#2", "It is <b>free</b>. " * 9)
     path = tmp_path_factory.mktemp("tour") / "shown.html"
     path.write_text(two_players(run), "utf-8")
     return path
@@ -277,8 +279,8 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
              ".map(one => one.textContent)")
     assert browser.run(steps) == ["Step 2", "Step 3"]
     browser.click("two", ".np-title")
-    browser.press("Home")
-    assert browser.run(steps) == ["Step 2", "Step 0"]
+    browser.press("Home", "ArrowRight", "ArrowRight")
+    assert browser.run(steps) == ["Step 2", "Step 1"]
     browser.run("npPlayers.then(([one, two]) => { two.speed = 20; })")
     browser.press(" ")  # it plays until it comes to a question
     browser.run("const [one, two] = await npPlayers;"
@@ -288,16 +290,46 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
     assert browser.run("return location.hash").startswith("#two=")
 
 
+def test_a_link_brings_its_player_onto_the_screen_and_can_be_copied(shown, open_page):
+    browser = open_page(shown, "#two=2")
+    top = "return document.querySelector('#two').getBoundingClientRect().top"
+    assert 0 <= browser.run(top) < 100
+    browser.run("navigator.clipboard.writeText = async text => { copied = text; };"
+                "scrollTo(0, 0); location.hash = 'two=3-updated'; const y = () => {"
+                f"{top} }}; while (y() > 100) await new Promise(requestAnimationFrame)")
+    assert browser.text("#two .np-where").startswith("Step 3 of")
+    browser.click("two", '[aria-label^="Copy"]')
+    assert browser.run("return copied").endswith("shown.html#two=3-updated")
+
+
 def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser = open_page(shown, "#one=4-begin")
     ask = "#one .np-ask"
     assert "Which block?" in browser.text(ask) and "free" not in browser.text(ask)
-    browser.click("one", ".np-ask button")
-    assert browser.text(ask).endswith("Not quite. It is <b>free</b>. Step on to see "
-                                      "it.")
+    height = "return document.querySelector('#one .np-main').offsetHeight"
+    assert browser.text(".np-answers").startswith("0 of 4 questions answered, 0 of")
+    before = browser.run(height)
+    browser.click("one", ".np-ask button:last-child")
+    assert "Not quite. It is <b>free</b>." in browser.text(ask)
+    assert browser.run(height) == before  # there was room for it
+    assert browser.text(".np-answers") == "1 of 4 questions answered, 0 of them right."
     browser.press("ArrowRight")
     assert browser.text("#one .np-where").startswith("Step 5")
     assert browser.text(ask) == ""
+
+
+def test_a_player_opens_with_the_question_before_its_first_step(shown, open_page):
+    browser = open_page(shown)
+    assert "Where does it open?" in browser.text("#one .np-ask")
+    assert browser.text("#two .np-ask") == ""  # the page asks for step 3
+
+
+def test_on_a_phone_a_question_is_on_the_screen_when_it_is_asked(shown, open_page):
+    browser = open_page(shown, "#one=3", SIZES["phone"])
+    browser.run("scrollBy(0, 900); (await npPlayers)[0].go(1)")
+    assert browser.run("return scrollY") > 500
+    assert browser.run("const {y, bottom} = document.querySelector('#one .np-ask')"
+                       ".getBoundingClientRect(); return 0 < y && bottom < innerHeight")
 
 
 def test_blocks_light_up_wherever_they_are_and_events_have_their_source(
@@ -327,11 +359,14 @@ def test_hostile_text_is_shown_as_text(text_model, engine, tmp_path, open_page):
     path = tmp_path / "run.html"
     with trace(llm, path, title=HOSTILE):
         llm.generate([HOSTILE], greedy(8), use_tqdm=False)
-    browser = open_page(path)
+    browser = open_page(path, "#step=2")
+    width = "return document.querySelector('.np-bar > *').getBoundingClientRect().width"
+    assert browser.run(width) == 2  # pixels, for one token of 8,192
     expected = HOSTILE
     for code in ("202E", "2066"):
         expected = expected.replace(chr(int(code, 16)), f"\u2039U+{code}\u203a")
     assert browser.text(".np-title") == expected
+    assert browser.text(".np-legend") == "end 1"  # and nothing that never happens
     browser.press("End")
     assert browser.text(".np-text").endswith(expected[-60:])
     assert browser.run("return document.images.length") == 0

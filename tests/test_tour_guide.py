@@ -275,7 +275,10 @@ def test_the_page_is_whole_and_loads_nothing(path):
     loaded = {value for tag, name, value in page.attributes
               if name in ("src", "srcset", "poster", "action") or (
                   name == "href" and tag != "a")}
-    assert loaded == {"data:,"}
+    assert loaded == {"data:,"} and "#contents" in targets
+    assert text.count("Next chapter: ") == len(CHAPTERS) - 1
+    assert {"description", "og:title", "og:description"} <= {
+        value for tag, _, value in page.attributes if tag == "meta"}
     assert not re.search(r"url\(|@import|\bfetch\(|XMLHttpRequest", text)
 
     steps, num_asked = {}, 0

@@ -30,6 +30,7 @@ const TICKS = {
 const ICONS = {
   first: "M3 3h2v10H3zM13 3v10L6 8z", back: "M11 3v10L4 8z", play: "M4 2v12l9-6z",
   pause: "M4 3h3v10H4zM9 3h3v10H9z", next: "M5 3v10l7-5z",
+  link: "M1 5h8v6H1zM3 7v2h4V7zM7 5h8v6H7zM9 7v2h4V7z", done: "M2 8l2-2 3 3 5-6 2 2-7 8z",
 };
 
 
@@ -173,7 +174,9 @@ class Player {
     this.show(this.frameOfLink() ?? this.findOpening());
     addEventListener("hashchange", () => {
       const frame = this.frameOfLink();
-      if (frame !== null) this.show(frame);
+      if (frame === null) return;
+      this.go(frame);   // which also makes the address longer, so the same link leads here again
+      this.reveal("smooth");
     });
   }
 
@@ -196,12 +199,20 @@ class Player {
     this.root.querySelector(".np-setting[aria-pressed=true]").focus({preventScroll: true});
   }
 
+  // Bring the player onto the screen, and let keys act on it.
+  reveal(behavior) {
+    const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    this.root.scrollIntoView({behavior: isCalm ? "instant" : behavior});
+    this.root.focus({preventScroll: true});
+  }
+
   state(frame) { return JSON.parse(this.states[frame]); }
 
-  // The step that the page asks for, or the first one: before it there is nothing to see.
+  // The step that the page asks for, or the first one, or a question before that step.
   findOpening() {
     const first = this.trace.frames.findIndex(({phase}) => phase === "scheduled");
-    return this.frameOf(this.root.dataset.opensAt) ?? Math.max(0, first);
+    const asked = this.trace.questions.map(({frame}) => frame).filter(frame => frame < first);
+    return this.frameOf(this.root.dataset.opensAt) ?? Math.max(0, Math.min(first, ...asked));
   }
 
   get last() { return this.trace.frames.length - 1; }
@@ -234,8 +245,7 @@ class Player {
         h("div.np-top",
           h("p.np-title", {role: "heading", "aria-level": this.isAlone ? "1" : "3"},
             visible(this.trace.title)), this.where),
-        this.settings(), this.leftOut(), this.controls(), this.timeline()),
-      this.question,
+        this.settings(), this.leftOut(), this.controls(), this.timeline(), this.question),
       h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
         this.panel("pools", "Physical blocks", this.detail)),
       h("section.np-story", {"aria-label": "What happened"}, this.sentences, this.source),
@@ -309,35 +319,40 @@ class Player {
       this.speed = SPEEDS[SPEEDS.indexOf(this.speed) + 1];
       speed.textContent = `${this.speed}\u00d7`;
     }}, "1\u00d7");
-    const legend = this.ticks().map(([name, frames], line) => h("button", {
-      class: `np-key np-tick${line}`, title: `Go to the next: ${name}`,
-      onclick: () => this.go(frames.find(frame => frame > this.frame) ?? frames[0]),
-      ...(frames.length > 0 ? {} : {disabled: ""})}, h("i"), `${name} ${frames.length}`));
+    const legend = this.ticks().map(([name, frames, hue]) => h("button", {
+      class: `np-key ${hue}`, title: `Go to the next: ${name}`,
+      onclick: () => this.go(frames.find(frame => frame > this.frame) ?? frames[0])},
+      h("i"), `${name} ${frames.length}`));
     return h("div.np-controls",
       button("first", "First frame (Home)", () => this.go(0)),
       button("back", "Back (left arrow)", () => this.go(this.frame - 1)),
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.frame + 1)),
-      speed, this.loop = h("p.np-loop", {"aria-hidden": "true"}),
+      speed, this.copyButton = button("link", "Copy a link to this moment", () => this.copyLink()),
+      this.loop = h("p.np-loop", {"aria-hidden": "true"}),
       h("div.np-legend", {role: "group", "aria-label": "Go to the next"}, legend),
       h("p.np-keys", `${this.isAlone ? "Keys" : "Click here, then"}: \u2190 \u2192 step, space `
         + "plays, Home and End go to the ends, \u2191 \u2193 go from block to block"));
   }
 
-  // The frames with a tick, for every line of the timeline.
+  // The frames with a tick, for every line of the timeline that has any.
   ticks() {
-    return Object.entries(TICKS).map(([name, kinds]) => [name, [...this.trace.frames.keys()].filter(
-      frame => this.trace.frames[frame].events.some(([kind]) => kinds.includes(kind)))]);
+    const {frames} = this.trace;
+    const all = Object.entries(TICKS).map(([name, kinds], line) => [name, [...frames.keys()].filter(
+      frame => frames[frame].events.some(([kind]) => kinds.includes(kind))), `np-tick${line}`]);
+    return all.filter(([, found]) => found.length > 0);
   }
 
   timeline() {
     this.slider = h("input", {type: "range", min: 0, max: this.last, value: 0,
       "aria-label": "Frame", oninput: () => this.go(Number(this.slider.value))});
-    const paths = this.ticks().map(([, frames], line) => ({
-      class: `np-tick${line}`, d: frames.map(frame => `M${frame} ${line * 4}v3`).join("")}));
+    const paths = this.ticks().map(([, frames, hue], line) => ({
+      class: hue, d: frames.map(frame => `M${frame} ${line * 4}v3`).join("")}));
+    const height = 4 * paths.length;
     return h("div.np-timeline", this.slider, drawing(
-      `0 0 ${Math.max(1, this.last)} ${paths.length * 4}`, paths,
-      {class: `np-ticks ${this.last < 250 ? "np-broad" : ""}`, preserveAspectRatio: "none"}));
+      `0 0 ${Math.max(1, this.last)} ${height}`, paths,
+      {class: `np-ticks ${this.last < 250 ? "np-broad" : ""}`, style: `height: ${height}px`,
+        preserveAspectRatio: "none"}));
   }
 
   // -- Going from frame to frame
@@ -425,6 +440,18 @@ class Player {
     }
   }
 
+  async copyLink() {
+    this.link();
+    try {
+      await navigator.clipboard.writeText(location.href);
+    } catch {
+      return;   // a page may have no clipboard, or may not use it
+    }
+    this.live.textContent = "The link is copied.";
+    this.copyButton.replaceChildren(icon("done"));
+    setTimeout(() => this.copyButton.replaceChildren(icon("link")), 1500);
+  }
+
   // Tell a screen reader what has happened.
   narrate() {
     const {step, phase, events} = this.trace.frames[this.frame];
@@ -477,25 +504,28 @@ class Player {
       onclick: () => {
         this.answers.set(this.frame, index);
         this.drawQuestion();
+        countAnswers();
         this.root.focus({preventScroll: true});
       }}, choice));
-    const verdict = answer === asked.right ? "Yes. " : "Not quite. ";
+    const verdict = word => `${word} ${asked.why} Step on to see it.`;
+    // The longest verdict has its room from the start, so nothing moves when one answers.
     this.question.append(
       h("p", h("strong", "What comes next? "), asked.text), h("div", buttons),
-      h("p", {"aria-live": "polite"}, answer === undefined
-        ? "Choose, or step on and see." : `${verdict}${asked.why} Step on to see it.`));
+      h("p.np-verdict", {"data-room": verdict("Not quite.")}, h("span", {"aria-live": "polite"},
+        answer === undefined ? "Choose, or step on and see."
+          : verdict(answer === asked.right ? "Yes." : "Not quite."))));
   }
 
   drawRequests() {
     const {running, waiting, finished, seqs, budget} = this.view;
     const parts = Object.entries(seqs).filter(([, seq]) => seq.now > 0);
     const total = parts.reduce((sum, [, seq]) => sum + seq.now, 0);
-    const bar = parts.slice(0, 64).map(([key, {now}]) => h("i",
-      {class: hue(groupOf(key)), style: `flex: 0 0 ${100 * now / budget}%`},
-      now / budget > 0.07 ? key : ""));
+    const bar = parts.map(([key, {now}]) => h("i",
+      {class: hue(groupOf(key)), style: `flex-grow: ${now}`}, now / budget > 0.07 ? key : ""));
     const queues = [["Running", running], ["Waiting", waiting], ["Finished", finished]];
     this.fill("requests", `${total} of ${plural(budget, "token")} of the step\u2019s budget`, [
-      h("div.np-bar", {"aria-hidden": "true"}, bar),
+      h("div.np-bar", {"aria-hidden": "true"}, total === 0 ? null
+        : h("span", {style: `width: ${100 * total / budget}%`}, bar)),
       ...queues.map(([name, groups]) => name === "Finished" && groups.length === 0 ? null : [
         h("h4", name, h("span.np-count", groups.length.toLocaleString("en"))),
         ...groups.slice(0, this.limit).map(group => this.request(group, name === "Finished")),
@@ -740,15 +770,33 @@ class Player {
   }
 }
 
+// Say at the end of the page how many of its questions have been answered.
+async function countAnswers() {
+  const place = document.querySelector(".np-answers");
+  if (!place) return;
+  let all = 0, answered = 0, right = 0;
+  for (const {runs: [{trace}], answers} of await npPlayers) {
+    all += trace.questions.length;
+    answered += answers.size;
+    right += trace.questions.filter(asked => answers.get(asked.frame) === asked.right).length;
+  }
+  place.textContent = `${answered} of ${plural(all, "question")} answered, ${right} of them right.`;
+}
+
 addEventListener("DOMContentLoaded", () => {
   const isAlone = document.body.classList.contains("np-page");
-  // Resolves to the players when all of them can be used.
-  globalThis.npPlayers = Promise.all([...document.querySelectorAll(".np-player")].map(
+  const all = Promise.all([...document.querySelectorAll(".np-player")].map(
     async root => new Player(root, await Promise.all([...root.querySelectorAll("script")].map(
       async ({dataset, textContent}) => {
         const states = await unpack(textContent);
         return {setting: dataset.setting, trace: JSON.parse(states.pop()), states};
       })), isAlone)));
+  // Resolves to the players when all of them can be used.
+  globalThis.npPlayers = all.then(players => {
+    players.find(player => player.frameOfLink() !== null)?.reveal("instant");
+    return players;
+  });
+  countAnswers();
 });
 
 })();

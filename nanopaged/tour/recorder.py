@@ -116,8 +116,7 @@ class Trace(AbstractContextManager["Trace"]):
                     "arrive", "New in the queue: {}.",
                     f"request {request_id} ({group['kind']}, prompt length "
                     f"{len(group['prompt'])})")
-        state = take_state(
-            self._scheduler, self._known, self._events.now, self._texts)
+        state = take_state(self._scheduler, self._known, self._events.now, self._texts)
         text = json.dumps(state, separators=(",", ":"))
         events = self._events.collect()
         for request_id in state["finished"][:-NUM_FINISHED]:
@@ -132,10 +131,13 @@ class Trace(AbstractContextManager["Trace"]):
     def ask(self, step: int, text: str, choices: list[str], right: str, why: str
             ) -> None:
         """Let the player stop before this step is scheduled, and ask what it will do.
+
+        The choices are shuffled, in the same way each time.
         """
         [place] = [index for index, frame in enumerate(self.frames)
                    if frame["step"] == step and frame["phase"] == "scheduled"]
         assert right in choices, f"{right} is none of {choices}"
+        choices = sorted(choices, key=lambda x: zlib.crc32((text + why + x).encode()))
         self.questions.append({"frame": place - 1, "text": text, "choices": choices,
                                "right": choices.index(right), "why": why})
 

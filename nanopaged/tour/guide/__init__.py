@@ -1,4 +1,4 @@
-"""The guided tour: an hour in which you learn how LLMs are served, as one HTML page.
+"""The guided tour: in about an hour, how LLMs are served, as one HTML page.
 
 The text is in `chapters/`, one file each. What a chapter shows is computed by the
 function of the same name in `lessons`, while the page is made. To add a chapter, write
@@ -73,10 +73,10 @@ def make_page(progress: Progress) -> str:
         sections.append({"chapter": chapter, "start": start, "end": end,
                          "html": render(read_chapter(chapter.name), values)})
         start = end
-    opening = render(read_chapter("opening"), {"minutes": start})
+    opening = render(read_chapter("opening"), {})
     style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8") + figures.style()
-    return page("tour.html", title="nanopaged: a guided tour", guide_css=Html(style),
-                opening=opening, sections=sections, platform=platform)
+    return page("tour.html", guide_css=Html(style), opening=opening, sections=sections,
+                platform=platform)
 
 
 def read_chapter(name: str) -> str:
