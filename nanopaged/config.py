@@ -47,7 +47,7 @@ class Checked:
     def __post_init__(self) -> None:
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
-            if hasattr(value, "item"):  # a number of numpy or torch
+            if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
                 value = value.item()
                 object.__setattr__(self, field.name, value)
             expected = formatannotation(field.type)
@@ -87,14 +87,14 @@ class SamplingParams(Checked):
     cache_salt: only requests with the same salt share cached blocks.
     skip_special_tokens: leave special tokens out of the text.
     repetition_penalty: above 1 makes tokens of the prompt and the answer less likely.
-    presence_penalty, frequency_penalty: what is subtracted from the logit of each token
-        of the answer: once, and once for each time that it occurs.
+    presence_penalty, frequency_penalty: subtracted from the logit of every token that
+        is already in the answer: once, or for each occurrence.
     logit_bias: what to add to the logits, by token id.
     logits_processors: functions that change the logits, called one after another before
         all other options take effect. Each gets the ids of the tokens so far,
-        [1, num_tokens], and their logits, [1, vocab_size], and returns new logits.
-        Those of transformers will do. All sequences of a request share an object, so
-        one that has a state is for n=1.
+        [1, num_tokens], and the logits, [1, vocab_size], and returns new logits.
+        transformers' processors work. The sequences of a request share them, so use a
+        stateful one only with n=1.
     """
 
     n: int = 1
@@ -134,8 +134,8 @@ class SamplingParams(Checked):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def change_logits(self) -> bool:
-        """Whether the logits depend on the tokens so far, or on a bias."""
+    def changes_logits(self) -> bool:
+        """Whether this request changes the logits before a token is chosen."""
         penalties = self.presence_penalty, self.frequency_penalty
         return bool(self.logits_processors or self.logit_bias or any(penalties)
                     or self.repetition_penalty != 1)

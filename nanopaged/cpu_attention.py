@@ -47,7 +47,7 @@ class NumbaAttention(TorchAttention):
         is_bfloat16 = kv_cache.dtype == torch.bfloat16
         bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
         attended = torch.empty_like(queries)
-        # To read fewer keys takes less time than to wake threads.
+        # With fewer keys, waking the threads would take longer than reading them.
         is_large = self.num_kv_heads * int(num_keys.sum()) > 4096
         run(run_programs, is_large, attended.numpy(), queries.numpy(),
             bits.numpy(), metadata.block_tables.numpy(), table_starts.numpy(),
@@ -68,7 +68,7 @@ def run_programs(out: Any, q: Any, *others: Any) -> None:
     num_queries, num_kv_heads, _, _ = q.shape
     for program in prange(num_queries * num_kv_heads):
         # Head by head, so that each thread gets short sequences as well as long ones.
-        kv_head, query = divmod(np.int64(program), num_queries)  # it was unsigned
+        kv_head, query = divmod(np.int64(program), num_queries)  # it is unsigned
         run_program(query, kv_head, out, q, *others)
 
 
@@ -78,7 +78,7 @@ def run_programs(out: Any, q: Any, *others: Any) -> None:
 # we could measure, but with the queue a step takes up to 1.5 times as long.
 CONFIG: Any = numba.config
 CONFIG.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
-LOCK = threading.RLock()  # without it, the queue would fail if two threads used it
+LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
 def run(kernel: Any, is_large: bool, *arrays: Any) -> None:

@@ -49,8 +49,9 @@ def load_config(name: str | Path) -> Any:
     facts = config.to_dict()
     # In transformers 5, all fields about positions are in this one.
     facts |= facts.get("rope_parameters", {})
-    check("quantization_config" not in facts, "quantization_config in config.json",
-          "absent (only plain weights are read)", facts.get("quantization_config"))
+    quantization = facts.get("quantization_config")
+    check(quantization is None, "quantization_config in config.json",
+          "absent (quantised weights are not supported)", quantization)
     for field, known in KNOWN.items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
@@ -88,6 +89,7 @@ def load_generation_config(name: str | Path,
             top_k=top_k,
             top_p=top_p or 1e-6,  # 0 is another way to keep only the most likely one
             min_p=fields.pop("min_p", 0.0),
+            repetition_penalty=fields.pop("repetition_penalty", None) or 1.0,
             max_tokens=fields.pop("max_new_tokens", 16))
     eos = fields["eos_token_id"]
     eos_ids = [id for id in (eos if isinstance(eos, list) else [eos])
@@ -153,15 +155,19 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
 def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -> None:
     """The same for tensors in memory. Nothing changes before all have been checked."""
     check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
+    for name, tensor in weights.items():
+        check(isinstance(tensor, Tensor) and not tensor.is_meta, name, "a tensor",
+              tensor, TypeError)
     for linear in linears(model):
         unpack(linear)
     try:
+        # `pack` has made a copy of a tied head, so it gets the new embeddings, too.
         is_shared = model.lm_head.weight is model.model.embed_tokens.weight
         if ranks.local_config.tie_word_embeddings and not is_shared:
             tied: Any = weights.get("model.embed_tokens.weight")
             weights = {"lm_head.weight": tied} | weights
         for target, tensor in list(match_tensors(
-                model, weights, weights.__getitem__, ranks, "load_weights")):
+                model, weights, weights.__getitem__, ranks, "the call")):
             target.copy_(tensor)
     finally:
         for linear in linears(model):

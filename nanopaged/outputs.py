@@ -40,7 +40,8 @@ class RequestOutput:
     """The answer to a request so far.
 
     `num_cached_tokens` is how many prompt tokens were found in the prefix cache.
-    `prompt_logprobs` has a dict for every prompt token, except None for the first one.
+    `prompt_logprobs` has None for the first token of the prompt, and then a dict for
+    every one that has been computed.
     """
 
     request_id: str

@@ -1,6 +1,5 @@
 """What changes logits before a token is chosen: hooks, biases, penalties, bans."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,22 +12,22 @@ from nanopaged.sequence import Sequence
 
 
 def process(logits: Tensor, seqs: list[Sequence]) -> Tensor:
-    """The logits as each request wants them; the argument is not changed.
+    """Apply what each request changes, to a copy of the logits.
 
     logits: [num_samples, vocab_size]
     """
-    if any(seq.group.params.change_logits for seq in seqs):
+    changed = [i for i, seq in enumerate(seqs) if seq.group.params.changes_logits]
+    if changed:
         logits = logits.to(torch.float32, copy=True)
-    for i, seq in enumerate(seqs):
-        group, params = seq.group, seq.group.params
-        if not params.change_logits:
-            continue
-        token_ids = torch.tensor([seq.token_ids], device=logits.device)
-        penalties = partial(penalize, params, group.num_prompt_tokens)
+    for i in changed:
+        group, params = seqs[i].group, seqs[i].group.params
+        token_ids = torch.tensor([seqs[i].token_ids], device=logits.device)
+        row = logits[i : i + 1]
         try:
-            for function in [*(params.logits_processors or []), penalties]:
-                row = function(token_ids, logits[i : i + 1])
-                logits[i] = row.view(logits.shape[1])  # an error if it is too short
+            for function in params.logits_processors or []:
+                row = function(token_ids, row)
+            row = row.view(1, logits.shape[1])  # an error if its size is wrong
+            logits[i] = penalize(params, group.num_prompt_tokens, token_ids, row)[0]
         except Exception as error:  # only this request ends: see `Scheduler.update`
             group.error = error
     banned = [(i, token) for i, seq in enumerate(seqs) for token in seq.banned_tokens]
@@ -42,7 +41,8 @@ def penalize(params: SamplingParams, num_prompt_tokens: int, token_ids: Tensor,
              logits: Tensor) -> Tensor:
     """Biases and penalties, as vLLM defines them: [1, vocab_size]."""
     bias: Any = params.logit_bias or {}
-    logits[:, [*bias]] += logits.new_tensor([*bias.values()])
+    ids = torch.tensor([*bias], dtype=torch.int64, device=logits.device)
+    logits = logits.index_add(1, ids, logits.new_tensor([[*bias.values()]]))
     if params.repetition_penalty != 1:
         penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
         logits = penalty(token_ids, logits)

@@ -29,7 +29,7 @@ def run_four(n, quarter, out, even, odd, weight):
     is used twice; and two numbers of W, which need not be moved apart.
     """
     last, last_row = len(weight) - 1, len(out) - 1
-    # What would be after the last row repeats it.
+    # Indices past the last row repeat it.
     a, b = n, min(n + quarter, last)
     c, d = min(n + 2 * quarter, last), min(n + 3 * quarter, last)
     for i in range(0, last_row + 1, 2):

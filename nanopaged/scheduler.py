@@ -9,7 +9,7 @@ A group is admitted, preempted and resumed as a whole (gang scheduling). When th
 is full, the youngest running group has to wait again. Either its blocks move to CPU
 memory (swap), or its K and V are given up and computed again later (recompute).
 
-A request that can never fit is refused when it is made. All others are served in time:
+A request that can never fit is refused when it is made. All others finish sometime:
 the oldest group is the last to be preempted, and it fits into the pool on its own.
 """
 
@@ -39,9 +39,7 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Plan the next step. From here on, what it computes counts as computed."""
-        while self.aborted:
-            self.abort(self.aborted[0])
-            self.aborted.popleft()
+        self.end_aborted()
         batch = Batch()
         has_preempted = False
         # At most max_num_seqs groups can run, and the next one ends the loop.
@@ -49,9 +47,8 @@ class Scheduler:
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break  # the budget is used up
-            # No group is admitted after a preemption. A pool that was just full has no
-            # room, and a group just preempted may have a pending token: by the next
-            # step that has been read.
+            # After a preemption nobody is admitted: the pool was just full, and a group
+            # just preempted may have a token that is pending until the next step.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # If the pool is full the youngest gives way: this group, or a later one. It
@@ -125,7 +122,6 @@ class Scheduler:
         watermark = manager.num_blocks // 100 if self.running else 0
         if num_needed + watermark > len(manager.free_blocks):
             return
-
         num_cached = len(prefix) * manager.block_size
         if group.num_cached_tokens < 0:  # from now on it has started
             group.num_cached_tokens = num_cached
@@ -137,10 +133,9 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again. It keeps its tokens.
-
-        If the CPU's pool has no room for its blocks, they are freed. (That pool is
-        empty if preemption_mode is "recompute".) Then the group starts over.
+        """Make the youngest running group wait again. It keeps its tokens. If the CPU's
+        pool has no room for its blocks, they are freed, and the group starts over.
+        (That pool is empty if preemption_mode is "recompute".)
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):
@@ -193,6 +188,11 @@ class Scheduler:
         if not group.live:
             self.unfinished.pop(group.request_id, None)
             self.running.pop(group.request_id, None)
+
+    def end_aborted(self) -> None:
+        while self.aborted:
+            self.abort(self.aborted[0])
+            self.aborted.popleft()
 
     def abort(self, group: SequenceGroup) -> None:
         """End all sequences of a group that have not finished."""

@@ -151,9 +151,9 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the host must read its last tokens before it can plan its next step:
-        # those of beams, or for a processor. While they are pending, the group waits.
-        self.needs_last_token = bool(beam_params or params.change_logits)
+        # True if the next step needs the values of the last tokens: beam searches and
+        # processors do. The group waits while they are pending.
+        self.needs_last_token = bool(beam_params or params.changes_logits)
         # How many prompt tokens it found in the prefix cache; -1 before it has started.
         self.num_cached_tokens = -1
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position

@@ -66,7 +66,7 @@ class Serving:
 
         self.unfinished: dict[str, SequenceGroup] = {}  # by request id, oldest first
         self.aborted: deque[SequenceGroup] = deque()  # those that the next step ends
-        self._ids = itertools.count()
+        self._ids, self._id_lock = itertools.count(), threading.RLock()
         self._outbox: Outbox = {}
         self._lock: Any = threading.RLock()
         self._in_step = False
@@ -95,7 +95,7 @@ class Serving:
         """A prompt as token ids; TypeError if it is neither these nor a string."""
         if isinstance(prompt, str):
             prompt = self.get_tokenizer()(prompt).input_ids
-        if isinstance(prompt, Collection):  # numpy's numbers will do
+        if isinstance(prompt, list | tuple | np.ndarray):  # numpy's numbers will do
             prompt = [id.item() if isinstance(id, np.integer) else id for id in prompt]
         check(isinstance(prompt, list) and {*map(type, prompt)} <= {int}, "prompt",
               "a string or a list of token ids", prompt, TypeError)
@@ -163,8 +163,10 @@ class Serving:
 
     def _submit(self, groups: list[SequenceGroup], outbox: Outbox) -> None:
         """Queue requests, all at once."""
+        with self._id_lock:  # so they have consecutive ids
+            for group in groups:
+                group.request_id = str(next(self._ids))
         for group in groups:
-            group.request_id = str(next(self._ids))
             group.outbox = outbox
             if group.params.seed is None:
                 group.seed = f"{self.config.seed} {group.request_id}"
@@ -187,9 +189,7 @@ class Serving:
         """Step, unless the outbox already has something. Then report what is in it."""
         self._check_not_in_step()
         with self._lock:
-            if self.runner.model is None or (self._in_step and self.ranks.size > 1):
-                raise RuntimeError("this engine was shut down, or a step on several "
-                                   "ranks failed: start a new one")
+            self._check_open()
             if self._in_step:
                 self._reset()
             self._in_step = True
@@ -198,13 +198,18 @@ class Serving:
                 self._step()
             self._in_step = False
             for group in outbox.values():
-                if error := group.error:
+                if (error := group.error) and not group.live:
                     group.error = None  # the next call reports what the request has
                     raise error
             outputs = [request_output(group) for group in outbox.values()
                        if not (final_only and group.live)]
             outbox.clear()
             return outputs
+
+    def _check_open(self) -> None:
+        if self.runner.model is None or (self._in_step and self.ranks.size > 1):
+            raise RuntimeError("this engine was shut down, or a step on several ranks "
+                               "failed: start a new one")
 
     def _check_not_in_step(self) -> None:
         """A signal handler or a finalizer may run in the middle of a step, on the same
@@ -237,11 +242,13 @@ class Serving:
             blocks_used=manager.num_blocks - len(manager.free_blocks))
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the K and V of earlier requests, and begin to count anew. Returns
-        False, and changes nothing, if there are unfinished requests.
+        """Empty the prefix cache and reset the statistics. If requests are unfinished,
+        do nothing and return False.
         """
         self._check_not_in_step()
         with self._lock:
+            self._check_open()
+            self.scheduler.end_aborted()
             if not self.unfinished:
                 self._reset()
             return not self.unfinished
@@ -249,15 +256,17 @@ class Serving:
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Replace the model's weights, and reset the prefix cache.
 
-        weights: the names and tensors of a whole checkpoint. If a name or a shape is
-        wrong, or if there are unfinished requests, ValueError, and nothing changes.
+        weights: the names and tensors of a whole checkpoint. Raises ValueError, and
+        changes no weight, if a name or a shape is wrong, or if requests are unfinished.
         """
         self._check_not_in_step()
         with self._lock:
+            self._check_open()
+            self.scheduler.end_aborted()
             check(not self.unfinished, "the number of unfinished requests",
                   "0 for load_weights", len(self.unfinished))
+            self._reset()  # first, in case what follows is interrupted
             loader.replace_weights(self.runner.model, dict(weights), self.ranks)
-            self._reset()
 
     def shutdown(self) -> None:
         """Free this process's memory. The engine cannot be used after that."""
@@ -273,12 +282,13 @@ class Serving:
 
 def request_output(group: SequenceGroup) -> RequestOutput:
     """What the caller sees of a request so far."""
+    scores: Any = None
+    if group.params.prompt_logprobs is not None:
+        scores = [None, *group.prompt_logprobs.values()]
     return RequestOutput(
         group.request_id, group.prompt, group.prompt_token_ids,
         [completion_output(seq, index) for index, seq in enumerate(group.sequences)],
-        finished=not group.live, num_cached_tokens=max(0, group.num_cached_tokens),
-        prompt_logprobs=None if group.params.prompt_logprobs is None else
-        [None, *group.prompt_logprobs.values()])
+        not group.live, max(0, group.num_cached_tokens), scores)
 
 
 def completion_output(seq: Sequence, index: int) -> CompletionOutput:

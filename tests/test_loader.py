@@ -231,7 +231,8 @@ def test_random_weights_depend_on_the_seed_alone(llama, tmp_path, monkeypatch):
     ({"temperature": 0, "top_p": 0.0, "top_k": -1}, [3],
      {"temperature": 0, "top_p": 1e-6}),
     ({"do_sample": True, "repetition_penalty": 1.0, "pad_token_id": 5}, [3], {}),
-    ({"max_new_tokens": 99, "repetition_penalty": 1.1}, [3], {"max_tokens": 99})],
+    ({"repetition_penalty": 1.1}, [3], {"repetition_penalty": 1.1}),
+    ({"max_new_tokens": 99, "length_penalty": 1.1}, [3], {"max_tokens": 99})],
     ids=str)
 def test_the_generation_config_names_eos_tokens_and_defaults(
         fields, eos_ids, params, llama, edit_model, caplog):
@@ -241,7 +242,7 @@ def test_the_generation_config_names_eos_tokens_and_defaults(
         (path / "generation_config.json").write_text(json.dumps(fields))
     found = load_generation_config(path, load_config(path))
     assert found == (eos_ids, SamplingParams(**params))
-    ignored = ["['repetition_penalty']"] if "max_tokens" in params else []
+    ignored = ["['length_penalty']"] if "max_tokens" in params else []
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ignored
     if eos_ids == [3]:  # as in config.json
         path = edit_model(path, lambda config: config.update(eos_token_id=None))
@@ -297,6 +298,13 @@ def test_wrong_weights_change_nothing(llama, engine):
     for _ in range(2):
         assert llm.reset_prefix_cache()
         assert generate(llm, [prompt], greedy(8)) == expected
+    wrong_kind = tensors | {name: tensors[name].numpy()}
+    with pytest.raises(TypeError, match="up_proj.weight must be a tensor"):
+        llm.load_weights(wrong_kind.items())
+    stream = llm.stream([prompt], greedy(8))
+    next(stream)
+    stream.close()  # it is aborted, although no step has seen that yet
+    assert llm.reset_prefix_cache() and llm.stats().blocks_cached == 0
     llm.add_request(prompt, greedy(2))
     assert not llm.reset_prefix_cache()
     assert "unfinished" in message_of(lambda: llm.load_weights(other.items()))

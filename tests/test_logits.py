@@ -12,7 +12,16 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from helpers import complete, counters, drain, generate, greedy, message_of, swap_space
+from helpers import (
+    complete,
+    counters,
+    drain,
+    generate,
+    greedy,
+    message_of,
+    swap_space,
+    tokens_of,
+)
 from nanopaged import BeamSearchParams, Logprob, SamplingParams
 
 V = 160
@@ -168,6 +177,28 @@ def test_an_error_ends_its_own_request_alone(ahead, llama, engine):
     assert {*errors} == {Trouble, RuntimeError} and len(errors) == 2
     assert {last[id].outputs[0].finish_reason for id in failing} == {"abort"}
     assert [o.token_ids for o in last[others[0]].outputs] == expected[1]
+
+
+def test_an_error_is_not_lost_to_another_callers_steps(llama, engine):
+    """One step ahead, the stream's step calls the processor, and `step` reports it."""
+    calls = []
+
+    def third(token_ids, logits):
+        calls.append(token_ids)
+        return logits if len(calls) < 3 else 1 / 0
+
+    llm = engine(llama)
+    llm.runs_ahead = True
+    request = llm.add_request([5, 6], greedy(10, logits_processors=[third]))
+    stream = llm.stream([[7, 8]], greedy(30))
+    while len(calls) < 3:
+        next(stream)
+    with pytest.raises(ZeroDivisionError):
+        while True:
+            llm.step()
+    last = drain(llm)
+    assert last[request].outputs[0].finish_reason == "abort"
+    assert len(tokens_of(list(stream)[-1])) == 30
 
 
 # -- Scored prompts --------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Programs that were written for vLLM: `import as_vllm` before they import vllm.
+"""Run programs written for vLLM: `import as_vllm` before they import vllm.
 
-Its names then stand for those of nanopaged. Options without an effect here are
+vLLM's names then refer to nanopaged's classes. Options without an effect here are
 accepted, None means the default, and what would change an answer is still an error.
 """
 
@@ -16,7 +16,7 @@ import nanopaged
 from nanopaged import EngineConfig, loader
 from nanopaged.config import NO_EFFECT
 
-# More options without an effect, and those that have none with this value.
+# More options without an effect; below, values without one.
 IGNORED = NO_EFFECT | {
     "detokenize", "enable_sleep_mode", "gpu_ids", "max_lora_rank", "max_loras",
     "tokenizer", "tokenizer_revision"}
@@ -32,7 +32,7 @@ def known(kind, options):
     names = {field.name for field in fields(kind)}
     kept = {}
     for name, value in options.items():
-        if name == "dtype":
+        if name == "dtype" and value is not None:
             value = str(value).removeprefix("torch.")
             value = DTYPES.get(value, value)
         if name in names:
@@ -79,7 +79,7 @@ class LLM(nanopaged.LLM):
             raise TypeError("lora_request is not supported")
         prompts = prompts if prompt_token_ids is None else prompt_token_ids
         outputs = super().generate(prompts, sampling_params, use_tqdm)
-        params = sampling_params if isinstance(sampling_params, list) else [
+        params = sampling_params if isinstance(sampling_params, list | tuple) else [
             sampling_params] * len(outputs)
         for output, param in zip(outputs, params, strict=True):
             for answer in output.outputs if getattr(param, "keeps_stop", False) else []:
@@ -88,7 +88,9 @@ class LLM(nanopaged.LLM):
         return outputs
 
     def chat(self, messages, sampling_params=None, use_tqdm=True,
-             chat_template_kwargs=None, **options):
+             lora_request=None, chat_template_kwargs=None, **options):
+        if lora_request is not None:
+            raise TypeError("lora_request is not supported")
         template = {name: value for name, value in options.items() if value is not None}
         return super().chat(messages, sampling_params, use_tqdm,
                             template | (chat_template_kwargs or {}))

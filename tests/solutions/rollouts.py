@@ -9,6 +9,7 @@ is not needed if each answer is used once. Then the engine gets the new weights.
 
 import re
 import sys
+from pathlib import Path
 from statistics import mean
 
 import torch
@@ -73,6 +74,4 @@ def plot(history, path):
 
 
 if __name__ == "__main__":
-    from pathlib import Path
-    rewards = train()
-    plot(rewards, Path(sys.argv[1] if sys.argv[1:] else "rewards.svg"))
+    plot(train(), Path(*sys.argv[1:2] or ["rewards.svg"]))

@@ -21,7 +21,8 @@ from nanopaged import LLM, SamplingParams
 
 OBJECTS = {"text": "text_completion", "message": "chat.completion",
            "delta": "chat.completion.chunk"}  # by where the text is
-ERRORS = TypeError, ValueError, TemplateError, ImportError  # of a wrong request
+ERRORS = (AttributeError, ImportError, KeyError, TypeError, ValueError,
+          TemplateError)  # of a wrong request
 # What changes nothing here, whatever its value, or with this value.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
            "user"}
@@ -52,7 +53,8 @@ def json_processor(llm, schema, num_prompt_tokens):
         tokenizer, vocab_size=size, stop_token_ids=llm.eos_token_ids)
     compiler = xgrammar.GrammarCompiler(info)
     grammar = compiler.compile_builtin_json_grammar()
-    if schema is not None:  # otherwise a small model might write spaces for ever
+    if schema is not None:
+        # With any whitespace, a small model might never stop writing spaces.
         grammar = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
 
     def process(token_ids, logits):
@@ -70,17 +72,21 @@ def json_processor(llm, schema, num_prompt_tokens):
 def read_params(llm, body, num_prompt_tokens):
     """SamplingParams from the fields of a request; ValueError names a wrong one."""
     body = {name: value for name, value in body.items()
-            if value is not None and name not in IGNORED and value != NEUTRAL.get(name)}
-    for name in ("max_completion_tokens", "top_logprobs"):  # the names in chats
+            if value is not None and name not in IGNORED
+            and repr(value) != repr(NEUTRAL.get(name))}
+    for name, ours in (("max_completion_tokens", "max_tokens"),
+                       ("top_logprobs", "logprobs")):  # the names in chats
         if name in body:
-            body[{"top_logprobs": "logprobs"}.get(name, "max_tokens")] = body.pop(name)
+            body[ours] = body.pop(name)
     if body.get("logprobs") is True:
         body["logprobs"] = 0
     if "logit_bias" in body:  # JSON has only strings as keys
         body["logit_bias"] = {int(id): bias for id, bias in body["logit_bias"].items()}
     form = body.pop("response_format", {"type": "text"})
+    if form.get("type") not in ("text", "json_object", "json_schema"):
+        raise ValueError(f"response_format must have a known type, got {form}")
     if form["type"] != "text":
-        schema = form.get("json_schema", {}).get("schema")
+        schema = (form.get("json_schema") or {}).get("schema")
         body["logits_processors"] = [json_processor(llm, schema, num_prompt_tokens)]
     unknown = sorted(body.keys() - {field.name for field in fields(SamplingParams)})
     if unknown:
@@ -118,11 +124,11 @@ def make_app(llm, name):
     async def answer(request, prompts, body, key, chunk_key):
         """The whole completion, or a stream of chunks."""
         is_stream, model = body.pop("stream", False), body.pop("model", name)
-        options = body.pop("stream_options", None) or {}
+        options = dict(body.pop("stream_options", None) or {})
         if model != name:
             raise ValueError(f"model must be {name!r}, got {model!r}")
         if not prompts:
-            raise ValueError("prompt must be a string or a list that is not empty")
+            raise ValueError("prompt must be a string or a non-empty list")
         params = [read_params(llm, body, len(ids)) for ids in prompts]
         answers = Answers(llm, params[0].n)
         outputs = llm.stream(prompts, params)
@@ -168,8 +174,8 @@ class Answers:
         self.id = self.id or output.request_id
         number = int(output.request_id) - int(self.id)
         self.outputs[number] = output
-        new = {number * self.n + choice.index: choice for choice in output.outputs}
-        new = {index: choice for index, choice in new.items()
+        new = {index: choice
+               for index, choice in enumerate(output.outputs, number * self.n)
                if choice != self.choices.get(index)}
         self.choices |= new
         return new
