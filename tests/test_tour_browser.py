@@ -5,6 +5,7 @@ Without a Chromium these tests are skipped.
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -13,7 +14,8 @@ from markupsafe import Markup
 
 from helpers import find_browser, greedy, swap_space
 from nanopaged.tour import trace
-from nanopaged.tour.guide.lab import SPEECH, others
+from nanopaged.tour.guide import blockwise
+from nanopaged.tour.guide.lab import SPEECH, engine, others
 from nanopaged.tour.page import TEMPLATES, page
 from test_tour import random_requests, record, showcase
 
@@ -270,6 +272,31 @@ def test_settings_switch_between_real_runs_at_the_same_step(tmp_path, open_page)
         slots = sum(len(seq["table"]) for seq in state[0]["seqs"].values())
         assert (str(slots) in marked) == (name == "one")
     check_all_players(browser)
+
+
+def test_attention_to_play_with_is_that_of_the_engine(tmp_path, open_page):
+    """In any order of the blocks; and one huge score overflows nothing."""
+    with engine(block_size=16) as llm:
+        example = blockwise.example(llm, SPEECH * 2)
+    TEMPLATES.globals["softmax"] = Markup(
+        TEMPLATES.get_template("softmax.html").render(example=example))
+    template = TEMPLATES.from_string(
+        '{% extends "run.html" %}{% block body %}<body>{{ softmax }}'
+        '</body>{% endblock %}')
+    (tmp_path / "softmax.html").write_text(page(template, title="Softmax"), "utf-8")
+    browser = open_page(tmp_path / "softmax.html")
+    click = "document.querySelectorAll('.np-softmax button')[{}].click();"
+    browser.run(click.format(0) * len(example["blocks"]))
+    for _ in range(5):
+        said = browser.text(".np-softmax [aria-live]")
+        ours, engines = re.findall(r"(-?\d+\.\d{4})", said)
+        assert ours == engines == f"{example['result']:.4f}"
+        browser.run(click.format(2))
+    browser.run(click.format(3))
+    assert f"= {example['blocks'][1]['values'][0]:.4f}." in browser.text(
+        ".np-softmax [aria-live]")
+    assert "NaN" not in browser.text(".np-softmax")
+    browser.check_is_quiet()
 
 
 def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(

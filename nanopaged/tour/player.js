@@ -770,6 +770,85 @@ class Player {
   }
 }
 
+// -- Attention, one block after another ------------------------------------------------
+
+// One query over the blocks of its sequence, as in `run_program`. The numbers are real.
+class Softmax {
+  constructor(root) {
+    this.root = root;
+    Object.assign(this, JSON.parse(root.querySelector("script").textContent));
+    this.order = [...this.blocks.keys()];
+    this.numDone = 0;
+    this.extra = 0;   // what is added to one score
+    const button = (text, action) => h("button.np-setting", {onclick: () => {
+      action();
+      this.draw();
+    }}, text);
+    this.hugeButton = button("Make one score huge", () => this.extra = 1000 - this.extra);
+    this.rows = h("tbody");
+    this.verdict = h("p", {"aria-live": "polite"});
+    root.append(h("div.np-settings",
+      button("Next block", () => this.numDone = Math.min(this.numDone + 1, this.blocks.length)),
+      button("Start over", () => this.numDone = 0),
+      button("Shuffle the blocks", () => this.shuffle()), this.hugeButton),
+      h("table", h("thead", h("tr", ["block", "its scores", "highest so far", "denominator",
+        "numerator"].map(title => h("th", {scope: "col"}, title)))), this.rows), this.verdict);
+    this.draw();
+  }
+
+  shuffle() {
+    for (let last = this.order.length - 1; last > 0; last -= 1) {
+      const at = Math.floor(Math.random() * (last + 1));
+      [this.order[at], this.order[last]] = [this.order[last], this.order[at]];
+    }
+  }
+
+  scores(block) {
+    return this.blocks[block].scores.map((score, key) =>
+      block === 1 && key === 0 ? score + this.extra : score);
+  }
+
+  // The sums after each block.
+  sums() {
+    let highest = -Infinity, total = 0, acc = 0;
+    return this.order.map(block => {
+      const scores = this.scores(block);
+      const higher = Math.max(highest, ...scores);
+      const shrink = Math.exp(highest - higher);
+      const weights = scores.map(score => Math.exp(score - higher));
+      total = total * shrink + weights.reduce((sum, weight) => sum + weight, 0);
+      acc = acc * shrink + weights.reduce(
+        (sum, weight, key) => sum + weight * this.blocks[block].values[key], 0);
+      highest = higher;
+      return {block, highest, total, acc};
+    });
+  }
+
+  draw() {
+    const sums = this.sums();
+    const most = name => Math.max(...sums.map(sum => Math.abs(sum[name])), 1e-9);
+    const bar = (name, sum, isDone) => h("td", isDone ? [sum[name].toFixed(3),
+      h("i", {style: `width: ${100 * Math.abs(sum[name]) / most(name)}%`})] : []);
+    this.hugeButton.setAttribute("aria-pressed", String(this.extra > 0));
+    this.rows.replaceChildren(...sums.map((sum, index) => {
+      const scores = this.scores(sum.block);
+      const isDone = index < this.numDone;
+      return h("tr", {class: index === this.numDone - 1 ? "np-current" : ""},
+        h("th", {scope: "row"}, `#${this.blocks[sum.block].id}`),
+        h("td", `${Math.min(...scores).toFixed(1)} to ${Math.max(...scores).toFixed(1)}`),
+        ...["highest", "total", "acc"].map(name => bar(name, sum, isDone)));
+    }));
+    const {highest, total, acc} = sums.at(-1);
+    const plain = Math.exp(highest) === Infinity ? "Without the highest score subtracted, the "
+      + "sum would be infinite. " : "";
+    this.verdict.textContent = this.numDone < sums.length
+      ? `${this.numDone} of ${plural(sums.length, "block")} done.`
+      : `${plain}${acc.toFixed(3)} / ${total.toFixed(3)} = ${(acc / total).toFixed(4)}. `
+        + (this.extra ? "That is the value of the key with the huge score."
+          : `The engine\u2019s kernel gave ${this.result.toFixed(4)}, in its own order.`);
+  }
+}
+
 // Say at the end of the page how many of its questions have been answered.
 async function countAnswers() {
   const place = document.querySelector(".np-answers");
@@ -797,6 +876,7 @@ addEventListener("DOMContentLoaded", () => {
     return players;
   });
   countAnswers();
+  for (const root of document.querySelectorAll(".np-softmax")) new Softmax(root);
 });
 
 })();

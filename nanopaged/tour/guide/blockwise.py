@@ -73,3 +73,31 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
     finally:
         del backend.attend  # the method of its class again
     return np.array(expected), np.array(given)
+
+
+def example(llm: LLM, prompt: str) -> dict[str, Any]:
+    """One query of a decode: for each block the scores of its keys and one number of
+    each value, and the same number of the result that the engine's kernel gave.
+    """
+    backend: Any = llm.runner.backend
+    attend_by_engine = backend.attend
+    seen: list[dict[str, Any]] = []
+
+    def attend_and_look(q: Any, kv_cache: Any, metadata: Any) -> Any:
+        out = attend_by_engine(q, kv_cache, metadata)
+        size, num_keys = llm.config.block_size, int(metadata.ends[0])
+        blocks = []
+        for j, block in enumerate(metadata.block_tables.tolist()):
+            keys, values = kv_cache[block, :, 0, : num_keys - j * size]
+            scores = keys @ q[-1, 0] * backend.scale
+            blocks.append({"id": block, "scores": scores.tolist(),
+                           "values": values[:, 0].tolist()})
+        seen.append({"blocks": blocks, "result": float(out[-1, 0])})
+        return out
+
+    backend.attend = attend_and_look
+    try:
+        llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+    finally:
+        del backend.attend
+    return seen[-1]

@@ -28,6 +28,7 @@ from nanopaged.tour.guide.lab import (
 )
 from nanopaged.tour.guide.markdown import Html, python
 from nanopaged.tour.memory import LIMIT, SLOTS
+from nanopaged.tour.page import TEMPLATES
 from nanopaged.tour.workloads import DATA_SETS, LONGEST
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
@@ -152,6 +153,10 @@ def attention() -> Values:
         params = SamplingParams(n=2, max_tokens=24, seed=1, ignore_eos=True)
         expected, given = blockwise.compare(llm, ["ROMEO:\n", SPEECH], params)
         config = llm.model_config
+    with engine(block_size=16, attention_backend="numba") as llm:
+        example = blockwise.example(llm, SPEECH * 2)
+    num_blocks = len(example["blocks"])
+    softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
     return locals()
@@ -284,6 +289,9 @@ def ranks() -> Values:
         config = llm.model_config
     batch = run.batches[1]
     defaults = EngineConfig()
+    table = run.scheduled()[1]["seqs"]["0.0"]["table"]
+    assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
+    drawing = Html(TEMPLATES.get_template("ranks.svg").render(table=table))
     # `Ranks.send` sends a number for each list, then all numbers in them.
     sizes = [np.size(getattr(batch, name)) for name in FIELDS]
     num_fields = len(FIELDS)
