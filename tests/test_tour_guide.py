@@ -283,7 +283,7 @@ def test_the_page_is_whole_and_loads_nothing(path):
 
     steps, num_asked = {}, 0
     for name, data in re.findall(
-            r'class="np-player" id="([^"]+)".*?plain">(.*?)</script>', text):
+            r'(?s)class="np-player" id="([^"]+)".*?plain"[^>]*>(.*?)</script>', text):
         header = unpack(data)[-1]
         steps[name] = {frame["step"] for frame in header["frames"]}
         num_asked += len(header["questions"])
