@@ -9,7 +9,7 @@ A group is admitted, preempted and resumed as a whole (gang scheduling). When th
 is full, the youngest running group has to wait again. Either its blocks move to CPU
 memory (swap), or its K and V are given up and computed again later (recompute).
 
-A request that can never fit is refused when it is made. All others finish sometime:
+A request that can never fit is refused when it is made. All others finish eventually:
 the oldest group is the last to be preempted, and it fits into the pool on its own.
 """
 
