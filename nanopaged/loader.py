@@ -5,7 +5,7 @@ if one is missing, or if one is left over that could change an answer.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -166,8 +166,9 @@ def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -
         if ranks.local_config.tie_word_embeddings and not is_shared:
             tied: Any = weights.get("model.embed_tokens.weight")
             weights = {"lm_head.weight": tied} | weights
+        places = dict.fromkeys(weights, "load_weights")
         for target, tensor in list(match_tensors(
-                model, weights, weights.__getitem__, ranks, "the call")):
+                model, places, weights.__getitem__, ranks, "load_weights")):
             target.copy_(tensor)
     finally:
         for linear in linears(model):
@@ -175,12 +176,13 @@ def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -
 
 
 def match_tensors(
-        model: CausalLM, names: Collection[str], read: Callable[[str], Tensor],
+        model: CausalLM, places: Mapping[str, Any], read: Callable[[str], Tensor],
         ranks: Ranks, source: str) -> Iterator[tuple[Tensor, Tensor]]:
-    """For every tensor of a checkpoint with these names: where it belongs, and this
-    rank's share of it; ValueError if one does not fit.
+    """For every tensor of a checkpoint: where it belongs in the model, and this rank's
+    share of it; ValueError if one does not fit. `places` says, for errors, where each
+    tensor comes from.
     """
-    if "lm_head.weight" in names:  # then it counts, even if config.json says it is tied
+    if "lm_head.weight" in places:  # it counts, even if config.json says it is tied
         head = model.lm_head
         head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
 
@@ -197,7 +199,7 @@ def match_tensors(
         for each, target in zip(stacked, rows, strict=True):
             targets[name.replace(own_name, each)] = target, divided
     # Old checkpoints also have the angles by which Q and K are rotated.
-    known = {name for name in names if ".rotary_emb." not in name}
+    known = {name for name in places if ".rotary_emb." not in name}
     check(known == targets.keys(), f"the weights in {source}",
           "exactly the tensors that config.json calls for",
           {"missing": sorted(targets.keys() - known),
@@ -207,7 +209,7 @@ def match_tensors(
         tensor = share = read(name)
         if divided in range(tensor.ndim):  # neither None, nor columns of a bias
             share = tensor.tensor_split(ranks.size, divided)[ranks.rank]
-        check(share.shape == target.shape, f"the shape of {name} in {source}",
+        check(share.shape == target.shape, f"the shape of {name} in {places[name]}",
               f"{list(target.shape)} for each rank", list(tensor.shape))
         # This bias is not divided, although its matrix is. The ranks' results are added
         # up, so only rank 0 may add it.

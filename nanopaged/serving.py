@@ -247,11 +247,7 @@ class Serving:
         """
         self._check_not_in_step()
         with self._lock:
-            self._check_open()
-            self.scheduler.end_aborted()
-            if not self.unfinished:
-                self._reset()
-            return not self.unfinished
+            return self._reset_if_idle()
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Replace the model's weights, and reset the prefix cache.
@@ -261,12 +257,17 @@ class Serving:
         """
         self._check_not_in_step()
         with self._lock:
-            self._check_open()
-            self.scheduler.end_aborted()
-            check(not self.unfinished, "the number of unfinished requests",
+            # The cache is emptied first, in case what follows is interrupted.
+            check(self._reset_if_idle(), "the number of unfinished requests",
                   "0 for load_weights", len(self.unfinished))
-            self._reset()  # first, in case what follows is interrupted
             loader.replace_weights(self.runner.model, dict(weights), self.ranks)
+
+    def _reset_if_idle(self) -> bool:
+        self._check_open()
+        self.scheduler.end_aborted()
+        if not self.unfinished:
+            self._reset()
+        return not self.unfinished
 
     def shutdown(self) -> None:
         """Free this process's memory. The engine cannot be used after that."""
