@@ -37,8 +37,10 @@ from typing import Any, TypeAlias
 
 import torch
 import transformers
+from tqdm import tqdm
 
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
+from nanopaged.tour import memory
 from nanopaged.tour.guide.figures import standalone
 from nanopaged.tour.guide.paper import FIGURES
 from nanopaged.tour.limits import count_weights, machine_limits, time_floor
@@ -192,11 +194,12 @@ class Transformers:
 # -- the measurements ------------------------------------------------------------------
 
 
-def repeat(run: Callable[..., float], warm_up: Any, real: Any, repeats: int) -> Figures:
+def repeat(run: Callable[..., float], warm_up: Any, real: Any, repeats: int,
+           name: str = "") -> Figures:
     """The median of `run(real)` after `run(warm_up)`, or the error that ended it."""
     try:
         run(warm_up)
-        runs = [run(real) for _ in range(repeats)]
+        runs = [run(real) for _ in progress(range(repeats), desc=name)]
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"}
     return {"median": median(runs), "runs": runs}
@@ -208,7 +211,8 @@ def bench_workload(args: Args) -> Figures:
     vocab_size = llm.model_config.vocab_size
     requests = draw_requests(args, vocab_size)
     generate(llm, warm_up_requests(vocab_size), args.temperature)
-    runs = [serve(llm, requests, args.temperature) for _ in range(args.repeats)]
+    runs = [serve(llm, requests, args.temperature)
+            for _ in progress(range(args.repeats), desc="nanopaged")]
     runs.sort(key=lambda run: run["seconds"])
     figures = runs[len(runs) // 2]  # the median; of two runs, the slower one
 
@@ -216,7 +220,8 @@ def bench_workload(args: Args) -> Figures:
     figures = figures | limits | time_floor(requests, llm, limits)
     figures["share_of_limit"] = figures["floor_s"] / figures["seconds"]
     llm.shutdown()
-    show("the workload", {name: {"": value} for name, value in figures.items()})
+    show("the workload", {label(name): {"": cell(value, name)}
+                          for name, value in figures.items()})
     figures["runs"] = runs
     if not args.vs:
         return figures
@@ -225,7 +230,7 @@ def bench_workload(args: Args) -> Figures:
     ways = {"static batches": peer.static, "continuous batching": peer.continuous}
     rates: Figures = {}
     for name, way in ways.items():
-        run = repeat(way, warm_up_requests(vocab_size), requests, args.repeats)
+        run = repeat(way, warm_up_requests(vocab_size), requests, args.repeats, name)
         if "median" in run:
             run["output_tokens_per_s"] = figures["tokens_out"] / run["median"]
             run["ratio"] = run["median"] / figures["seconds"]
@@ -283,8 +288,10 @@ def bench_decode(args: Args) -> Figures:
             if "median" in run:
                 run["ratio"] = figures["nanopaged"][name]["median"] / run["median"]
     for engine, rates in figures.items():
-        show(f"{engine}, tokens/s: {args.prompt_len} in, {args.tokens} out", rates)
-    print(f"\nWeights: {weights:,} bytes. Memory: {memory_speed:,.0f} bytes/s.")
+        show(f"{engine}, tokens/s: {args.prompt_len} in, {args.tokens} out", rates,
+             bar="median")
+    print(f"\nWeights: {weights / 1e6:,.0f} MB. The memory reads "
+          f"{memory_speed / 1e9:.0f} GB/s.")
     return figures | {"weights_bytes": weights, "memory_bytes_per_s": memory_speed}
 
 
@@ -313,9 +320,9 @@ def measure_rates(args: Args, prompts: list[list[int]], run_batch: RunBatch) -> 
 
     figures = {}
     for size in args.batch_sizes:
-        run = partial(decode, size)
-        figures[f"decode, batch {size}"] = repeat(run, 4, args.tokens, args.repeats)
-    figures["prefill"] = repeat(prefill, 2, len(prompts), args.repeats)
+        run, name = partial(decode, size), f"decode, batch {size}"
+        figures[name] = repeat(run, 4, args.tokens, args.repeats, name)
+    figures["prefill"] = repeat(prefill, 2, len(prompts), args.repeats, "prefill")
     return figures
 
 
@@ -361,7 +368,7 @@ def bench_host(args: Args) -> Figures:
     smallest = SHAPES["tiny"] | {"num_hidden_layers": 1, "vocab_size": 16}
     args.model = write_config(args.folder, smallest)
     figures = {}
-    for size in args.host_sizes:
+    for size in progress(args.host_sizes, desc="sequences"):
         llm = make_engine(
             args, max_num_seqs=size, enforce_eager=True,
             # Admit all sequences before the first one ends, with blocks for all.
@@ -370,7 +377,8 @@ def bench_host(args: Args) -> Figures:
         llm.runs_ahead = False
         figures[str(size)] = host_costs(llm, size, args)
         llm.shutdown()
-    show(f"a decode step, sequences of {args.prompt_len} tokens or more", figures)
+    show("the time of a decode step outside the model, by running sequences of "
+         f"{args.prompt_len} tokens or more", figures, bar="step_s")
     return figures
 
 
@@ -386,7 +394,7 @@ def host_costs(llm: LLM, size: int, args: Args) -> Figures:
         if len(lengths) == size and min(lengths) > 1 and max(lengths) < args.tokens:
             step = watcher.steps[-1]
             step["step_s"] = step["schedule_s"] + step["inputs_s"] + step["update_s"]
-            step["s_a_sequence"] = step["step_s"] / size
+            step["sequence_s"] = step["step_s"] / size
             steps.append(step)
     return {name: median(step[name] for step in steps) for name in steps[0]}
 
@@ -398,7 +406,7 @@ def bench_prefix(args: Args) -> Figures:
     random.seed(args.seed)
     generate(llm, [(random_prompt(args.prefix_len, vocab_size), 2)])
     figures: Figures = {"first prompt": {"runs": []}, "second prompt": {"runs": []}}
-    for _ in range(args.repeats):
+    for _ in progress(range(args.repeats), desc="pairs of prompts"):
         prefix = random_prompt(args.prefix_len, vocab_size)
         for run in figures.values():
             prompt = prefix + random_prompt(32, vocab_size)
@@ -408,19 +416,26 @@ def bench_prefix(args: Args) -> Figures:
             run["first_token_s"] = median(run["runs"])
             run["computed_tokens"] = len(prompt) - output.num_cached_tokens
     llm.shutdown()
-    show(f"prompts of {args.prefix_len} shared tokens and 32 others", figures)
+    show(f"prompts of {args.prefix_len} shared tokens and 32 others", figures,
+         bar="first_token_s")
     return figures
 
 
 def bench_memory(args: Args) -> Figures:
     """Simulate the paper's Figures 2 and 12 to 18, and show its numbers beside ours."""
     figures: Figures = {}
+    bar = progress(desc="simulated servers", unit=" servers")
+    memory.after_simulation.append(bar.update)
     for name in args.figures:
         for key, result in FIGURES[name]().items():
             show(result.title, result.rows)
             figures[key] = result.rows
             if args.plots and result.chart:
-                args.plots.joinpath(f"{key}.svg").write_text(standalone(result.chart))
+                file = args.plots.joinpath(f"{key}.svg")
+                file.write_text(standalone(result.chart))
+                print(f"  drawn in {file}")
+    memory.after_simulation.clear()
+    bar.close()
     return figures
 
 
@@ -432,21 +447,50 @@ COMMANDS = {
 }
 
 
-def show(title: str, rows: Figures) -> None:
-    """Print a table, {row: {column: number or text}}, without any other values."""
+# What figures are called in tables. Those that end in _s are seconds.
+LABELS = {
+    "output_tokens_per_s": "output tokens/s", "bytes_s": "time of the bytes",
+    "flops_s": "time of the operations", "floor_s": "fastest possible",
+    "bytes_per_s": "bytes/s of the memory", "flops_per_s": "operations/s",
+    "share_of_limit": "share of the limit", "weights_share": "share of memory's speed",
+    "step_s": "in all", "sequence_s": "for each sequence",
+    "first_token_s": "first token"}
+
+
+def progress(*iterable: Any, **options: Any) -> Any:
+    """A progress bar, if somebody looks on."""
+    return tqdm(*iterable, leave=False, disable=None, **options)
+
+
+def show(title: str, rows: Figures, bar: str = "") -> None:
+    """Print a table, {row: {column: number or text}}, without any other values, and a
+    bar for the numbers of one column.
+    """
     columns = dict.fromkeys(k for row in rows.values() for k in row if cell(row[k]))
-    table = [["", *columns]]
+    table, bars = [["", *map(label, columns)]], [""]
+    most = max((row.get(bar, 0) for row in rows.values()), default=0) if bar else 0
     for name, row in rows.items():
-        table.append([name, *(cell(row.get(column, "")) for column in columns)])
+        table.append([name, *(cell(row.get(k, ""), k) for k in columns)])
+        bars.append("#" * round(20 * row.get(bar, 0) / most) if most else "")
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     print(f"\n{title}")
-    for name, *cells in table:
+    for (name, *cells), drawn in zip(table, bars, strict=True):
         padded = [text.rjust(n) for text, n in zip(cells, widths[1:], strict=True)]
-        print("  ".join(("", name.ljust(widths[0]), *padded)))
+        print("  ".join(("", name.ljust(widths[0]), *padded, drawn)).rstrip())
 
 
-def cell(value: Any) -> str:
-    if isinstance(value, (int, float)):
+def label(name: str) -> str:
+    return LABELS.get(name, name.removesuffix("_s").replace("_", " "))
+
+
+def cell(value: Any, name: str = "") -> str:
+    """A value as text, with a unit if its name says that it is in seconds."""
+    is_number = isinstance(value, (int, float))
+    if is_number and name.endswith("_s") and not name.endswith("per_s"):
+        unit, factor = next(((u, f) for u, f in (("us", 1e6), ("ms", 1e3))
+                             if value * f < 1000), ("s", 1))
+        return f"{value * factor:.3g} {unit}"
+    if is_number:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return value if isinstance(value, str) else ""
 
@@ -529,7 +573,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)  # the Numba kernel uses the same number
     report = {"arguments": vars(args).copy(), "machine": machine()}
-    print(json.dumps(report["machine"]))
+    found = report["machine"]
+    print(f"{found['gpu'] or found['cpu']}, {found['threads']} threads; "
+          + ", ".join(f"{name} {number}" for name, number in found["versions"].items()))
     with tempfile.TemporaryDirectory() as args.folder:
         args.model = args.model or write_config(args.folder, SHAPES[args.shape])
         report[args.command] = COMMANDS[args.command](args)

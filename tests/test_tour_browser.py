@@ -21,7 +21,7 @@ from test_tour import random_requests, record, showcase
 
 pytestmark = pytest.mark.browser
 
-SIZES = {"laptop": (1280, 720), "phone": (420, 844)}
+SIZES = {"laptop": (1280, 720), "tablet": (768, 1024), "phone": (420, 844)}
 # What one may click on in a player.
 PLACES = [".np-title", ".np-where", ".np-button", ".np-key", "input",
           ".np-text", ".np-panel", ".np-tables", ".np-entry", ".np-pools", ".np-cell",
@@ -55,6 +55,8 @@ class Browser:
             "Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1],
                   deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setTouchEmulationEnabled",
+                  enabled=size != SIZES["laptop"])
         for domain in ("Page", "Runtime", "Network"):
             self.call(f"{domain}.enable")
         self.call("Page.navigate", url=page.resolve().as_uri() + fragment)
@@ -120,6 +122,20 @@ class Browser:
                       button="left", clickCount=1)
         return place is not None
 
+    def want_no_motion(self):
+        self.call("Emulation.setEmulatedMedia", features=[
+            {"name": "prefers-reduced-motion", "value": "reduce"}])
+
+    def tap(self, selector):
+        """Touch the middle of an element."""
+        x, y = self.run(
+            f"const found = document.querySelector('{selector}');"
+            "found.scrollIntoView({block: 'center'});"
+            "const {x, y, width, height} = found.getBoundingClientRect();"
+            "return [x + width / 2, y + height / 2]")
+        for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
+            self.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
+
     def text(self, selector):
         return self.run(f"return document.querySelector('{selector}').textContent")
 
@@ -181,8 +197,8 @@ def two_players(run):
 def shown(tmp_path_factory):
     """A page with two players of the run in which everything happens."""
     run = showcase()
-    run.ask(1, "Where does it open?", ["here", "later"], "here", "It asks first.")
-    run.ask(5, "Which block?", ["#1", "#2"], "#2", "It is <b>free</b>. " * 9)
+    run.ask(1, "Where does it open?", {"here": "It asks.", "later": "No."}, "here")
+    run.ask(5, "Which block?", {"#1": "It is <b>held</b>. " * 9, "#2": "Free."}, "#2")
     path = tmp_path_factory.mktemp("tour") / "shown.html"
     path.write_text(two_players(run), "utf-8")
     return path
@@ -272,6 +288,11 @@ def test_settings_switch_between_real_runs_at_the_same_step(tmp_path, open_page)
         slots = sum(len(seq["table"]) for seq in state[0]["seqs"].values())
         assert (str(slots) in marked) == (name == "one")
     check_all_players(browser)
+    title = "return (await npPlayers)[0].trace.title"
+    for fragment, name in (("run=3-updated-1", "one"), ("run=3", "four")):
+        browser.run(f"location.hash = '{fragment}'; await new Promise("
+                    "done => addEventListener('hashchange', done, {once: true}))")
+        assert browser.run(title) == name  # a link leads to its setting, too
 
 
 def test_attention_to_play_with_is_that_of_the_engine(tmp_path, open_page):
@@ -319,6 +340,7 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
 
 def test_a_link_brings_its_player_onto_the_screen_and_can_be_copied(shown, open_page):
     browser = open_page(shown, "#two=2")
+    browser.want_no_motion()  # so that it has arrived when one clicks
     top = "return document.querySelector('#two').getBoundingClientRect().top"
     assert 0 <= browser.run(top) < 100
     browser.run("navigator.clipboard.writeText = async text => { copied = text; };"
@@ -329,17 +351,45 @@ def test_a_link_brings_its_player_onto_the_screen_and_can_be_copied(shown, open_
     assert browser.run("return copied").endswith("shown.html#two=3-updated")
 
 
+def test_copied_blocks_move_unless_the_reader_wants_no_motion(shown, open_page):
+    browser = open_page(shown)
+    moved = ("const [one] = await npPlayers; const moved = new Set();"
+             "for (let at = 0; at <= one.last; at += 1) { one.show(at);"
+             "for (const each of document.getAnimations()) { if (each.effect"
+             ".getKeyframes()[0].transform) moved.add(one.trace.frames[at].step);"
+             "each.cancel(); }} return [...moved];")
+    copies = ("const [one] = await npPlayers; return [...new Set(one.trace.frames"
+              ".filter(({events}) => events.some(([kind]) => "
+              "['copy', 'swap_in', 'swap_out'].includes(kind)))"
+              ".map(({step}) => step))]")
+    assert browser.run(moved) == browser.run(copies) != []
+    browser.want_no_motion()
+    assert browser.run(moved) == []
+
+
+def test_a_finger_is_enough(shown, open_page):
+    browser = open_page(shown, size=SIZES["phone"])
+    browser.tap("#one .np-ask button")
+    assert browser.text(".np-answers").startswith("1 of 4 questions answered")
+    browser.tap('#one [aria-label^="Next"]')
+    assert browser.text("#one .np-where").startswith("Step 1 of")
+    browser.tap("#one .np-cell")
+    assert browser.text("#one .np-detail").startswith("Block 0:")
+
+
 def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser = open_page(shown, "#one=4-begin")
     ask = "#one .np-ask"
-    assert "Which block?" in browser.text(ask) and "free" not in browser.text(ask)
+    assert "Which block?" in browser.text(ask) and "held" not in browser.text(ask)
     height = "return document.querySelector('#one .np-main').offsetHeight"
-    assert browser.text(".np-answers").startswith("0 of 4 questions answered, 0 of")
+    assert browser.text(".np-answers").startswith("0 of 4 questions answered, 0 r")
     before = browser.run(height)
-    browser.click("one", ".np-ask button:last-child")
-    assert "Not quite. It is <b>free</b>." in browser.text(ask)
+    wrong = browser.run(f"return [...document.querySelectorAll('{ask} button')]"
+                        ".findIndex(one => one.textContent === '#1')")
+    browser.click("one", f".np-ask button:nth-child({1 + wrong})")
+    assert "Not quite. It is <b>held</b>." in browser.text(ask)
     assert browser.run(height) == before  # there was room for it
-    assert browser.text(".np-answers") == "1 of 4 questions answered, 0 of them right."
+    assert browser.text(".np-answers") == "1 of 4 questions answered, 0 right"
     browser.press("ArrowRight")
     assert browser.text("#one .np-where").startswith("Step 5")
     assert browser.text(ask) == ""

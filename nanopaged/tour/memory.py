@@ -16,6 +16,7 @@ costs the host. No figure depends on the machine that runs this.
 """
 
 import random
+from collections.abc import Callable
 from functools import cache
 from math import log
 from statistics import mean
@@ -62,6 +63,9 @@ class Run(NamedTuple):
     usage: dict[str, float]  # mean over steps, see `usage`
 
 
+after_simulation: list[Callable[[], object]] = []  # called by `simulate`
+
+
 # -- One run ---------------------------------------------------------------------------
 
 
@@ -105,6 +109,8 @@ def simulate(system: str, workload: Workload, rate: float, seconds: float,
     for arrival, group in requests:
         waited = ends.get(group.request_id, now) - arrival
         latencies.append(waited / (group.max_len - group.num_prompt_tokens))
+    for call in after_simulation:
+        call()
     return Run(mean(latencies), {
         name: mean(values[name] for values in usages) for name in usages[0]})
 
@@ -120,15 +126,20 @@ def make_scheduler(system: str, block_size: int, caching: bool) -> Scheduler:
 def make_group(workload: Workload, number: int, prompt: int, output: int
                ) -> SequenceGroup:
     """A request that runs to its full length. No two prompts go on alike."""
-    width = workload.width
-    params = SamplingParams(n=width, max_tokens=output, ignore_eos=True)
-    search = None
-    if workload.likely:
-        search = BeamSearchParams(width, output, ignore_eos=True)
+    params, search = make_params(workload.width, output)
+    if not workload.likely:
+        search = None
     token_ids = [0] * workload.prefix + [1 + number] * prompt
     group = SequenceGroup(None, token_ids, params, set(), LONGEST, None, search)
     group.request_id = str(number)
     return group
+
+
+@cache  # they are checked when they are made, which takes as long as a step
+def make_params(width: int, output: int
+                ) -> tuple[SamplingParams, BeamSearchParams | None]:
+    return (SamplingParams(n=width, max_tokens=output, ignore_eos=True),
+            BeamSearchParams(width, output, ignore_eos=True))
 
 
 def step_seconds(batch: Batch) -> float:

@@ -14,6 +14,8 @@ const MOST_LARGE_CELLS = 64;  // of a pool; beyond that, cells are small and hav
 const MOST_TOKENS = 120;      // of one sequence that are drawn
 const NUM_HUES = 6;
 const FRAME_MS = 900;
+const MOTION_MS = 500;
+const MOVES = ["copy", "swap_out", "swap_in"];   // events that name blocks: from, to, ...
 const SPEEDS = [1, 2, 4, 0.5, 1];
 const PHASES = {
   start: ["before the run", "The state when the recording began."],
@@ -217,11 +219,15 @@ class Player {
 
   get last() { return this.trace.frames.length - 1; }
 
-  // The blocks that get a cell: all of a small pool, and of a large one those in use.
+  // The blocks that get a cell: all of a small pool, and of a large one those in use. And
+  // how many tokens each answer has in the end.
   findCells() {
     const touched = new Set();
+    this.lengths = {};
     for (const line of this.states) {
-      for (const block of Object.keys(JSON.parse(line).blocks)) touched.add(Number(block));
+      const {blocks, seqs} = JSON.parse(line);
+      for (const block of Object.keys(blocks)) touched.add(Number(block));
+      for (const [key, {tokens}] of Object.entries(seqs)) this.lengths[key] = tokens.length;
     }
     const {num_blocks: device, num_swap_blocks: swap} = this.trace;
     const used = [...touched].sort((a, b) => a - b);
@@ -261,7 +267,7 @@ class Player {
         if (!this.root.contains(event.target)) this.onKey(event);
       });
     }
-    for (const name of ["pointermove", "focusin"]) {
+    for (const name of ["pointermove", "focusin", "click"]) {
       this.root.addEventListener(name, event =>
         this.light(event.target.closest("[data-block]")?.dataset.block ?? null));
     }
@@ -416,10 +422,14 @@ class Player {
     action();
   }
 
-  // "#step=7" is the first frame of step 7, and "#step=7-updated" the one after its update.
+  // "#step=7" is the first frame of step 7, "#step=7-updated" the one after its update, and
+  // "#step=7-updated-2" that of run 2, under another setting.
   frameOfLink() {
-    const [id, place] = location.hash.slice(1).split("=");
-    return id === this.root.id ? this.frameOf(place) : null;
+    const [id, place = ""] = location.hash.slice(1).split("=");
+    if (id !== this.root.id) return null;
+    const run = this.runs[place.split("-")[2] ?? 0] ?? this.run;
+    if (run !== this.run) this.use(run);
+    return this.frameOf(place);
   }
 
   // "7" or "7-updated" -> the number of the frame, or null.
@@ -433,8 +443,9 @@ class Player {
 
   link() {
     const {step, phase} = this.trace.frames[this.frame];
+    const run = this.runs.indexOf(this.run);
     try {
-      history.replaceState(null, "", `#${this.root.id}=${step}-${phase}`);
+      history.replaceState(null, "", `#${this.root.id}=${step}-${phase}${run ? `-${run}` : ""}`);
     } catch {
       // A frame in a notebook has no address of its own.
     }
@@ -465,6 +476,7 @@ class Player {
   show(frame) {
     const focused = this.root.contains(document.activeElement) ? document.activeElement : null;
     const panel = focused?.closest(".np-panel")?.classList[1];
+    const before = frame === this.frame + 1 ? this.view : null;
     this.frame = frame;
     this.view = new View(this.trace, this.state(frame));
     const {step, phase} = this.trace.frames[frame];
@@ -483,11 +495,36 @@ class Player {
     this.drawPools();
     this.drawStory();
     if (this.lit !== null) this.mark(this.lit);
+    if (before) this.animate(before);
     // What had the focus may have been drawn anew.
     if (focused && !focused.isConnected) {
       const block = focused.dataset.block;
       const same = block && this.root.querySelector(`.${panel} [data-block="${block}"]`);
       (same || this.root).focus({preventScroll: true});
+    }
+  }
+
+  // After a step forward: blocks that were copied slide from where they were, those that
+  // were taken or found grow, and those that were freed fade.
+  animate(before) {
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    const cells = new Map([...this.root.querySelectorAll(".np-cell")].map(
+      cell => [Number(cell.dataset.block), cell]));
+    const play = (cell, ...frames) => cell?.animate(frames, {duration: MOTION_MS, easing: "ease"});
+    for (const [kind, sentence] of this.trace.frames[this.frame].events) {
+      const named = MOVES.includes(kind) ? sentence.match(/#\d+/g) ?? [] : [];
+      while (named.length > 1) {
+        const [from, to] = named.splice(0, 2).map(name => cells.get(Number(name.slice(1))));
+        if (!from || !to) continue;
+        const [old, now] = [from.getBoundingClientRect(), to.getBoundingClientRect()];
+        play(to, {transform: `translate(${old.x - now.x}px, ${old.y - now.y}px)`, zIndex: 2},
+          {transform: "none", zIndex: 2});
+      }
+    }
+    for (const [block, cell] of cells) {
+      const [then, now] = [before.refs(block), this.view.refs(block)];
+      if (now > then && cell.getAnimations().length === 0) play(cell, {scale: 0.6}, {scale: 1});
+      if (now === 0 && then > 0) play(cell, {opacity: 0.1}, {opacity: 1});
     }
   }
 
@@ -498,7 +535,7 @@ class Player {
     this.question.replaceChildren();
     if (!asked) return;
     const answer = this.answers.get(this.frame);
-    const buttons = asked.choices.map((choice, index) => h("button", {
+    const buttons = asked.choices.map(([choice], index) => h("button", {
       class: answer === undefined ? "" : index === asked.right ? "np-right"
         : index === answer ? "np-wrong" : "",
       onclick: () => {
@@ -507,13 +544,14 @@ class Player {
         countAnswers();
         this.root.focus({preventScroll: true});
       }}, choice));
-    const verdict = word => `${word} ${asked.why} Step on to see it.`;
+    const verdicts = asked.choices.map(([, reason], index) =>
+      `${index === asked.right ? "Yes." : "Not quite."} ${reason} Step on to see it.`);
+    const longest = verdicts.reduce((best, text) => text.length > best.length ? text : best);
     // The longest verdict has its room from the start, so nothing moves when one answers.
     this.question.append(
       h("p", h("strong", "What comes next? "), asked.text), h("div", buttons),
-      h("p.np-verdict", {"data-room": verdict("Not quite.")}, h("span", {"aria-live": "polite"},
-        answer === undefined ? "Choose, or step on and see."
-          : verdict(answer === asked.right ? "Yes." : "Not quite."))));
+      h("p.np-verdict", {"data-room": longest}, h("span", {"aria-live": "polite"},
+        verdicts[answer] ?? "Choose, or step on and see.")));
   }
 
   drawRequests() {
@@ -600,20 +638,27 @@ class Player {
     ]);
   }
 
-  // What a request holds, and what contiguous memory would have reserved for it.
+  // What a request holds, and what contiguous memory would have reserved for it: room for
+  // the longest answers; for their lengths rounded up to a power of two; for their lengths.
   waste(group, keys) {
     const held = new Set(keys.flatMap(key => this.view.seqs[key].table));
     const tokens = [...held].reduce((sum, block) => sum + this.view.filled(block), 0);
     const slots = held.size * this.view.block_size;
-    const {reserved} = this.view.groups[group];
-    const part = (name, count) => h("i",
-      {class: name, style: `flex: 0 0 ${100 * count / Math.max(reserved, slots)}%`});
+    const {reserved: max, prompt} = this.view.groups[group];
+    const answers = Object.keys(this.lengths).filter(key => groupOf(key) === group);
+    const reserve = round => Math.min(max, answers.reduce(
+      (sum, key) => sum + prompt.length + round(this.lengths[key]), 0));
+    const oracle = reserve(length => length);
+    const pow2 = reserve(length => 2 ** Math.ceil(Math.log2(length)));
+    const share = count => `${100 * count / Math.max(max, slots)}%`;
+    const part = (name, count) => h("i", {class: name, style: `flex: 0 0 ${share(count)}`});
     return h("div.np-waste",
       h("div.np-heading.np-name", h("strong", `Request ${group}`),
-        h("p.np-note", `${plural(tokens, "token")} in ${plural(slots, "slot")}; contiguous `
-          + `memory would reserve ${reserved}`)),
+        h("p.np-note", `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: `
+          + `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`)),
       h("div.np-strip", {"aria-hidden": "true"},
-        part("np-held", tokens), part("np-rest", slots - tokens)));
+        part("np-held", tokens), part("np-rest", slots - tokens),
+        [oracle, pow2].map(count => h("i.np-guess", {style: `left: ${share(count)}`}))));
   }
 
   // One line: the logical blocks of a sequence.
@@ -753,7 +798,7 @@ class Player {
       h("p.np-paper", /^\d/.test(paper)
         ? [h("a", {href: PAPER, rel: "noreferrer"}, "The paper"), `, section ${paper}`] : paper));
     const [marked, box] = [this.source.querySelector("mark"), this.source.querySelector("pre")];
-    box.scrollTop += marked.getBoundingClientRect().top - box.getBoundingClientRect().top - 50;
+    box.scrollTop += marked.getBoundingClientRect().top - box.getBoundingClientRect().top - 48;   // three lines
   }
 
   // -- One block, wherever it is drawn
@@ -851,15 +896,33 @@ class Softmax {
 
 // Say at the end of the page how many of its questions have been answered.
 async function countAnswers() {
-  const place = document.querySelector(".np-answers");
-  if (!place) return;
+  const places = document.querySelectorAll(".np-answers");
   let all = 0, answered = 0, right = 0;
   for (const {runs: [{trace}], answers} of await npPlayers) {
     all += trace.questions.length;
     answered += answers.size;
     right += trace.questions.filter(asked => answers.get(asked.frame) === asked.right).length;
   }
-  place.textContent = `${answered} of ${plural(all, "question")} answered, ${right} of them right.`;
+  for (const place of places) {
+    place.textContent = `${answered} of ${plural(all, "question")} answered, ${right} right`;
+  }
+}
+
+// The bar above a long page: which chapter one is in, and how far one has come.
+function followChapters(bar) {
+  const links = [...bar.querySelectorAll("li a")];
+  const draw = () => {
+    const at = links.findLastIndex(({hash}) =>
+      document.querySelector(hash).getBoundingClientRect().top < innerHeight / 2);
+    links.forEach((link, index) => link.setAttribute("aria-current", String(index === at)));
+    bar.querySelector("b").textContent = links[at]?.textContent ?? "Contents";
+    bar.style.setProperty("--read", scrollY / (document.body.scrollHeight - innerHeight));
+  };
+  bar.addEventListener("click", ({target}) => {
+    if (target.matches("a")) bar.querySelector("details").open = false;
+  });
+  addEventListener("scroll", draw, {passive: true});
+  draw();
 }
 
 addEventListener("DOMContentLoaded", () => {
@@ -876,6 +939,7 @@ addEventListener("DOMContentLoaded", () => {
     return players;
   });
   countAnswers();
+  document.querySelectorAll(".progress").forEach(followChapters);
   for (const root of document.querySelectorAll(".np-softmax")) new Softmax(root);
 });
 

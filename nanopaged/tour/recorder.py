@@ -128,18 +128,19 @@ class Trace(AbstractContextManager["Trace"]):
             self.frames.append(
                 {"step": self._num_steps, "phase": phase, "events": events})
 
-    def ask(self, step: int, text: str, choices: list[str], right: str, why: str
-            ) -> None:
+    def ask(self, step: int, text: str, choices: dict[str, str], right: str) -> None:
         """Let the player stop before this step is scheduled, and ask what it will do.
 
-        The choices are shuffled, in the same way each time.
+        Each choice comes with what is said to those who make it. The choices are
+        shuffled, in the same way each time.
         """
         [place] = [index for index, frame in enumerate(self.frames)
                    if frame["step"] == step and frame["phase"] == "scheduled"]
         assert right in choices, f"{right} is none of {choices}"
-        choices = sorted(choices, key=lambda x: zlib.crc32((text + why + x).encode()))
-        self.questions.append({"frame": place - 1, "text": text, "choices": choices,
-                               "right": choices.index(right), "why": why})
+        shuffled = sorted(choices.items(),
+                          key=lambda item: zlib.crc32("".join((text, *item)).encode()))
+        self.questions.append({"frame": place - 1, "text": text, "choices": shuffled,
+                               "right": shuffled.index((right, choices[right]))})
 
     # -- What it gives -----------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The guided tour: in about an hour, how LLMs are served, as one HTML page.
+"""The guided tour: how LLMs are served, as one HTML page.
 
 The text is in `chapters/`, one file each. What a chapter shows is computed by the
 function of the same name in `lessons`, while the page is made. To add a chapter, write
@@ -27,21 +27,24 @@ class Chapter(NamedTuple):
 
     name: str
     title: str
-    minutes: int = 0  # of the hour; a chapter without any comes after it
+    minutes: int = 0  # a chapter without any comes after the tour
 
 
 CHAPTERS = [
     Chapter("loop", "What is the loop?", 6),
     Chapter("cache", "Why cache K and V?", 7),
-    Chapter("blocks", "Why blocks?", 5),
-    Chapter("step", "What is one step?", 6),
-    Chapter("attention", "How is attention paged?", 6),
+    Chapter("batch", "Why a batch?", 5),
+    Chapter("blocks", "Why blocks?", 6),
     Chapter("schedule", "Who runs?", 6),
+    Chapter("full", "What if the pool is full?", 5),
     Chapter("prefix", "Who shares a prompt?", 6),
-    Chapter("fork", "Who shares an answer?", 6),
-    Chapter("full", "What if the pool is full?", 6),
-    Chapter("ranks", "Several GPUs?", 4),
+    Chapter("fork", "Who shares an answer?", 7),
+    Chapter("step", "What is one step?", 7),
+    Chapter("attention", "How is attention paged?", 7),
+    Chapter("ranks", "Several GPUs?", 5),
+    Chapter("results", "What does it buy?", 6),
     Chapter("build", "Break it, then build it", 2),
+    Chapter("gpu", "Appendix: what a GPU adds"),
     Chapter("glossary", "Glossary"),
 ]
 Progress = Callable[[int, int, str], None]

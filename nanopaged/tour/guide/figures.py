@@ -5,6 +5,7 @@ for light and for dark pages. Colour is never alone: bars carry their numbers, l
 have markers of their own, and the table below a figure has all numbers.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from math import ceil, floor, log10
@@ -44,7 +45,8 @@ class Plot:
     the y axis, which goes from 0 to `top`, or to a rounder number.
     """
 
-    def __init__(self, names: Iterable[str], top: float, x_label: str = "") -> None:
+    def __init__(self, names: Iterable[str], top: float, x_label: str = "",
+                 y_label: str = "") -> None:
         scale = 10.0 ** floor(log10(top))
         tops = [scale * step for step in ROUND]
         self.top = next(each for each in tops if each >= 0.999 * top)
@@ -52,13 +54,13 @@ class Plot:
         self.step = (RIGHT - LEFT) / len(places)
         every = ceil(LEAST_STEP / self.step)
         self.labels = places[::every]
-        self.x_label = x_label
+        self.x_label, self.y_label = x_label, y_label
         self.bars: list[tuple[int, float, float, int]] = []  # x, low, value, series
         self.lines: list[list[tuple[int, float]]] = []
-        self.markers: list[tuple[int, float, Look]] = []
+        self.markers: list[tuple[float, float, Look]] = []
         self.legend: dict[str, Look] = {}
 
-    def x(self, number: int) -> float:
+    def x(self, number: float) -> float:
         """Where a place is in the picture: its middle."""
         return LEFT + self.step * (number + 0.5)
 
@@ -76,13 +78,14 @@ class Plot:
         return Figure(title, rows, Html(chart))
 
 
-def bars(title: str, rows: Rows, caption: str, paper: Rows) -> Figure:
+def bars(title: str, rows: Rows, caption: str, paper: Rows, y_label: str = ""
+         ) -> Figure:
     """A bar for every row, with its columns stacked; a diamond at the paper's number.
     """
     heights = [sum(row.values()) for row in rows.values()]
     for row in paper.values():
         heights += row.values()
-    plot = Plot(rows, max(heights))
+    plot = Plot(rows, max(heights), y_label=y_label)
     columns, *_ = rows.values()
     for series, column in enumerate(columns):
         plot.legend[column] = f"series-{series}", SQUARE
@@ -92,8 +95,9 @@ def bars(title: str, rows: Rows, caption: str, paper: Rows) -> Figure:
         for series, value in enumerate(row.values()):
             plot.bars.append((x, low, value, series))
             low += value
-        for measured in paper[name].values():
-            plot.markers.append((x, measured, PAPER))
+        for measured in paper.get(name, {}).values():
+            edge = x + BAR_WIDTH / 2 / plot.step  # where no number is
+            plot.markers.append((edge, measured, PAPER))
     return plot.figure(title, beside(rows, paper), caption)
 
 
@@ -102,29 +106,45 @@ def beside(rows: Rows, paper: Rows) -> Rows:
     both: dict[str, Any] = {}
     for name, row in rows.items():
         both[name] = {**row}
-        for column, number in paper[name].items():
+        for column, number in paper.get(name, {}).items():
             both[name][f"{column} (paper)"] = number
     return both
 
 
-def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0
-          ) -> Figure:
+def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0,
+          y_label: str = "") -> Figure:
     """A line for every row, over its columns. What is above `top` is cut off. The first
     row has all columns, and others may lack the last ones.
     """
     columns, *_ = rows.values()
     if top == 0:
         top = max(max(row.values()) for row in rows.values())
-    plot = Plot(columns, top, x_label)
+    plot = Plot(columns, top, x_label, y_label)
     for series, (name, row) in enumerate(rows.items()):
         points = list(enumerate(row.values()))
         look = f"series-{series}", MARKERS[series]
         plot.lines.append(points)
-        plot.legend[name] = look
+        if len(rows) > 1:
+            plot.legend[name] = look
         for x, y in points:
             if y <= plot.top:
                 plot.markers.append((x, y, look))
     return plot.figure(title, rows, caption)
+
+
+def beam_tree(columns: list[tuple[int, list[list[str]]]], best: str) -> Html:
+    """The beams of a search, a column for each step. Every token is joined with the one
+    that it continues, and those of the best answer stand out.
+    """
+    drawn: list[tuple[int, list[tuple[str, int, bool]]]] = []
+    rows: dict[tuple[str, ...], int] = {(): 0}
+    for step, beams in columns:
+        ordered = sorted(map(tuple, beams), key=lambda beam: rows[beam[:-1]])
+        nodes = [(beam[-1], rows[beam[:-1]], best.startswith("".join(beam)))
+                 for beam in ordered]
+        rows = {beam: row for row, beam in enumerate(ordered)}
+        drawn.append((step, nodes))
+    return Html(TEMPLATES.get_template("tree.svg").render(columns=drawn))
 
 
 def style() -> str:
@@ -132,11 +152,14 @@ def style() -> str:
 
 
 def standalone(figure: str) -> str:
-    """The picture in a figure, as an SVG file."""
+    """The picture in a figure, as an SVG file with its title."""
     start = figure.index("<svg ") + 5
     end = figure.rindex("</svg>")
-    svg = figure[start:end]
+    svg = figure[start:end].replace('"0 0 ', '"0 -24 ', 1).replace(
+        f" {HEIGHT}\"", f" {HEIGHT + 24}\"", 1)
     attributes, content = svg.split(">", 1)
+    title = re.findall(r"<strong>(.*?)\.?</strong>", figure)[0]
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" {attributes}>'
-        f"<style>{style()}</style>{content}</svg>\n")
+        f'<style>{style()}</style><text class="title" x="{WIDTH / 2:g}" y="-8">{title}'
+        f"</text>{content}</svg>\n")

@@ -5,8 +5,10 @@ number in the text can be wrong tomorrow.
 """
 
 import time
+from functools import cache as remember
 
 import numpy as np
+import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import place_tokens
@@ -27,7 +29,8 @@ from nanopaged.tour.guide.lab import (
     watch,
 )
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.memory import LIMIT, SLOTS
+from nanopaged.tour.limits import fastest
+from nanopaged.tour.memory import BANDWIDTH, LIMIT, PARAMETERS, RATE, SLOTS
 from nanopaged.tour.page import TEMPLATES
 from nanopaged.tour.workloads import DATA_SETS, LONGEST
 
@@ -89,8 +92,53 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
     return seconds, output.outputs[0].token_ids
 
 
+def batch() -> Values:
+    speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
+    most = max(speeds)
+    x_label = "sequences that decode together (twice as many each time)"
+    measured = figures.lines(
+        "Tokens per second, by the number of sequences in a batch.",
+        {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
+        "The bundled model, on one core of the machine that made this page.", x_label,
+        y_label="tokens/s")
+    # A step takes fixed_s + n * its_own_s: a line through the first point and the last.
+    its_own_s = (most / speeds[most] - 1 / speeds[1]) / (most - 1)
+    fixed_s = 1 / speeds[1] - its_own_s
+    with engine() as llm:
+        weight_bytes = sum(each.nbytes for each in llm.runner.model.parameters())
+    buffer = torch.ones(2**25)  # no cache can hold it
+    bandwidth = buffer.nbytes / fastest(buffer.sum, buffer.device)
+    rate, gpu_bandwidth = RATE, BANDWIDTH
+    modelled = figures.lines(
+        "Tokens per second, by the number of sequences in a batch.",
+        {"tokens/s": {str(n): n / max(2 * PARAMETERS / BANDWIDTH,
+                                      n * 2 * PARAMETERS / RATE)
+                      for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}},
+        "Modelled: OPT-13B on an A100 that reaches four fifths of the bytes/s on its "
+        "data sheet, and half of the operations/s.", x_label, y_label="tokens/s")
+    return locals()
+
+
+def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
+    """The speed of decoding, by the number of sequences that decode together."""
+    speeds = dict.fromkeys(batch_sizes, 0.0)
+    count = 16
+    with engine(attention_backend="auto", block_size=16, num_blocks=256,
+                max_num_seqs=64) as llm:
+        for size in batch_sizes:
+            prompts = [[token + 1] for token in range(size)]
+            for _ in range(3):  # the best of several rounds: a machine is never quiet
+                began = time.perf_counter()
+                llm.generate(prompts, greedy(count), use_tqdm=False)
+                seconds = time.perf_counter() - began
+                speeds[size] = max(speeds[size], size * count / seconds)
+    return speeds
+
+
 def blocks() -> Values:
-    requests = ["ROMEO:\n", SPEECH], [greedy(14), greedy(6)]
+    prompts = ["ROMEO:\n", SPEECH]
+    params = [ends_early(prompts[0], 14, 24), ends_early(prompts[1], 6, 20)]
+    requests = prompts, params
     with engine(num_blocks=16) as llm:
         run = watch(llm, "Two requests of different lengths", *requests)
         size = llm.config.block_size
@@ -105,7 +153,23 @@ def blocks() -> Values:
     slots = SLOTS
     longest = LONGEST
     lengths = DATA_SETS["ShareGPT"]
-    return locals() | paper.use_of_memory(seconds=240)
+    return locals() | use_of_memory()
+
+
+@remember
+def use_of_memory() -> Values:
+    """Two chapters show it."""
+    return {**paper.use_of_memory()}
+
+
+def ends_early(prompt: str, count: int, max_tokens: int) -> SamplingParams:
+    """Greedy: the answer ends after `count` tokens, though it might have more."""
+    with engine() as llm:
+        [output] = llm.generate(prompt, greedy(count), use_tqdm=False)
+    *others, last = output.outputs[0].token_ids
+    assert last not in others, "it would end even earlier"
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True,
+                          stop_token_ids=[last])
 
 
 def step() -> Values:
@@ -119,7 +183,6 @@ def step() -> Values:
     positions, slots = places(second, size)
     assert second.counts == [1, 2], "the text describes this step"
     assert third.moves, "and this one"
-    pending = [-1 - sample for sample in range(len(second.samples))]
     listings = [listing(batch) for batch in (first, second, third)]
     return locals()
 
@@ -176,17 +239,7 @@ def schedule() -> Values:
     chunks = [count for count in counts if count][:-3]
     assert sum(chunks) == num_tokens
     assert absent(run, 0) == absent(run, 1) == []
-    speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
-    figure = figures.lines(
-        "Tokens per second, by the number of sequences in a batch.",
-        {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
-        "The bundled model, on one core of the machine that made this page.",
-        "sequences that decode together (twice as many each time)")
     step = 1 + counts.index(budget - 2)
-    batch = max(speeds)
-    gain = speeds[batch] / speeds[1]
-    # An A100 with 80 GB, from its data sheet: bytes/s, and operations/s in bfloat16.
-    bandwidth, rate = 2.0e12, 312e12
     default_budget = EngineConfig().max_num_batched_tokens
     return locals()
 
@@ -196,21 +249,6 @@ def absent(run: Run, request: int) -> list[int]:
     counts = run.counts(request)
     present = [step for step, count in enumerate(counts, 1) if count]
     return [step for step in range(1, max(present)) if step not in present]
-
-
-def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
-    """The speed of decoding, by the number of sequences that decode together."""
-    speeds = dict.fromkeys(batch_sizes, 0.0)
-    count = 16
-    with engine(block_size=16, num_blocks=256, max_num_seqs=64) as llm:
-        for size in batch_sizes:
-            prompts = [[token + 1] for token in range(size)]
-            for _ in range(3):  # the best of several rounds: a machine is never quiet
-                began = time.perf_counter()
-                llm.generate(prompts, greedy(count), use_tqdm=False)
-                seconds = time.perf_counter() - began
-                speeds[size] = max(speeds[size], size * count / seconds)
-    return speeds
 
 
 def prefix() -> Values:
@@ -237,8 +275,12 @@ def fork() -> Values:
     copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
     best = beams.outputs[0].outputs[0]
+    tree = figures.beam_tree(
+        [(frame["step"], [seq["tokens"] for seq in state["seqs"].values()])
+         for frame, state in zip(beams.frames, beams.states(), strict=True)
+         if frame["phase"] == "updated"], best.text)
     widths = list(paper.SAVED["Alpaca, beams"])
-    return locals() | paper.sharing(seconds=10)
+    return locals() | paper.sharing()
 
 
 def full() -> Values:
@@ -248,18 +290,25 @@ def full() -> Values:
         alone = llm.generate(LOVERS, greedy(16), use_tqdm=False)
     recompute = preempted(pool, "recompute")
     swap = preempted(pool, "swap")
-    pools = others({f"a pool of {n} blocks": {"num_blocks": n} for n in (7, 10, 16)},
-                   LOVERS, greedy(16))
+    ways = {"swap, 8 blocks": swap["run"]} | others(
+        {f"{n} blocks": {"num_blocks": n} for n in (7, 10, 16)}, LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
-    limit = LIMIT
-    sustained = paper.SUSTAINED
     default_size = EngineConfig().block_size
-    values = locals()
-    values |= paper.costs_of_preemption()
-    values |= paper.latency(seconds=240)
-    values |= paper.block_sizes(seconds=90)
+    return locals() | paper.costs_of_preemption()
+
+
+def results() -> Values:
+    values: Values = {"limit": LIMIT, "sustained": paper.SUSTAINED,
+                      "default_size": EngineConfig().block_size}
+    values |= use_of_memory() | paper.latency()
+    values |= paper.block_sizes()
     return values
+
+
+def gpu() -> Values:
+    second = step()["second"]
+    return {"pending": [-1 - sample for sample in range(len(second.samples))]}
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:

@@ -1,7 +1,7 @@
 """The paper's Figures 2 and 12 to 18: its numbers, and ours by `nanopaged.tour.memory`.
 
 Each function simulates some seconds of a server, and returns what it found by figure.
-`bench.py memory` prints and draws that; the tour takes fewer seconds.
+`bench.py memory` prints and draws that, and the tour shows it.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ USE: Rows = {  # Figure 2: percent of the slots that hold tokens
 RUNNING: Rows = {  # Figure 13
     "nanopaged": {"requests": 30.4}, "Orca (oracle)": {"requests": 13.6},
     "Orca (pow2)": {"requests": 9.8}, "Orca (max)": {"requests": 7.0}}
+EVEN = "16 to 64"  # tokens in a block: section 7.3 finds recompute and swap even
 SUSTAINED = {"Orca (oracle)": "1.7 to 2.7", "Orca (max)": "2.7 to 8"}  # Figure 12
 GAINS: Rows = {  # Figures 14, 16 and 17
     "Alpaca, 1 sample": {"times": 1.3}, "Alpaca, 6 beams": {"times": 2.3},
@@ -30,7 +31,7 @@ SAVED: Rows = {  # Figure 15, by sequences per request; for ShareGPT only the tw
     "ShareGPT, beams": {"2": 44.3, "6": 66.3}}
 
 
-def use_of_memory(seconds: float = 600) -> dict[str, Figure]:
+def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
     """Figures 2 and 13: a server with more requests than it can serve."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
     labels = {"tokens": "tokens", "reserved": "reserved", "internal": "internal waste",
@@ -44,13 +45,14 @@ def use_of_memory(seconds: float = 600) -> dict[str, Figure]:
         "memory": bars(
             "Where the slots go (the paper's Figure 2).", use,
             "Simulated, at full load, in percent. As in the paper, rounding up to a "
-            "power of two is external waste; textbooks call it internal.", USE),
+            "power of two is external waste; textbooks call it internal.", USE,
+            "% of the slots"),
         "running": bars(
             "Requests that run at a time (the paper's Figure 13).", running,
-            "From the same simulation.", RUNNING)}
+            "From the same simulation.", RUNNING, "requests")}
 
 
-def latency(seconds: float = 600) -> dict[str, Figure]:
+def latency(seconds: float = 360) -> dict[str, Figure]:
     """Figure 12: latency by request rate, and the rates that are sustained."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
     curves = {system: memory.latencies(system, workload, 0.5, seconds)
@@ -63,7 +65,7 @@ def latency(seconds: float = 600) -> dict[str, Figure]:
         f"{seconds / 60:g} minutes of requests. Only the memory differs. A line that "
         "leaves the figure at the top is a server in overload, whose queue grows as "
         "long as requests come.", "requests/s (each rate is "
-        f"{memory.RATE_STEP} times the one before)", memory.OVERLOAD)
+        f"{memory.RATE_STEP} times the one before)", memory.OVERLOAD, "s per token")
     rates = {system: sustained(curve) for system, curve in curves.items()}
     table = {system: {"requests/s": rate, "nanopaged / this": rates["nanopaged"] / rate,
                       "the paper's": SUSTAINED.get(system, "")}
@@ -96,10 +98,10 @@ def gains(seconds: float = 60) -> dict[str, Figure]:
         "so beams gain less than in the paper. A shared prefix gains more, because the "
         "modelled steps cost the host nothing per sequence; if they cost 0.1 ms, it "
         "gains 1.8 and 3.6 times. In chats 1.7 times as many requests run, but they "
-        "also read more K and V.", GAINS)}
+        "also read more K and V.", GAINS, "times")}
 
 
-def sharing(seconds: float = 60) -> dict[str, Figure]:
+def sharing(seconds: float = 10) -> dict[str, Figure]:
     """Figure 15: percent of blocks that sharing saves."""
     rows: dict[str, dict[str, float]] = {}
     for name, widths in SAVED.items():
@@ -117,7 +119,7 @@ def sharing(seconds: float = 60) -> dict[str, Figure]:
         beside(rows, SAVED))}
 
 
-def block_sizes(seconds: float = 240) -> dict[str, Figure]:
+def block_sizes(seconds: float = 90) -> dict[str, Figure]:
     """Figure 18, its memory side: what large blocks waste."""
     rows: dict[str, dict[str, float]] = {}
     for name, rate, its_seconds in (
@@ -130,7 +132,8 @@ def block_sizes(seconds: float = 240) -> dict[str, Figure]:
     return {"blocks": lines(
         "Slots without a token, by block size (after the paper's Figure 18).", rows,
         "Simulated, at full load, in percent.",
-        "tokens in a block (each size is four times the one before)")}
+        "tokens in a block (each size is four times the one before)",
+        y_label="% of the slots")}
 
 
 FIGURES: dict[str, Callable[..., dict[str, Figure]]] = {
@@ -142,7 +145,18 @@ def costs_of_preemption() -> Values:
     """What it costs to bring 256 tokens of OPT-13B back (after the paper's Figure 19).
     """
     tokens, layers, bus = 256, 40, 32e9  # bytes/s: PCIe 4.0 with 16 lanes
+    copy_s = 10e-6  # to start a copy, by our assumption
     num_bytes = tokens * memory.TOKEN_BYTES
-    return {"preempted": tokens, "layers": layers, "bytes": num_bytes,
-            "recompute_s": 2 * memory.PARAMETERS * tokens / memory.RATE,
-            "swap_s": 2 * num_bytes / bus, "most_copies": 2 * 2 * layers * tokens}
+    recompute_s = 2 * memory.PARAMETERS * tokens / memory.RATE
+    swap_s = 2 * num_bytes / bus
+    most_copies = 2 * 2 * layers * tokens  # out and in, K and V, blocks of one token
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    times = {"swap": {str(size): 1000 * (swap_s + copy_s * most_copies / size)
+                      for size in sizes},
+             "recompute": {str(size): 1000 * recompute_s for size in sizes}}
+    return {"even": EVEN, "preempted": tokens, "layers": layers, "bytes": num_bytes,
+            "recompute_s": recompute_s, "swap_s": swap_s, "copy_s": copy_s,
+            "most_copies": most_copies, "preemption": lines(
+                "Milliseconds to bring a sequence back, by block size.", times,
+                f"Calculated: {tokens} tokens of OPT-13B on the modelled A100.",
+                "tokens in a block (twice as many each time)", 150, "ms")}
