@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -188,8 +189,10 @@ def test_hostile_values_are_shown_as_text():
 
 def test_bars_need_no_number_of_the_papers():
     rows = {"a": {"times": 1.0}, "b": {"times": 2.0}}
-    found = figures.bars("", rows, "", paper={"a": {"times": 3.0}})
+    found = figures.bars("Gains.", rows, "", paper={"a": {"times": 3.0}})
     assert found.rows == {"a": {"times": 1, "times (paper)": 3}, "b": {"times": 2}}
+    svg = ElementTree.fromstring(figures.standalone(found.chart))
+    assert "Gains" in [text.text for text in svg] and svg.get("width") == "480"
 
 
 def test_a_name_without_a_value_is_an_error():

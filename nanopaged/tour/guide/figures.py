@@ -155,7 +155,7 @@ def standalone(figure: str) -> str:
     """The picture in a figure, as an SVG file with its title."""
     start = figure.index("<svg ") + 5
     end = figure.rindex("</svg>")
-    svg = figure[start:end].replace('"0 0 ', '"0 -24 ', 1).replace(
+    svg = str(figure)[start:end].replace('"0 0 ', '"0 -24 ', 1).replace(
         f" {HEIGHT}\"", f" {HEIGHT + 24}\"", 1)
     attributes, content = svg.split(">", 1)
     title = re.findall(r"<strong>(.*?)\.?</strong>", figure)[0]
