@@ -14,6 +14,7 @@ const MOST_LARGE_CELLS = 64;  // of a pool; beyond that, cells are small and hav
 const MOST_TOKENS = 120;      // of one sequence that are drawn
 const NUM_HUES = 6;
 const FRAME_MS = 900;
+const HIDDEN_HERE = {"aria-hidden": "true"};   // what is hidden beside it says the same
 const MOTION_MS = 500;
 const MOVES = ["copy", "swap_out", "swap_in"];   // events that name blocks: from, to, ...
 const SPEEDS = [1, 2, 4, 0.5, 1];
@@ -241,11 +242,11 @@ class Player {
   build() {
     this.where = h("p.np-where");
     this.live = h("p.np-hidden", {"aria-live": "polite"});
-    this.question = h("section.np-ask", {"aria-label": "A question"});
+    this.question = h("div.np-ask", {role: "group", "aria-label": "A question"});
     this.detail = h("p.np-detail");
     this.panels = {};
     this.sentences = h("ol.np-sentences");
-    this.source = h("aside.np-source", {"aria-label": "Source of what happened"});
+    this.source = h("div.np-source", {role: "group", "aria-label": "Source of what happened"});
     this.root.append(
       h("header.np-head",
         h("div.np-top",
@@ -254,7 +255,7 @@ class Player {
         this.settings(), this.leftOut(), this.controls(), this.timeline(), this.question),
       h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
         this.panel("pools", "Physical blocks", this.detail)),
-      h("section.np-story", {"aria-label": "What happened"}, this.sentences, this.source),
+      h("div.np-story", {role: "group", "aria-label": "What happened"}, this.sentences, this.source),
       this.live);
   }
 
@@ -277,7 +278,8 @@ class Player {
   panel(name, title, ...below) {
     const id = `${this.root.id}-${name}`;
     const [note, body] = this.panels[name] = [h("p.np-note"), h("div.np-list")];
-    return h("section", {class: `np-panel np-${name}`, "aria-labelledby": id},
+    return h("div", {class: `np-panel np-${name}`, role: "group", "aria-labelledby": id,
+      tabindex: "0"},
       h("div.np-heading", h("h3", {id}, title), note), body, ...below);
   }
 
@@ -321,7 +323,7 @@ class Player {
     const button = (name, label, onclick) =>
       h("button.np-button", {"aria-label": label, title: label, onclick}, icon(name));
     this.playButton = button("play", "Play (space)", () => this.toggle());
-    const speed = h("button.np-button", {"aria-label": "Speed", onclick: () => {
+    const speed = h("button.np-button", {title: "Speed", onclick: () => {
       this.speed = SPEEDS[SPEEDS.indexOf(this.speed) + 1];
       speed.textContent = `${this.speed}\u00d7`;
     }}, "1\u00d7");
@@ -678,8 +680,8 @@ class Player {
     const label = `logical block ${index}, physical block ${block}, `
       + `${filled} of ${this.view.block_size} slots filled, ${plural(refs, "reference")}`;
     return h("button", {class: `np-entry ${isSmall ? "np-small-entry" : ""}`, "data-block": block,
-      tabindex: index === 0 ? 0 : -1, "aria-label": label},
-      h("span.np-id", `#${block}`, refs > 1 ? h("small", `\u00d7${refs}`) : null),
+      tabindex: index === 0 ? 0 : -1}, h("span.np-hidden", label),
+      h("span.np-id", HIDDEN_HERE, `#${block}`, refs > 1 ? h("small", `\u00d7${refs}`) : null),
       isSmall ? null : this.slotBar(key, index, filled, fresh));
   }
 
@@ -740,9 +742,9 @@ class Player {
       if (keys.some(key => groupOf(key) !== groupOf(keys[0]))) name += " np-mixed";
     }
     const badge = refs > 0 ? `\u00d7${refs}` : rank ? ordinal(rank) : "";
-    return h("button.np-cell", {class: name, "data-block": block, "data-refs": refs, tabindex,
-      "aria-label": `block ${block}, ${state}`},
-      !isLarge ? null : h("span.np-in",
+    return h("button.np-cell", {class: name, "data-block": block, "data-refs": refs, tabindex},
+      h("span.np-hidden", `block ${block}, ${state}`),
+      !isLarge ? null : h("span.np-in", HIDDEN_HERE,
         h("span.np-id", `${block}`, badge ? h("small", badge) : null),
         h("bdi.np-celltext", visible(this.view.content(block).join(""))),
         h("span.np-owners", keys.length > 2 ? `${keys[0]} +${keys.length - 1}` : keys.join(" ")),
