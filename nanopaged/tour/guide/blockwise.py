@@ -3,6 +3,8 @@
 Nothing here is fast. It is the formula, and the engine's attention must agree with it.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -41,20 +43,35 @@ def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
     return numerator / denominator
 
 
+@contextmanager
+def looking(llm: LLM, look: Callable[..., None]) -> Iterator[None]:
+    """Call `look` with what the engine's attention gets and gives, in every layer."""
+    backend: Any = llm.runner.backend
+    attend_by_engine = backend.attend
+
+    def attend_and_look(q: Any, kv_cache: Any, metadata: Any) -> Any:
+        out = attend_by_engine(q, kv_cache, metadata)
+        look(q, kv_cache, metadata, out)
+        return out
+
+    backend.attend = attend_and_look
+    try:
+        yield
+    finally:
+        del backend.attend  # the method of its class again
+
+
 def compare(llm: LLM, prompts: list[Any], params: SamplingParams
             ) -> tuple[Floats, Floats]:
     """Serve the prompts. Returns what `attend` gives for every token, layer and head,
     and what the engine's attention gave: [number, head_dim] each.
     """
     backend: Any = llm.runner.backend
-    attend_by_engine = backend.attend
     expected: list[Floats] = []
     given: list[Floats] = []
 
-    def attend_twice(q: Any, kv_cache: Any, metadata: Any) -> Any:
-        out = attend_by_engine(q, kv_cache, metadata)
-        results = out.double().reshape(-1, backend.head_dim)
-        given.extend(results.numpy())
+    def look(q: Any, kv_cache: Any, metadata: Any, out: Any) -> None:
+        given.extend(out.double().reshape(-1, backend.head_dim).numpy())
         blocks = kv_cache.double().numpy()
         queries = iter(q.double().numpy())
         tables = metadata.block_tables.tolist()
@@ -65,13 +82,9 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
                     result = attend(query, kv_head, tables, num_keys=position + 1)
                     expected.append(result)
             del tables[: llm.block_manager.num_blocks_for(end)]  # on to the next one
-        return out
 
-    backend.attend = attend_twice
-    try:
+    with looking(llm, look):
         llm.generate(prompts, params, use_tqdm=False)
-    finally:
-        del backend.attend  # the method of its class again
     return np.array(expected), np.array(given)
 
 
@@ -79,25 +92,19 @@ def example(llm: LLM, prompt: str) -> dict[str, Any]:
     """One query of a decode: for each block the scores of its keys and one number of
     each value, and the same number of the result that the engine's kernel gave.
     """
-    backend: Any = llm.runner.backend
-    attend_by_engine = backend.attend
-    seen: list[dict[str, Any]] = []
+    scale, size = llm.runner.backend.scale, llm.config.block_size
+    seen: dict[str, Any] = {}  # of the last layer of the last step
 
-    def attend_and_look(q: Any, kv_cache: Any, metadata: Any) -> Any:
-        out = attend_by_engine(q, kv_cache, metadata)
-        size, num_keys = llm.config.block_size, int(metadata.ends[0])
+    def look(q: Any, kv_cache: Any, metadata: Any, out: Any) -> None:
         blocks = []
         for j, block in enumerate(metadata.block_tables.tolist()):
-            keys, values = kv_cache[block, :, 0, : num_keys - j * size]
-            scores = keys @ q[-1, 0] * backend.scale
+            num_here = int(metadata.ends[0]) - j * size
+            keys, values = kv_cache[block, :, 0, :num_here]
+            scores = keys @ q[-1, 0] * scale
             blocks.append({"id": block, "scores": scores.tolist(),
                            "values": values[:, 0].tolist()})
-        seen.append({"blocks": blocks, "result": float(out[-1, 0])})
-        return out
+        seen.update(blocks=blocks, result=float(out[-1, 0]))
 
-    backend.attend = attend_and_look
-    try:
+    with looking(llm, look):
         llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
-    finally:
-        del backend.attend
-    return seen[-1]
+    return seen
