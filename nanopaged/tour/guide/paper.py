@@ -49,7 +49,7 @@ def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
             "% of the slots"),
         "running": bars(
             "Requests that run at a time (the paper's Figure 13).", running,
-            "From the same simulation.", RUNNING, "requests")}
+            "Simulated, at full load.", RUNNING, "requests")}
 
 
 def latency(seconds: float = 360) -> dict[str, Figure]:
