@@ -251,7 +251,7 @@ class Player {
       h("header.np-head",
         h("div.np-top",
           h("p.np-title", {role: "heading", "aria-level": this.isAlone ? "1" : "3"},
-            visible(this.trace.title)), this.where),
+            visible(this.runs[0].trace.title)), this.where),
         this.settings(), this.leftOut(), this.controls(), this.timeline(), this.question),
       h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
         this.panel("pools", "Physical blocks", this.detail)),
