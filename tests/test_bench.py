@@ -75,12 +75,12 @@ def test_decode(run):
     assert pair["weights_share"] == pytest.approx(share)
 
 
-def test_host_tells_the_parts_of_a_step_apart(run):
+def test_host_tells_the_parts_of_a_step_apart(bench, run):
     figures, text = run("host --host-sizes 1 8 --tokens 8")
     for step in figures.values():
-        assert all(figure > 0 for figure in step.values())
-    for name in ("schedule", "in all", "for each sequence", " us", "####"):
-        assert name in text
+        assert all(figure > 0 and bench.label(name) in text
+                   for name, figure in step.items())
+    assert " us" in text and "####" in text
     assert 8 < figures["1"]["message_bytes"] < figures["8"]["message_bytes"]
 
 

@@ -5,7 +5,6 @@ number in the text can be wrong tomorrow.
 """
 
 import time
-from functools import cache as remember
 
 import numpy as np
 import torch
@@ -153,13 +152,7 @@ def blocks() -> Values:
     slots = SLOTS
     longest = LONGEST
     lengths = DATA_SETS["ShareGPT"]
-    return locals() | use_of_memory()
-
-
-@remember
-def use_of_memory() -> Values:
-    """Two chapters show it."""
-    return {**paper.use_of_memory()}
+    return locals() | paper.use_of_memory()
 
 
 def ends_early(prompt: str, count: int, max_tokens: int) -> SamplingParams:
@@ -271,7 +264,8 @@ def fork() -> Values:
                         SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
     with engine(num_blocks=20) as llm:
         beams = watch(llm, "A beam search, three beams wide", [SPEECH[:22]],
-                      BeamSearchParams(beam_width=3, max_tokens=8))
+                      BeamSearchParams(
+                          beam_width=3, max_tokens=8, ignore_eos=True))
     copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
     best = beams.outputs[0].outputs[0]
@@ -291,7 +285,7 @@ def full() -> Values:
     recompute = preempted(pool, "recompute")
     swap = preempted(pool, "swap")
     sizes = {f"recompute, {n} blocks": {"num_blocks": n} for n in (7, 10, 16)}
-    ways = {"swap, 8 blocks": swap["run"]} | others(sizes, LOVERS, greedy(16))
+    ways = {f"swap, {pool} blocks": swap["run"]} | others(sizes, LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
     default_size = EngineConfig().block_size
@@ -301,7 +295,7 @@ def full() -> Values:
 def results() -> Values:
     values: Values = {"limit": LIMIT, "sustained": paper.SUSTAINED,
                       "default_size": EngineConfig().block_size}
-    values |= use_of_memory() | paper.latency()
+    values |= paper.use_of_memory() | paper.latency()
     values |= paper.block_sizes()
     return values
 

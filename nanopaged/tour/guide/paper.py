@@ -5,6 +5,7 @@ Each function simulates some seconds of a server, and returns what it found by f
 """
 
 from collections.abc import Callable
+from functools import cache
 
 from nanopaged.tour import memory
 from nanopaged.tour.guide.figures import Figure, Rows, bars, beside, lines
@@ -31,6 +32,7 @@ SAVED: Rows = {  # Figure 15, by sequences per request; for ShareGPT only the tw
     "ShareGPT, beams": {"2": 44.3, "6": 66.3}}
 
 
+@cache  # two chapters show it
 def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
     """Figures 2 and 13: a server with more requests than it can serve."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
