@@ -12,6 +12,7 @@ from typing import Any
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager, FreeList, Moves
 from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.tour.kinds import KINDS
 from nanopaged.tour.observers import WatchedScheduler
 
 Event = tuple[str, str]  # its kind, and a sentence
@@ -55,11 +56,12 @@ class Events:
         self._said.setdefault((kind, sentence), []).append(item)
 
     def collect(self) -> list[Event]:
-        """The events since the last call of this."""
+        """The events since the last call of this, in the order of `KINDS`."""
         events = [(kind, sentence.format(join(items)))
                   for (kind, sentence), items in self._said.items()]
         self._said = {}
-        return sorted(events, key=lambda event: event[0] == "compute")  # that is last
+        order = list(KINDS)
+        return sorted(events, key=lambda event: order.index(event[0]))
 
     def watch(self, scheduler: Any) -> None:
         manager = scheduler.block_manager
@@ -193,6 +195,6 @@ class TracedManager(BlockManager):
         block_id = next(iter(free_list))
         if self.prefix_cache.can_find(block_id):
             self.events.say(
-                "evict", "Taken for new tokens, though still cached: {}. What was "
-                "there can no longer be found.", f"#{block_id}")
+                "evict", "Taken, though still cached: {}. What was there can no longer "
+                "be found.", f"#{block_id}")
         return super()._take(free_list, ref_count)

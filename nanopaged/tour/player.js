@@ -343,11 +343,11 @@ class Player {
         + "plays, Home and End go to the ends, \u2191 \u2193 go from block to block"));
   }
 
-  // The frames with a tick, for every line of the timeline that has any.
+  // For every line of the timeline that has ticks: a frame for each event.
   ticks() {
-    const {frames} = this.trace;
-    const all = Object.entries(TICKS).map(([name, kinds], line) => [name, [...frames.keys()].filter(
-      frame => frames[frame].events.some(([kind]) => kinds.includes(kind))), `np-tick${line}`]);
+    const all = Object.entries(TICKS).map(([name, kinds], line) => [name,
+      this.trace.frames.flatMap(({events}, frame) =>
+        events.filter(([kind]) => kinds.includes(kind)).map(() => frame)), `np-tick${line}`]);
     return all.filter(([, found]) => found.length > 0);
   }
 
@@ -551,7 +551,7 @@ class Player {
     const longest = verdicts.reduce((best, text) => text.length > best.length ? text : best);
     // The longest verdict has its room from the start, so nothing moves when one answers.
     this.question.append(
-      h("p", h("strong", "What comes next? "), asked.text), h("div", buttons),
+      h("p", h("strong", "Predict: "), asked.text), h("div", buttons),
       h("p.np-verdict", {"data-room": longest}, h("span", {"aria-live": "polite"},
         verdicts[answer] ?? "Choose, or step on and see.")));
   }
@@ -657,7 +657,7 @@ class Player {
     return h("div.np-waste",
       h("div.np-heading.np-name", h("strong", `Request ${group}`),
         h("p.np-note", `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: `
-          + `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`)),
+          + (oracle === max ? max : `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`))),
       h("div.np-strip", {"aria-hidden": "true"},
         part("np-held", tokens), part("np-rest", slots - tokens),
         [oracle, pow2].map(count => h("i.np-guess", {style: `left: ${share(count)}`}))));
@@ -715,18 +715,20 @@ class Player {
     this.fill("pools", `${used.length} of ${plural(view.num_blocks, "block")} in use`
       + (used.length === 0 ? "" : `, ${percent}% filled`), [
       ...this.pool("Device pool", this.cells.device, view.num_blocks),
-      h("h4", "CPU pool"), ...this.pool("CPU pool", this.cells.swap, view.num_swap_blocks)]);
+      Object.values(view.blocks).some(({rank}) => rank) ? h("p.np-note",
+        "Hatched: free, but still cached. The number says which is taken when.") : null,
+      ...view.num_swap_blocks === 0 ? [] : [h("h4", "CPU pool"),
+        ...this.pool("CPU pool", this.cells.swap, view.num_swap_blocks)]]);
   }
 
   pool(name, blocks, total) {
     const isLarge = blocks.length <= MOST_LARGE_CELLS;
     const count = total - blocks.length;
-    const note = total === 0 ? "There is none." : count === 0 ? ""
-      : `${plural(count, "block")} that this run never uses ${count === 1 ? "is" : "are"} not drawn.`;
     return [
       h("div.np-pool", {class: isLarge ? "np-large" : "np-small", role: "group", "aria-label": name},
         blocks.map((block, index) => this.cell(block, isLarge, index === 0 ? 0 : -1))),
-      note ? h("p.np-note", note) : null];
+      count === 0 ? null : h("p.np-note", `${plural(count, "block")} that this run never uses `
+        + `${count === 1 ? "is" : "are"} not drawn.`)];
   }
 
   // A small cell shows whose a block is. A large one also shows what is in it.
@@ -800,7 +802,9 @@ class Player {
       h("p.np-paper", /^\d/.test(paper)
         ? [h("a", {href: PAPER, rel: "noreferrer"}, "The paper"), `, section ${paper}`] : paper));
     const [marked, box] = [this.source.querySelector("mark"), this.source.querySelector("pre")];
-    box.scrollTop += marked.getBoundingClientRect().top - box.getBoundingClientRect().top - 48;   // three lines
+    // Show the function from its head, or as much of it above the marked line as fits.
+    const below = marked.getBoundingClientRect().bottom - box.getBoundingClientRect().bottom;
+    box.scrollTop += Math.max(0, below + 32);   // two more lines
   }
 
   // -- One block, wherever it is drawn
@@ -834,7 +838,8 @@ class Softmax {
     this.hugeButton = button("Make one score huge", () => this.extra = 1000 - this.extra);
     this.rows = h("tbody");
     this.verdict = h("p", {"aria-live": "polite"});
-    root.append(h("div.np-settings",
+    this.pool = h("ol", {"aria-label": "The pool"});
+    root.append(this.pool, h("div.np-settings",
       button("Next block", () => this.numDone = Math.min(this.numDone + 1, this.blocks.length)),
       button("Start over", () => this.numDone = 0),
       button("Shuffle the blocks", () => this.shuffle()), this.hugeButton),
@@ -874,8 +879,12 @@ class Softmax {
   draw() {
     const sums = this.sums();
     const most = name => Math.max(...sums.map(sum => Math.abs(sum[name])), 1e-9);
-    const bar = (name, sum, isDone) => h("td", isDone ? [sum[name].toFixed(3),
+    const bar = (name, sum, isDone) => h("td", isDone ? [sum[name].toFixed(4),
       h("i", {style: `width: ${100 * Math.abs(sum[name]) / most(name)}%`})] : []);
+    const now = this.blocks[this.order[this.numDone - 1]]?.id;
+    this.pool.replaceChildren(...Array.from({length: this.pool_size}, (_, id) => h("li", {
+      class: id === now ? "np-current" : this.blocks.some(block => block.id === id) ? "" : "np-other"},
+      `#${id}`)));
     this.hugeButton.setAttribute("aria-pressed", String(this.extra > 0));
     this.rows.replaceChildren(...sums.map((sum, index) => {
       const scores = this.scores(sum.block);
@@ -890,9 +899,9 @@ class Softmax {
       + "sum would be infinite. " : "";
     this.verdict.textContent = this.numDone < sums.length
       ? `${this.numDone} of ${plural(sums.length, "block")} done.`
-      : `${plain}${acc.toFixed(3)} / ${total.toFixed(3)} = ${(acc / total).toFixed(4)}. `
+      : `${plain}${acc.toFixed(4)} / ${total.toFixed(4)} = ${(acc / total).toFixed(3)}. `
         + (this.extra ? "That is the value of the key with the huge score."
-          : `The engine\u2019s kernel gave ${this.result.toFixed(4)}, in its own order.`);
+          : `The engine\u2019s kernel gave ${this.result.toFixed(3)}, in its own order.`);
   }
 }
 

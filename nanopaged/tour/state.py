@@ -39,7 +39,7 @@ def sequence_state(seq: Sequence, now: int, texts: Texts) -> State:
     return {
         "tokens": texts(seq.token_ids[seq.group.num_prompt_tokens :]),
         "computed": seq.num_computed_tokens,
-        "now": 0 if has_ended else now,  # how many of these are this step's
+        "now": now,  # how many of these are this step's
         "table": [] if has_ended else list(seq.block_table),
         "end": seq.finish_reason or "",
     }
