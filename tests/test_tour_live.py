@@ -15,8 +15,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from helpers import add_all, drain
-from nanopaged import SamplingParams
+from helpers import drain
+from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.tour import live, trace
 from nanopaged.tour.__main__ import main
 from nanopaged.tour.guide import lab
@@ -49,22 +49,38 @@ def said(page):
     return html.unescape(re.search('role="alert">([^<]*)</p>', page)[1])
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_the_page_plays_the_run_that_the_engine_makes(server, mode):
-    options = {"num_blocks": 9, "max_num_batched_tokens": 6, "preemption_mode": mode}
+@pytest.mark.parametrize("mode, beams", [("recompute", 0), ("swap", 1)])
+def test_the_page_plays_the_run_that_the_engine_makes(server, mode, beams):
+    options = {"num_blocks": 10, "max_num_batched_tokens": 6, "preemption_mode": mode,
+               "seed": 3}
     status, page = get(server, SHORT | options | {
-        "abort_request": 1, "abort_after": 3, "enable_prefix_caching": 0})
+        "abort_request": 1, "abort_after": 3, "enable_prefix_caching": 0,
+        "use_beam_search": beams, "steps_between": 2})
     params = SamplingParams(n=2, temperature=0.8, max_tokens=4)
+    params = BeamSearchParams(2, 4) if beams else params
     with lab.engine(max_num_seqs=64, enable_prefix_caching=False,
                     swap_space=live.SWAP_SPACE, **options) as llm, trace(llm) as run:
-        ids = add_all(llm, ["ROMEO: Ay me", "ROMEO: Ay"], params)
-        for _ in range(3):
-            llm.step()
-        llm.abort_request(ids[1])
+        for prompt, steps in (("ROMEO: Ay me", 2), ("ROMEO: Ay", 1)):
+            last = llm.add_request(prompt, params)
+            for _ in range(steps):
+                llm.step()
+        llm.abort_request(last)
         drain(llm)
     *states, header = data_of(page)
     assert status == 200 and states == run.states() and 'role="alert"' not in page
     assert len(header["frames"]) == len(run.frames) and run.num_left_out == 0
+    assert f"took {llm.stats().steps} steps" in page and "was to be" not in page
+
+
+def test_a_hint_about_the_pool_is_right_at_once_and_a_late_stop_is_told(server):
+    prompts = "Ay\nAy me\nROMEO: Ay me, ay me, ay me"
+    fields = SHORT | {"prompts": prompts, "max_tokens": 9}
+    _, page = get(server, fields | {"num_blocks": 1})
+    room = re.search(r"at least (\d+) for", said(page))[1]
+    status, page = get(server, fields | {
+        "num_blocks": room, "abort_request": 2, "abort_after": 400})
+    assert status == 200 and "Request 2 ended before it was to be stopped." in page
+    assert get(server, fields | {"num_blocks": int(room) - 1})[0] == 400
 
 
 @pytest.mark.parametrize("wrong, sentence", [
@@ -77,7 +93,8 @@ def test_the_page_plays_the_run_that_the_engine_makes(server, mode):
     ({"prompts": " \n"}, "the number of prompts must be from 1 to 8, got 0."),
     ({"prompts": "\n\n\n" + "a\n" * 9}, "the number of prompts .*, got 9."),
     ({"prompts": "a" * 4001}, "the number of characters .*, got 4001."),
-    ({"abort_request": "2"}, "abort_request must be one of the requests, got 2."),
+    ({"abort_request": "2"}, "abort_request must be .*, which are 0 to 1, got 2."),
+    ({"top_k": "1"}, "the address must be made of the fields below, got .'top_k'.."),
     ({"max_num_batched_tokens": "1", "prompts": "abc " * 160, "num_blocks": "256"},
      "it takes more than 400 steps .*")], ids=lambda value: None)
 def test_wrong_input_is_one_sentence_and_is_kept(server, wrong, sentence):

@@ -18,16 +18,16 @@ from urllib.parse import parse_qsl
 
 import torch
 
-from nanopaged import SamplingParams
+from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.config import check
 from nanopaged.tour.guide import lab
 from nanopaged.tour.page import page
-from nanopaged.tour.recorder import Trace
 
 MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS = 4000, 8, 400
 SWAP_SPACE = 0.0005  # GiB
 NUMBERS: dict[str, tuple[Any, Any, Any]] = {  # what it is at first, the least, the most
-    "n": (2, 1, 8), "temperature": (0.8, 0, 10), "max_tokens": (16, 1, 64),
+    "n": (2, 1, 8), "use_beam_search": (0, 0, 1), "temperature": (0.8, 0, 10),
+    "seed": (0, 0, 9999), "max_tokens": (16, 1, 64), "steps_between": (0, 0, 50),
     "block_size": (4, 1, 16), "num_blocks": (24, 1, 256),
     "max_num_batched_tokens": (16, 1, 512), "enable_prefix_caching": (1, 0, 1),
     "abort_request": (-1, -1, MOST_PROMPTS - 1), "abort_after": (5, 0, MOST_STEPS)}
@@ -63,6 +63,20 @@ def read_prompts(text: str) -> list[str]:
     check(len(text) <= MOST_CHARACTERS, "the number of characters in all prompts",
           f"at most {MOST_CHARACTERS}", len(text))
     return prompts
+
+
+def summary(run: lab.Run) -> str:
+    """What a run took, in a few sentences."""
+    stats, size = run.llm.stats(), run.llm.block_manager.num_blocks
+    used = [sum(block["refs"] > 0 and int(id) < size
+                for id, block in state["blocks"].items()) for state in run.states()]
+    computed = sum(len(batch.token_ids) for batch in run.batches)
+    moves = sum(len(batch.moves) for batch in run.batches)
+    return (f"The run took {stats.steps} steps. {computed} tokens were computed, "
+            f"{stats.prefix_hit_tokens} were found in the prefix cache, and "
+            f"{stats.output_tokens} were sampled. Preemptions: "
+            f"{stats.preemptions_recompute + stats.preemptions_swap}. Blocks copied or "
+            f"moved: {moves}. Most blocks in use at a time: {max(used)} of {size}.")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -107,41 +121,65 @@ class Server(ThreadingHTTPServer):
 
     def respond(self, query: str) -> tuple[int, str]:
         """A status and the page. `query` is what comes after the "?" of an address."""
-        fields, status, data, error = FIELDS.copy(), 200, "", ""
+        fields, status, data, told = FIELDS.copy(), 200, "", ""
         try:
             fields |= parse_qsl(query, keep_blank_values=True, max_num_fields=50)
+            unknown = sorted(fields.keys() - FIELDS.keys())
+            check(not unknown, "the address", "made of the fields below", unknown)
             with self.lock:
                 check(not self.is_ending, "the live page", "open", "its end")
-                data = self.record(fields).data()
+                data, told = self.record(fields)
         except ValueError as refused:
-            status, error = 400, f"This cannot run: {refused}."
+            status, told = 400, f"This cannot run: {refused}."
         except Exception as failed:
             traceback.print_exc()
-            status, error = 500, f"The run has failed: {failed!r}."
+            status, told = 500, f"The run has failed: {failed!r}."
         return status, page("live.html", title="nanopaged, live", data=data,
-                            error=error, fields=fields, numbers=NUMBERS)
+                            told=told, fields=fields, numbers=NUMBERS)
 
-    def record(self, fields: dict[str, str]) -> Trace:
-        """Serve the prompts with a new engine; ValueError if that cannot be done."""
+    def record(self, fields: dict[str, str]) -> tuple[str, str]:
+        """Serve the prompts with a new engine. Returns the trace's data and a summary;
+        ValueError if that cannot be done.
+        """
         prompts = read_prompts(fields["prompts"])
         options = {name: number(name, fields[name]) for name in NUMBERS}
-        params = SamplingParams(
-            **{name: options.pop(name) for name in ("n", "temperature", "max_tokens")})
-        aborted, after = options.pop("abort_request"), options.pop("abort_after")
-        check(aborted < len(prompts), "abort_request", "one of the requests", aborted)
         options["enable_prefix_caching"] = bool(options["enable_prefix_caching"])
+        n, temperature, max_tokens, use_beam_search, *events = map(options.pop, (
+            "n", "temperature", "max_tokens", "use_beam_search", "steps_between",
+            "abort_request", "abort_after"))
+        params: Any = BeamSearchParams(n, max_tokens) if use_beam_search else (
+            SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens))
         with lab.engine(**options, preemption_mode=fields["preemption_mode"],
-                        max_num_seqs=64, swap_space=SWAP_SPACE) as llm, Trace(
-                            llm, title="Your run") as run:
-            ids = [llm.add_request(prompt, params) for prompt in prompts]
-            for step in range(MOST_STEPS + 1):
-                if not llm.has_unfinished_requests() or self.is_ending:
-                    return run
-                if step == after and aborted >= 0:
-                    llm.abort_request(ids[aborted])
-                llm.step()
-        raise ValueError(f"it takes more than {MOST_STEPS} steps (lower max_tokens, or "
-                         "raise max_num_batched_tokens)")
+                        max_num_seqs=64, swap_space=SWAP_SPACE) as llm:
+            room = max(
+                llm.block_manager.max_blocks(len(ids), [len(ids) + max_tokens] * n)
+                for ids in llm.get_tokenizer()(prompts).input_ids)
+            check(room <= options["num_blocks"], "num_blocks", f"at least {room} for "
+                  "these prompts (raise it, or lower max_tokens or n)",
+                  options["num_blocks"])
+            with lab.Run(llm, "Your run") as run:
+                note = self.run(llm, prompts, params, *events)
+            return run.data(), f"{summary(run)}{note}"
+
+    def run(self, llm: LLM, prompts: list[str], params: Any, steps_between: int,
+            abort_request: int, abort_after: int) -> str:
+        """Let the requests arrive, and stop one. Returns what there is to say of it."""
+        check(abort_request < len(prompts), "abort_request", "one of the requests, "
+              f"which are 0 to {len(prompts) - 1}", abort_request)
+        coming = list(prompts)
+        for step in range(MOST_STEPS + 1):
+            while coming and (len(prompts) - len(coming)) * steps_between <= step:
+                llm.add_request(coming.pop(0), params)
+            if step >= abort_after and str(abort_request) in llm.unfinished:
+                llm.abort_request(str(abort_request))
+                abort_request = -1
+            is_over = not coming and not llm.has_unfinished_requests()
+            if is_over or self.is_ending:
+                return (f" Request {abort_request} ended before it was to be stopped."
+                        if abort_request >= 0 else "")
+            llm.step()
+        raise ValueError(f"it takes more than {MOST_STEPS} steps (lower max_tokens or "
+                         "steps_between, or raise max_num_batched_tokens)")
 
     def handle_error(self, *_: Any) -> None:
         """Say nothing about a reader who has left."""
