@@ -93,7 +93,8 @@ def example(llm: LLM, prompt: str) -> dict[str, Any]:
     each value, and the same number of the result that the engine's kernel gave.
     """
     scale, size = llm.runner.backend.scale, llm.config.block_size
-    seen: dict[str, Any] = {}  # of the last layer of the last step
+    # Of the last layer of the last step:
+    seen: dict[str, Any] = {"pool_size": llm.config.num_blocks}
 
     def look(q: Any, kv_cache: Any, metadata: Any, out: Any) -> None:
         blocks = []
@@ -106,5 +107,6 @@ def example(llm: LLM, prompt: str) -> dict[str, Any]:
         seen.update(blocks=blocks, result=float(out[-1, 0]))
 
     with looking(llm, look):
-        llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+        llm.generate([prompt], SamplingParams(temperature=0, max_tokens=2),
+                     use_tqdm=False)
     return seen

@@ -5,6 +5,9 @@ number in the text can be wrong tomorrow.
 """
 
 import time
+from collections.abc import Iterator
+from functools import cache as keep
+from typing import Any
 
 import numpy as np
 import torch
@@ -148,6 +151,7 @@ def blocks() -> Values:
     is_longer = [len(table) > len(tables[0]) for table in tables]
     step = 1 + is_longer.index(True)
     table = tables[step - 1]
+    position = 2 * size + 1
     default_size = EngineConfig().block_size
     slots = SLOTS
     longest = LONGEST
@@ -209,13 +213,22 @@ def attention() -> Values:
         params = SamplingParams(n=2, max_tokens=24, seed=1, ignore_eos=True)
         expected, given = blockwise.compare(llm, ["ROMEO:\n", SPEECH], params)
         config = llm.model_config
-    with engine(block_size=16, attention_backend="numba") as llm:
-        example = blockwise.example(llm, SPEECH * 2)
+    example = query_over_blocks()
+    overhead = paper.OVERHEAD
     num_blocks = len(example["blocks"])
     softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
     return locals()
+
+
+@keep  # the appendix goes on with it
+def query_over_blocks() -> dict[str, Any]:
+    with engine(block_size=16, num_blocks=8, attention_backend="numba") as llm:
+        # These leave the free blocks in disorder.
+        llm.generate(["ROMEO:\n" * 8, "JULIET:\n" * 4], [greedy(3), greedy(20)],
+                     use_tqdm=False)
+        return blockwise.example(llm, SPEECH * 2)
 
 
 def schedule() -> Values:
@@ -255,7 +268,24 @@ def prefix() -> Values:
     lengths = [len(output.prompt_token_ids) for output in run.outputs]
     hits = [output.num_cached_tokens for output in run.outputs]
     gains = paper.GAINS
+    chain = list(looked_up(run))
     return locals()
+
+
+def looked_up(run: Run) -> Iterator[Values]:
+    """The full blocks of the second prompt, around where it leaves the first one."""
+    state = run.scheduled()[0]
+    own, other = (state["seqs"][f"{request}.0"]["table"] for request in (1, 0))
+    prompt = run.groups["1"]["prompt"]
+    size = len(prompt) // (len(own) - 1)
+    num_shared = [a == b for a, b in zip(own, other, strict=False)].index(False)
+    before = "nothing"
+    for index in range(len(prompt) // size):
+        found = f"found: #{own[index]}" if index < num_shared else "not there"
+        if abs(index - num_shared + 0.5) < 2 or index == 0:
+            yield {"index": index, "before": before, "found": found,
+                   "text": "".join(prompt[index * size : (index + 1) * size])}
+        before = f"logical block {index}"
 
 
 def fork() -> Values:
@@ -302,7 +332,24 @@ def results() -> Values:
 
 def gpu() -> Values:
     second = step()["second"]
-    return {"pending": [-1 - sample for sample in range(len(second.samples))]}
+    pending = [-1 - sample for sample in range(len(second.samples))]
+    example = query_over_blocks()
+    blocks, result = example["blocks"], example["result"]
+    half = len(blocks) // 2
+    parts = [merged_part(blocks[:half]), merged_part(blocks[half:])]
+    log_sum = np.logaddexp(*(part["log_sum"] for part in parts))
+    for part in parts:
+        part["weight"] = np.exp(part["log_sum"] - log_sum)
+    merged = sum(part["weight"] * part["mean"] for part in parts)
+    return locals()
+
+
+def merged_part(blocks: list[Values]) -> Values:
+    """The mean of the values in some blocks, and the logarithm of its denominator."""
+    weights = np.exp(np.concatenate([block["scores"] for block in blocks]))
+    values = np.concatenate([block["values"] for block in blocks])
+    return {"blocks": len(blocks), "mean": weights @ values / weights.sum(),
+            "log_sum": np.log(weights.sum())}
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -318,6 +365,7 @@ def preempted(pool: int, mode: str) -> Values:
     steps = absent(run, 1)
     leaves = steps[0]
     returns = steps[-1] + 1
+    back = run.scheduled()[returns - 1]["seqs"]["1.0"]
     count = stats.preemptions_recompute + stats.preemptions_swap
     tokens = moves = 0
     for batch in run.batches:
@@ -341,6 +389,14 @@ def ranks() -> Values:
     num_bytes = 8 * (num_fields + sum(sizes))
     lines = lists(batch, FIELDS)
     message = python("\n".join(lines))
+    # A token's vector, and two matrices, of which each rank has a half.
+    x, first = np.array([1, 2]), np.array([[1, -1], [1, 3]])
+    second = np.array([[1, 2], [3, 1]])
+    middle = np.maximum(x @ first, 0)
+    parts = middle[:, None] * second
+    whole = middle @ second
+    large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
+    element_bytes, mib = kv.ELEMENT_BYTES, 2**20
     tokens = 4096  # in each of many sequences
     table_bytes = 8 * defaults.max_num_seqs * tokens // defaults.block_size
     return locals()

@@ -89,7 +89,7 @@ def source(symbol: str) -> Html:
 
 def part(symbol: str, first: str, last: str) -> Html:
     """Lines of a function: from the one with `first` to the one with `last`."""
-    code = sources.source(symbol)
+    code = sources.source(symbol) + "\n"
     start = code.rindex("\n", 0, code.index(first)) + 1
     end = code.index("\n", code.index(last, start))
     return python(textwrap.dedent(code[start:end]))

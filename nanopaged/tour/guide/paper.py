@@ -20,6 +20,7 @@ RUNNING: Rows = {  # Figure 13
     "nanopaged": {"requests": 30.4}, "Orca (oracle)": {"requests": 13.6},
     "Orca (pow2)": {"requests": 9.8}, "Orca (max)": {"requests": 7.0}}
 EVEN = "16 to 64"  # tokens in a block: section 7.3 finds recompute and swap even
+OVERHEAD = "20 to 26"  # Figure 18a: percent, of the kernel that follows block tables
 SUSTAINED = {"Orca (oracle)": "1.7 to 2.7", "Orca (max)": "2.7 to 8"}  # Figure 12
 GAINS: Rows = {  # Figures 14, 16 and 17
     "Alpaca, 1 sample": {"times": 1.3}, "Alpaca, 6 beams": {"times": 2.3},
@@ -46,8 +47,9 @@ def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
     return {
         "memory": bars(
             "Where the slots go (the paper's Figure 2).", use,
-            "Simulated, at full load, in percent. As in the paper, rounding up to a "
-            "power of two is external waste; textbooks call it internal.", USE,
+            f"Simulated for {seconds:g} s at full load, in percent. As in the paper, "
+            "rounding up to a power of two is external waste; textbooks call it "
+            "internal.", USE,
             "% of the slots"),
         "running": bars(
             "Requests that run at a time (the paper's Figure 13).", running,
@@ -133,7 +135,7 @@ def block_sizes(seconds: float = 90) -> dict[str, Figure]:
             rows[name][str(size)] = 100 - usage["tokens"]
     return {"blocks": lines(
         "Slots without a token, by block size (after the paper's Figure 18).", rows,
-        "Simulated, at full load, in percent.",
+        f"Simulated for {seconds:g} s at full load, in percent, free blocks included.",
         "tokens in a block (each size is four times the one before)",
         y_label="% of the slots")}
 
