@@ -244,7 +244,24 @@ def test_a_prefix_hit_names_blocks_that_nobody_held(llama, engine):
                 llm.step()
     held, free = events_of(run, "prefix")
     assert held.endswith("they are in #0 and #1, which others hold.")
-    assert free.endswith("which nobody held, but whose K and V were still there.")
+    assert free.endswith(
+        "which nobody held any more, but whose K and V were still there.")
+
+
+@pytest.mark.parametrize("budget, kind, sentence", [
+    (7, "wait", "There is no room yet for request 1: it needs up to 7 blocks, and 0 "
+     "are free."),
+    (4, "budget", "The budget is used up, so @0.4 and @0.5 must wait for the next "
+     "step.")], ids=["no room", "no budget"])
+def test_it_says_why_something_waits(llama, engine, budget, kind, sentence):
+    llm = engine(llama, num_blocks=12, max_num_batched_tokens=budget)
+    with trace(llm) as run:
+        llm.add_request([1, 2, 3], SamplingParams(n=6, max_tokens=5, ignore_eos=True))
+        llm.step()
+        llm.step()
+        llm.add_request([4] * 28, greedy(2))
+        drain(llm)
+    assert events_of(run, kind)[0] == sentence
 
 
 @pytest.mark.upstream

@@ -54,8 +54,8 @@ def test_the_page_plays_the_run_that_the_engine_makes(server, mode, beams):
     options = {"num_blocks": 10, "max_num_batched_tokens": 6, "preemption_mode": mode,
                "seed": 3}
     status, page = get(server, SHORT | options | {
-        "abort_request": 1, "abort_after": 3, "enable_prefix_caching": 0,
-        "use_beam_search": beams, "steps_between": 2})
+        "abort_request": 1, "abort_after": 3, "enable_prefix_caching": "no",
+        "use_beam_search": ("no", "yes")[beams], "steps_between": 2})
     params = SamplingParams(n=2, temperature=0.8, max_tokens=4)
     params = BeamSearchParams(2, 4) if beams else params
     with lab.engine(max_num_seqs=64, enable_prefix_caching=False,
@@ -69,7 +69,7 @@ def test_the_page_plays_the_run_that_the_engine_makes(server, mode, beams):
     *states, header = data_of(page)
     assert status == 200 and states == run.states() and 'role="alert"' not in page
     assert len(header["frames"]) == len(run.frames) and run.num_left_out == 0
-    assert f"took {llm.stats().steps} steps" in page and "was to be" not in page
+    assert f"Steps: {llm.stats().steps}." in page and "was to be" not in page
 
 
 def test_a_hint_about_the_pool_is_right_at_once_and_a_late_stop_is_told(server):
@@ -87,13 +87,16 @@ def test_a_hint_about_the_pool_is_right_at_once_and_a_late_stop_is_told(server):
     ({"n": "9"}, "n must be a whole number from 1 to 8, got '9'."),
     ({"temperature": "nan"}, "temperature must be a number from 0 to 10, got 'nan'."),
     ({"max_tokens": ""}, "max_tokens must be a whole number from 1 to 64, got ''."),
-    ({"block_size": "3"}, "block_size must be .*, got 3."),
+    ({"block_size": "3"}, "block_size must be one of 4, 1, 2, 8, 16, got '3'."),
     ({"num_blocks": "6", "n": "8", "prompts": "ab"}, "num_blocks must be at least .*"),
-    ({"preemption_mode": HOSTILE}, "preemption_mode must be Literal.*"),
+    ({"n": "8", "block_size": "1", "prompts": "a" * 99, "max_tokens": "64"},
+     r"num_blocks must be .* \(there are at most 256: use larger blocks, .*"),
+    ({"preemption_mode": HOSTILE}, "preemption_mode must be one of recompute, .*"),
     ({"prompts": " \n"}, "the number of prompts must be from 1 to 8, got 0."),
     ({"prompts": "\n\n\n" + "a\n" * 9}, "the number of prompts .*, got 9."),
     ({"prompts": "a" * 4001}, "the number of characters .*, got 4001."),
-    ({"abort_request": "2"}, "abort_request must be .*, which are 0 to 1, got 2."),
+    ({"prompts": "a b" * 1000}, "the number of tokens in a prompt .*"),
+    ({"abort_request": "2"}, "abort_request must be .* the last one is 1, got '2'."),
     ({"top_k": "1"}, "the address must be made of the fields below, got .'top_k'.."),
     ({"max_num_batched_tokens": "1", "prompts": "abc " * 160, "num_blocks": "256"},
      "it takes more than 400 steps .*")], ids=lambda value: None)

@@ -78,16 +78,21 @@ class TracedScheduler(WatchedScheduler):
     events: Events
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        num_moves = len(batch.moves)
+        num_moves, manager = len(batch.moves), self.block_manager
+        name = f"request {group.request_id}"
         super()._admit(group, batch)
         moves = batch.moves[num_moves:]
-        if moves:
-            self.events.say(
-                "swap_in", f"There is room for request {group.request_id} again. Its "
-                f"blocks come back from CPU memory: {listed_moves(moves)}.")
-        elif group.request_id in self.running:
-            self.events.say("admit", f"There is room for request {group.request_id}, "
-                            "so it is admitted.")
+        if group.request_id not in self.running:
+            needed = manager.max_blocks(
+                group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
+            free = len(manager.free_blocks)
+            self.events.say("wait", f"There is no room yet for {name}: it needs up to "
+                            f"{needed} blocks, and {free} are free.")
+        elif moves:
+            self.events.say("swap_in", f"There is room for {name} again. Its blocks "
+                            f"come back from CPU memory: {listed_moves(moves)}.")
+        else:
+            self.events.say("admit", f"There is room for {name}, so it is admitted.")
             self.tell_prefix(group.live[0])
 
     def tell_prefix(self, leader: Sequence) -> None:
@@ -98,9 +103,10 @@ class TracedScheduler(WatchedScheduler):
         revived = [id for id in found if self.block_manager.ref_counts[id] == 1]
         where = "which others hold"
         if revived == found:
-            where = "which nobody held, but whose K and V were still there"
+            where = "which nobody held any more, but whose K and V were still there"
         elif revived:
-            where = f"of which nobody held {listed(revived)}"
+            where = ("of which others hold some, and nobody held "
+                     f"{listed(revived)} any more")
         self.events.say(
             "prefix", f"The first {leader.num_computed_tokens} tokens of {key(leader)} "
             f"need not be computed: they are in {listed(found)}, {where}.")
@@ -113,8 +119,9 @@ class TracedScheduler(WatchedScheduler):
                 "running request, so it gives way.")
         moves = batch.moves[num_moves:]
         if moves:
-            self.events.say("swap_out", f"{full} Its blocks move to CPU memory: "
-                            f"{listed_moves(moves)}.")
+            self.events.say(
+                "swap_out", f"{full} Its blocks are copied to CPU memory (from "
+                f"#{self.block_manager.num_blocks} on): {listed_moves(moves)}.")
         else:
             self.events.say("recompute", f"{full} It gives up its K and V and keeps "
                             "its tokens.")
@@ -125,6 +132,10 @@ class TracedScheduler(WatchedScheduler):
         end, num_prompt_tokens = seq.num_computed_tokens, seq.group.num_prompt_tokens
         number = end - first
         if number == 0:
+            if seq.compute_end > first:
+                self.events.say(
+                    "budget", "The budget is used up, so {} must wait for the next "
+                    "step.", name)
             return
         self.events.now[seq] = number
         if end < num_prompt_tokens:
@@ -166,7 +177,7 @@ class TracedManager(BlockManager):
         for seq, length in zip(seqs, lengths, strict=True):
             if len(seq.block_table) > length:
                 new = listed(seq.block_table[length:])
-                self.events.say("grow", "For the tokens of this step, {}.",
+                self.events.say("grow", "So that all tokens so far have a slot, {}.",
                                 f"{key(seq)} takes {new}")
         return has_room
 
@@ -178,8 +189,8 @@ class TracedManager(BlockManager):
                 "blocks with {} now, and no K or V is copied.", key(child))
         else:
             self.events.say(
-                "beam", f"The new beams of request {child.group.request_id} continue "
-                "the old {}, in this order.", key(parent))
+                "beam", f"The new beams of request {child.group.request_id}, in the "
+                "order of their numbers, continue the old {}.", key(parent))
 
     def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
         contents = self.prefix_cache.contents
@@ -188,13 +199,13 @@ class TracedManager(BlockManager):
         for block_id, content in zip(seq.block_table, old, strict=True):
             if contents[block_id] is not content:
                 self.events.say(
-                    "publish", "Full, so that others can find them from now on: {}.",
+                    "publish", "Full now, so that others can find them: {}.",
                     f"#{block_id}")
 
     def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         block_id = next(iter(free_list))
         if self.prefix_cache.can_find(block_id):
             self.events.say(
-                "evict", "Taken, though still cached: {}. What was there can no longer "
-                "be found.", f"#{block_id}")
+                "evict", "Taken for other tokens: {}. What was cached there can no "
+                "longer be found.", f"#{block_id}")
         return super()._take(free_list, ref_count)

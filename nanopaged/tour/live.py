@@ -26,13 +26,15 @@ from nanopaged.tour.page import page
 MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS = 4000, 8, 400
 SWAP_SPACE = 0.0005  # GiB
 NUMBERS: dict[str, tuple[Any, Any, Any]] = {  # what it is at first, the least, the most
-    "n": (2, 1, 8), "use_beam_search": (0, 0, 1), "temperature": (0.8, 0, 10),
-    "seed": (0, 0, 9999), "max_tokens": (16, 1, 64), "steps_between": (0, 0, 50),
-    "block_size": (4, 1, 16), "num_blocks": (24, 1, 256),
-    "max_num_batched_tokens": (16, 1, 512), "enable_prefix_caching": (1, 0, 1),
-    "abort_request": (-1, -1, MOST_PROMPTS - 1), "abort_after": (5, 0, MOST_STEPS)}
-FIELDS = {name: str(first) for name, (first, _, _) in NUMBERS.items()} | {
-    "preemption_mode": "recompute",
+    "n": (2, 1, 8), "temperature": (0.8, 0, 10), "seed": (0, 0, 9999),
+    "max_tokens": (16, 1, 64), "steps_between": (0, 0, 50), "num_blocks": (24, 1, 256),
+    "max_num_batched_tokens": (16, 1, 512), "abort_after": (5, 0, MOST_STEPS)}
+CHOICES = {  # the first is what it is at first
+    "use_beam_search": ("no", "yes"), "block_size": ("4", "1", "2", "8", "16"),
+    "enable_prefix_caching": ("yes", "no"), "preemption_mode": ("recompute", "swap"),
+    "abort_request": ("none", *map(str, range(MOST_PROMPTS)))}
+FIELDS = {name: str(first) for name, (first, *_) in NUMBERS.items()} | {
+    name: first for name, (first, *_) in CHOICES.items()} | {
     "prompts": "JULIET: O Romeo, Romeo! wherefore art thou Romeo?\n"
                "JULIET: O Romeo, Romeo! let me go\n"
                "ROMEO: But, soft! what light through yonder window"}
@@ -54,6 +56,11 @@ def number(name: str, text: str) -> Any:
     return value
 
 
+def choice(name: str, text: str) -> str:
+    check(text in CHOICES[name], name, f"one of {', '.join(CHOICES[name])}", text)
+    return text
+
+
 def read_prompts(text: str) -> list[str]:
     """One prompt for each line that is not empty; ValueError if they are too many."""
     lines = text.replace("\r\n", "\n").split("\n")
@@ -65,18 +72,37 @@ def read_prompts(text: str) -> list[str]:
     return prompts
 
 
+def check_room(llm: LLM, prompts: list[str], n: int, max_tokens: int) -> None:
+    """ValueError if a prompt is too long for the model, or for the pool."""
+    lengths = [len(ids) for ids in llm.get_tokenizer()(prompts).input_ids]
+    longest = llm.model_config.max_position_embeddings - max_tokens
+    check(max(lengths) <= longest, "the number of tokens in a prompt",
+          f"at most {longest}, because the model can handle no longer text",
+          max(lengths))
+    room = max(llm.block_manager.max_blocks(length, [length + max_tokens] * n)
+               for length in lengths)
+    most = NUMBERS["num_blocks"][2]
+    hint = "raise it"
+    if room > most:
+        hint = f"there are at most {most}: use larger blocks"
+    check(room <= llm.block_manager.num_blocks, "num_blocks", f"at least {room} for "
+          f"these prompts ({hint}, or lower max_tokens or n, or shorten the prompts)",
+          llm.block_manager.num_blocks)
+
+
 def summary(run: lab.Run) -> str:
     """What a run took, in a few sentences."""
     stats, size = run.llm.stats(), run.llm.block_manager.num_blocks
     used = [sum(block["refs"] > 0 and int(id) < size
                 for id, block in state["blocks"].items()) for state in run.states()]
     computed = sum(len(batch.token_ids) for batch in run.batches)
-    moves = sum(len(batch.moves) for batch in run.batches)
-    return (f"The run took {stats.steps} steps. {computed} tokens were computed, "
-            f"{stats.prefix_hit_tokens} were found in the prefix cache, and "
-            f"{stats.output_tokens} were sampled. Preemptions: "
-            f"{stats.preemptions_recompute + stats.preemptions_swap}. Blocks copied or "
-            f"moved: {moves}. Most blocks in use at a time: {max(used)} of {size}.")
+    moves = [move for batch in run.batches for move in batch.moves]
+    swapped = sum(max(move) >= size for move in moves)
+    return (f"Steps: {stats.steps}. Tokens computed: {computed}, found in the prefix "
+            f"cache: {stats.prefix_hit_tokens}, generated: {stats.output_tokens}. "
+            f"Preemptions: {stats.preemptions_recompute + stats.preemptions_swap}. "
+            f"Blocks copied on write: {len(moves) - swapped}, swapped out or in: "
+            f"{swapped}. Most blocks in use at a time: {max(used)} of {size}.")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -135,48 +161,46 @@ class Server(ThreadingHTTPServer):
             traceback.print_exc()
             status, told = 500, f"The run has failed: {failed!r}."
         return status, page("live.html", title="nanopaged, live", data=data,
-                            told=told, fields=fields, numbers=NUMBERS)
+                            told=told, fields=fields, numbers=NUMBERS,
+                            choices=CHOICES)
 
     def record(self, fields: dict[str, str]) -> tuple[str, str]:
         """Serve the prompts with a new engine. Returns the trace's data and a summary;
         ValueError if that cannot be done.
         """
         prompts = read_prompts(fields["prompts"])
-        options = {name: number(name, fields[name]) for name in NUMBERS}
-        options["enable_prefix_caching"] = bool(options["enable_prefix_caching"])
-        n, temperature, max_tokens, use_beam_search, *events = map(options.pop, (
-            "n", "temperature", "max_tokens", "use_beam_search", "steps_between",
+        options: dict[str, Any] = {name: number(name, fields[name]) for name in NUMBERS}
+        options |= {name: choice(name, fields[name]) for name in CHOICES}
+        n, max_tokens, temperature, use_beam_search, *events = map(options.pop, (
+            "n", "max_tokens", "temperature", "use_beam_search", "steps_between",
             "abort_request", "abort_after"))
-        params: Any = BeamSearchParams(n, max_tokens) if use_beam_search else (
+        params: Any = BeamSearchParams(n, max_tokens) if use_beam_search == "yes" else (
             SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens))
-        with lab.engine(**options, preemption_mode=fields["preemption_mode"],
-                        max_num_seqs=64, swap_space=SWAP_SPACE) as llm:
-            room = max(
-                llm.block_manager.max_blocks(len(ids), [len(ids) + max_tokens] * n)
-                for ids in llm.get_tokenizer()(prompts).input_ids)
-            check(room <= options["num_blocks"], "num_blocks", f"at least {room} for "
-                  "these prompts (raise it, or lower max_tokens or n)",
-                  options["num_blocks"])
+        options["block_size"] = int(options["block_size"])
+        options["enable_prefix_caching"] = options["enable_prefix_caching"] == "yes"
+        with lab.engine(**options, max_num_seqs=64, swap_space=SWAP_SPACE) as llm:
+            check_room(llm, prompts, n, max_tokens)
             with lab.Run(llm, "Your run") as run:
                 note = self.run(llm, prompts, params, *events)
             return run.data(), f"{summary(run)}{note}"
 
     def run(self, llm: LLM, prompts: list[str], params: Any, steps_between: int,
-            abort_request: int, abort_after: int) -> str:
+            abort_request: str, abort_after: int) -> str:
         """Let the requests arrive, and stop one. Returns what there is to say of it."""
-        check(abort_request < len(prompts), "abort_request", "one of the requests, "
-              f"which are 0 to {len(prompts) - 1}", abort_request)
+        aborted = abort_request.replace("none", "")
+        check(int(aborted or 0) < len(prompts), "abort_request", "the number of a "
+              f"request, and the last one is {len(prompts) - 1}", aborted)
         coming = list(prompts)
         for step in range(MOST_STEPS + 1):
             while coming and (len(prompts) - len(coming)) * steps_between <= step:
                 llm.add_request(coming.pop(0), params)
-            if step >= abort_after and str(abort_request) in llm.unfinished:
-                llm.abort_request(str(abort_request))
-                abort_request = -1
+            if step >= abort_after and aborted in llm.unfinished:
+                llm.abort_request(aborted)
+                aborted = ""
             is_over = not coming and not llm.has_unfinished_requests()
             if is_over or self.is_ending:
-                return (f" Request {abort_request} ended before it was to be stopped."
-                        if abort_request >= 0 else "")
+                return aborted and (
+                    f" Request {aborted} ended before it was to be stopped.")
             llm.step()
         raise ValueError(f"it takes more than {MOST_STEPS} steps (lower max_tokens or "
                          "steps_between, or raise max_num_batched_tokens)")

@@ -99,9 +99,10 @@ def simulate(system: str, workload: Workload, rate: float, seconds: float,
         if now > seconds / 3 and scheduler.stats.steps % 8 == 0:
             usages.append(usage(scheduler))
         num_samples = len(batch.receivers)
-        logprobs = rng.choices(workload.likely or [None], k=num_samples)
+        likely = workload.likely
+        logprobs = enumerate(rng.choices(likely, k=num_samples)) if likely else ()
         scheduler.update(batch, SimpleNamespace(
-            read=([0] * num_samples).copy, logprobs=dict(enumerate(logprobs))))
+            read=([0] * num_samples).copy, logprobs=dict(logprobs)))
         ends |= {seq.group.request_id: now for seq in batch.receivers
                  if not seq.group.live}
 

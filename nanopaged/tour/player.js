@@ -55,8 +55,7 @@ const HIDDEN = new RegExp("[\\u0000-\\u0009\\u000b-\\u001f\\u007f-\\u009f\\u061c
 
 function visible(text) {
   const code = character => character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
-  const shown = text.replace(HIDDEN, character => `\u2039U+${code(character)}\u203a`);
-  return shown.replaceAll("\n", "\u21b5");
+  return text.replace(HIDDEN, character => `\u2039U+${code(character)}\u203a`).replaceAll("\n", "\u21b5");
 }
 
 // h("p.note", {title: "x"}, "text", ...) is <p class="note" title="x">text...</p>. Null is
@@ -151,12 +150,12 @@ class View {
 
 
 // What tells two runs apart at a step.
-function facts(trace, {seqs, running, waiting}) {
-  const all = Object.values(seqs);
-  const used = new Set(all.flatMap(({table}) => table.filter(block => block < trace.num_blocks)));
-  return {"tokens of this step:": all.reduce((sum, {now}) => sum + now, 0),
-    "slots in use:": used.size * trace.block_size, "running:": running.join(", ") || "nobody",
-    "waiting:": waiting.join(", ") || "nobody"};
+function facts(trace, {seqs, running, waiting, total}) {
+  const used = new Set(Object.values(seqs).flatMap(
+    ({table}) => table.filter(block => block < trace.num_blocks)));
+  const names = groups => groups.map(group => `request ${group}`).join(", ") || "nobody";
+  return {"tokens of this step:": total, "slots in use:": used.size * trace.block_size,
+    "running:": names(running), "waiting:": names(waiting)};
 }
 
 
@@ -316,7 +315,7 @@ class Player {
       value === then[name] ? `${value}` : h("mark", `${value}`),
       value === then[name] ? "; " : ` (${first.setting}: ${then[name] ?? "over"}); `]);
     this.difference.replaceChildren(...parts.flat(),
-      `steps in all ${this.trace.frames[this.last].step} (${first.trace.frames.at(-1).step})`);
+      `steps in all: ${this.trace.frames[this.last].step} (${first.setting}: ${first.trace.frames.at(-1).step})`);
   }
 
   controls() {
@@ -434,9 +433,8 @@ class Player {
     return this.frameOf(place);
   }
 
-  // "7" or "7-updated" -> the number of the frame, or null.
+  // "7" or "7-updated" -> the number of the frame, or null. ("" has no frame: no step 0 is scheduled.)
   frameOf(place) {
-    if (!place) return null;
     const [number, wanted = "scheduled"] = place.split("-");
     const found = this.trace.frames.findIndex(({step, phase}) =>
       step === Number(number) && phase === wanted);
@@ -557,9 +555,8 @@ class Player {
   }
 
   drawRequests() {
-    const {running, waiting, finished, seqs, budget} = this.view;
+    const {running, waiting, finished, seqs, budget, total} = this.view;
     const parts = Object.entries(seqs).filter(([, seq]) => seq.now > 0);
-    const total = parts.reduce((sum, [, seq]) => sum + seq.now, 0);
     const bar = parts.map(([key, {now}]) => h("i",
       {class: hue(groupOf(key)), style: `flex-grow: ${now}`}, now / budget > 0.07 ? key : ""));
     const queues = [["Running", running], ["Waiting", waiting], ["Finished", finished]];
@@ -656,7 +653,8 @@ class Player {
     const part = (name, count) => h("i", {class: name, style: `flex: 0 0 ${share(count)}`});
     return h("div.np-waste",
       h("div.np-heading.np-name", h("strong", `Request ${group}`),
-        h("p.np-note", `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: `
+        h("p.np-note", {title: "What contiguous memory would reserve: room for the longest answers; "
+          + "for their lengths, rounded up to powers of two; for their lengths"}, `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: `
           + (oracle === max ? max : `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`))),
       h("div.np-strip", {"aria-hidden": "true"},
         part("np-held", tokens), part("np-rest", slots - tokens),
@@ -716,7 +714,7 @@ class Player {
       + (used.length === 0 ? "" : `, ${percent}% filled`), [
       ...this.pool("Device pool", this.cells.device, view.num_blocks),
       Object.values(view.blocks).some(({rank}) => rank) ? h("p.np-note",
-        "Hatched: free, but still cached. The number says which is taken when.") : null,
+        "Hatched: free, but still cached. The number is the place in the queue to be taken.") : null,
       ...view.num_swap_blocks === 0 ? [] : [h("h4", "CPU pool"),
         ...this.pool("CPU pool", this.cells.swap, view.num_swap_blocks)]]);
   }
@@ -773,8 +771,9 @@ class Player {
         h("button.np-kind", {onclick: () => this.choose(index)}, NP_KINDS[kind].label),
         h("span", this.sentence(sentence)))));
     if (events.length === 0) this.sentences.append(h("li", h("span", "Nothing happens here.")));
-    const notable = events.findIndex(([kind]) => !NP_KINDS[kind].minor);
-    this.choose(Math.max(0, notable));
+    const kinds = events.map(([kind]) => kind);
+    const notable = kinds.find(kind => !NP_KINDS[kind].minor) ?? "compute";
+    this.choose(Math.max(0, kinds.indexOf(notable)));
   }
 
   // "#5" and "@0.1" in a sentence are a block and a sequence.
@@ -843,7 +842,7 @@ class Softmax {
       button("Next block", () => this.numDone = Math.min(this.numDone + 1, this.blocks.length)),
       button("Start over", () => this.numDone = 0),
       button("Shuffle the blocks", () => this.shuffle()), this.hugeButton),
-      h("table", h("thead", h("tr", ["block", "its scores", "highest so far", "denominator",
+      h("table", h("thead", h("tr", ["block", "its scores", "highest so far", "shrinks by", "denominator",
         "numerator"].map(title => h("th", {scope: "col"}, title)))), this.rows), this.verdict);
     this.draw();
   }
@@ -872,7 +871,7 @@ class Softmax {
       acc = acc * shrink + weights.reduce(
         (sum, weight, key) => sum + weight * this.blocks[block].values[key], 0);
       highest = higher;
-      return {block, highest, total, acc};
+      return {block, shrink, highest, total, acc};
     });
   }
 
@@ -892,7 +891,8 @@ class Softmax {
       return h("tr", {class: index === this.numDone - 1 ? "np-current" : ""},
         h("th", {scope: "row"}, `#${this.blocks[sum.block].id}`),
         h("td", `${Math.min(...scores).toFixed(1)} to ${Math.max(...scores).toFixed(1)}`),
-        ...["highest", "total", "acc"].map(name => bar(name, sum, isDone)));
+        bar("highest", sum, isDone), h("td", isDone && index ? `\u00d7 ${sum.shrink.toFixed(3)}` : ""),
+        bar("total", sum, isDone), bar("acc", sum, isDone));
     }));
     const {highest, total, acc} = sums.at(-1);
     const plain = Math.exp(highest) === Infinity ? "Without the highest score subtracted, the "
@@ -907,14 +907,13 @@ class Softmax {
 
 // Say at the end of the page how many of its questions have been answered.
 async function countAnswers() {
-  const places = document.querySelectorAll(".np-answers");
   let all = 0, answered = 0, right = 0;
   for (const {runs: [{trace}], answers} of await npPlayers) {
     all += trace.questions.length;
     answered += answers.size;
     right += trace.questions.filter(asked => answers.get(asked.frame) === asked.right).length;
   }
-  for (const place of places) {
+  for (const place of document.querySelectorAll(".np-answers")) {
     place.textContent = `${answered} of ${plural(all, "question")} answered, ${right} right`;
   }
 }

@@ -94,9 +94,9 @@ class Trace(AbstractContextManager["Trace"]):
         elif phase == "executed" and batch is not None:
             for seq in batch.receivers:
                 if seq.finish_reason is None:
-                    self._events.say(
-                        "sample", "The step has sampled the next token of {}.",
-                        key(seq))
+                    done = "scored" if seq.group.beam_params else "sampled"
+                    self._events.say("sample", f"The step has {done} what comes next "
+                                     "in {}.", key(seq))
         else:
             self._look(phase)
 

@@ -19,7 +19,8 @@ def take_state(scheduler: Scheduler, known: Groups, now: dict[Sequence, int],
     """All that changes from step to step, as it is now.
 
     known: the requests that are shown. Some of them may have finished.
-    now: how many tokens of a sequence this step computes, or the last one did.
+    now: how many tokens of a sequence this step computes, or the last one did. In
+        `total`, those of beams that are gone count as well.
     """
     unfinished, running = scheduler.unfinished, scheduler.running
     return {
@@ -29,6 +30,7 @@ def take_state(scheduler: Scheduler, known: Groups, now: dict[Sequence, int],
         "seqs": {f"{id}.{index}": sequence_state(seq, now.get(seq, 0), texts)
                  for id, group in known.items()
                  for index, seq in enumerate(group.sequences)},
+        "total": sum(now.values()),
         "blocks": block_states(scheduler.block_manager, texts),
     }
 

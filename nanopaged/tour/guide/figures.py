@@ -134,15 +134,17 @@ def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0,
 
 def beam_tree(columns: list[tuple[int, list[list[str]]]], best: str) -> Html:
     """The beams of a search, a column for each step. Every token is joined with the one
-    that it continues, and those of the best answer stand out.
+    that it continues, and those of the best answer stand out. Below it is the number of
+    its beam.
     """
-    drawn: list[tuple[int, list[tuple[str, int, bool]]]] = []
+    drawn: list[tuple[int, list[tuple[str, int, bool, int]]]] = []
     rows: dict[tuple[str, ...], int] = {(): 0}
     for step, beams in columns:
-        ordered = sorted(map(tuple, beams), key=lambda beam: rows[beam[:-1]])
-        nodes = [(beam[-1], rows[beam[:-1]], best.startswith("".join(beam)))
-                 for beam in ordered]
-        rows = {beam: row for row, beam in enumerate(ordered)}
+        ordered = sorted((rows[tuple(beam[:-1])], number, tuple(beam))
+                         for number, beam in enumerate(beams))
+        nodes = [(beam[-1], row, best.startswith("".join(beam)), number)
+                 for row, number, beam in ordered]
+        rows = {beam: row for row, (_, _, beam) in enumerate(ordered)}
         drawn.append((step, nodes))
     return Html(TEMPLATES.get_template("tree.svg").render(columns=drawn))
 

@@ -7,13 +7,14 @@ number in the text can be wrong tomorrow.
 import time
 from collections.abc import Iterator
 from functools import cache as keep
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.attention import place_tokens
+from nanopaged.attention import cdiv, place_tokens
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
 from nanopaged.outputs import RequestOutput
@@ -34,7 +35,7 @@ from nanopaged.tour.guide.markdown import Html, python
 from nanopaged.tour.limits import fastest
 from nanopaged.tour.memory import BANDWIDTH, LIMIT, PARAMETERS, RATE, SLOTS
 from nanopaged.tour.page import TEMPLATES
-from nanopaged.tour.workloads import DATA_SETS, LONGEST
+from nanopaged.tour.workloads import DATA_SETS, LONGEST, draw_lengths
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
 
@@ -65,7 +66,8 @@ def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
 def cache() -> Values:
     """Generate with the cache, and without: then each token computes the whole text."""
     count = 128
-    with engine(enable_prefix_caching=False, num_blocks=128) as llm:
+    with engine(enable_prefix_caching=False, attention_backend="auto", block_size=16,
+                num_blocks=32) as llm:
         prompt = llm.tokenizer("ROMEO:\n").input_ids
         llm.generate(prompt, greedy(4), use_tqdm=False)  # warm-up
         seconds_with, answer = timed(llm, prompt, count)
@@ -97,12 +99,12 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
 def batch() -> Values:
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
     most = max(speeds)
+    title = "Milliseconds of a step, by the number of sequences in its batch."
     x_label = "sequences that decode together (twice as many each time)"
     measured = figures.lines(
-        "Tokens per second, by the number of sequences in a batch.",
-        {"tokens/s": {str(n): speed for n, speed in speeds.items()}},
+        title, {"step": {str(n): 1000 * n / speed for n, speed in speeds.items()}},
         "The bundled model, on one core of the machine that made this page.", x_label,
-        y_label="tokens/s")
+        y_label="ms")
     # A step takes fixed_s + n * its_own_s: a line through the first point and the last.
     its_own_s = (most / speeds[most] - 1 / speeds[1]) / (most - 1)
     fixed_s = 1 / speeds[1] - its_own_s
@@ -112,12 +114,10 @@ def batch() -> Values:
     bandwidth = buffer.nbytes / fastest(buffer.sum, buffer.device)
     rate, gpu_bandwidth = RATE, BANDWIDTH
     modelled = figures.lines(
-        "Tokens per second, by the number of sequences in a batch.",
-        {"tokens/s": {str(n): n / max(2 * PARAMETERS / BANDWIDTH,
-                                      n * 2 * PARAMETERS / RATE)
-                      for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}},
+        title, {"step": {str(n): 2000 * PARAMETERS * max(1 / BANDWIDTH, n / RATE)
+                         for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}},
         "Modelled: OPT-13B on an A100 that reaches four fifths of the bytes/s on its "
-        "data sheet, and half of the operations/s.", x_label, y_label="tokens/s")
+        "data sheet, and half of the operations/s.", x_label, y_label="ms")
     return locals()
 
 
@@ -181,7 +181,24 @@ def step() -> Values:
     assert second.counts == [1, 2], "the text describes this step"
     assert third.moves, "and this one"
     listings = [listing(batch) for batch in (first, second, third)]
+    story, temperature = STORY[0], 0.5
+    likely = likely_after(story, temperature)
     return locals()
+
+
+def likely_after(prompt: str, temperature: float) -> list[Values]:
+    """The likeliest next tokens: their probabilities, and those at a temperature."""
+    with engine() as llm:
+        params = SamplingParams(temperature=0, max_tokens=1,
+                                logprobs=llm.model_config.vocab_size)
+        [output] = llm.generate(prompt, params, use_tqdm=False)
+        [row] = output.outputs[0].logprobs or []
+        texts = [llm.tokenizer.decode([token]) for token in row]
+    logprobs = np.array([each.logprob for each in row.values()])
+    sharper = np.exp(logprobs / temperature)
+    columns = zip(texts, np.exp(logprobs), sharper / sharper.sum(), strict=True)
+    return [{"token": token, "probability": probability, "sharper": at_temperature}
+            for token, probability, at_temperature in islice(columns, 4)]
 
 
 def listing(batch: Batch) -> Html:
@@ -245,9 +262,21 @@ def schedule() -> Values:
     chunks = [count for count in counts if count][:-3]
     assert sum(chunks) == num_tokens
     assert absent(run, 0) == absent(run, 1) == []
+    for missed in (absent(each, 1) for each in budgets.values()):
+        assert missed == [*range(1, 1 + len(missed))], "only before it begins"
     step = 1 + counts.index(budget - 2)
+    waits = sorted((first_token(each) for each in (run, *budgets.values())),
+                   key=lambda row: int(row["budget"]))
     default_budget = EngineConfig().max_num_batched_tokens
     return locals()
+
+
+def first_token(run: Run) -> Values:
+    """How long the third request waits for its first token, and the longest step."""
+    steps = next(step for step, batch in enumerate(run.batches, 1)
+                 if any(seq.group.request_id == "2" for seq in batch.receivers))
+    return {"budget": run.header()["budget"], "steps": steps,
+            "most": max(len(batch.token_ids) for batch in run.batches)}
 
 
 def absent(run: Run, request: int) -> list[int]:
@@ -267,6 +296,9 @@ def prefix() -> Values:
                      prompts, greedy(5), num_blocks=60)
     lengths = [len(output.prompt_token_ids) for output in run.outputs]
     hits = [output.num_cached_tokens for output in run.outputs]
+    large = 16
+    large_hits = [output.num_cached_tokens
+                  for output in without["blocks of 16"].outputs]
     gains = paper.GAINS
     chain = list(looked_up(run))
     return locals()
@@ -292,12 +324,21 @@ def fork() -> Values:
     with engine(num_blocks=16) as llm:
         samples = watch(llm, "One prompt, three answers", [SPEECH[:22]],
                         SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
+    copies = samples.batches[1].moves
+    prompt_tokens = len(samples.outputs[0].prompt_token_ids)
+    return locals()
+
+
+def beams() -> Values:
     with engine(num_blocks=20) as llm:
+        params = SamplingParams(
+            temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
+        [greedily] = llm.generate(SPEECH[:22], params, use_tqdm=False)
+        llm.reset_prefix_cache()
         beams = watch(llm, "A beam search, three beams wide", [SPEECH[:22]],
                       BeamSearchParams(
                           beam_width=3, max_tokens=8, ignore_eos=True))
-    copies = samples.batches[1].moves
-    prompt_tokens = len(samples.outputs[0].prompt_token_ids)
+    most_likely = greedily.outputs[0]
     best = beams.outputs[0].outputs[0]
     tree = figures.beam_tree(
         [(frame["step"], [seq["tokens"] for seq in state["seqs"].values()])
@@ -324,10 +365,35 @@ def full() -> Values:
 
 def results() -> Values:
     values: Values = {"limit": LIMIT, "sustained": paper.SUSTAINED,
-                      "default_size": EngineConfig().block_size}
+                      "default_size": EngineConfig().block_size, "real": shared_pool()}
     values |= paper.use_of_memory() | paper.latency()
     values |= paper.block_sizes()
     return values
+
+
+def shared_pool() -> Values:
+    """The same requests in one pool: as many at a time as fit if each gets room for the
+    longest text, and as many as paging lets run.
+    """
+    longest, count = LONGEST // 8, 24
+    lengths = [(cdiv(p, 8), cdiv(n, 8)) for p, n in draw_lengths("ShareGPT", count)]
+    prompts = [[1 + request] * p for request, (p, _) in enumerate(lengths)]
+    params = [greedy(min(n, longest - p)) for p, n in lengths]
+    few, size = 4, EngineConfig().block_size
+    slots = few * longest
+    runs, texts = [], []
+    for most in (few, 64):
+        with engine(attention_backend="auto", block_size=size, num_blocks=slots // size,
+                    max_num_seqs=most) as llm:
+            began = time.perf_counter()
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            runs.append({"seconds": time.perf_counter() - began,
+                         "steps": llm.stats().steps})
+            texts.append(answers(outputs))
+    assert texts[0] == texts[1]
+    contiguous, paged = runs
+    tokens = sum(map(len, texts[0]))
+    return locals()
 
 
 def gpu() -> Values:

@@ -38,7 +38,7 @@ def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
     """Figures 2 and 13: a server with more requests than it can serve."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
     labels = {"tokens": "tokens", "reserved": "reserved", "internal": "internal waste",
-              "rounding": "external: rounding", "free": "free"}
+              "rounding": "external: rounding", "free": "free (in Orca: gaps)"}
     use, running = {}, {}
     for system in SYSTEMS:
         usage = simulate(system, workload, 8, seconds).usage
@@ -65,7 +65,7 @@ def latency(seconds: float = 360) -> dict[str, Figure]:
             for system, curve in curves.items()}
     figure = lines(
         "Seconds per generated token, by request rate (the paper's Figure 12).", rows,
-        "Simulated: the same kernels on a modelled A100, OPT-13B, ShareGPT's lengths, "
+        "Simulated: a modelled A100, OPT-13B, ShareGPT's lengths, "
         f"{seconds / 60:g} minutes of requests. Only the memory differs. A line that "
         "leaves the figure at the top is a server in overload, whose queue grows as "
         "long as requests come.", "requests/s (each rate is "
