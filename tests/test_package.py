@@ -67,7 +67,7 @@ def test_the_engine_stays_small():
     counts = count(SOURCES.values())
     assert 500 < sum(counts.values()) <= 2090, counts
     tour = count((PACKAGE / "tour").rglob("*.py"))
-    assert sum(tour.values()) <= 1785, "the tour stays smaller than the engine"
+    assert sum(tour.values()) <= 1960, "the tour stays smaller than the engine"
 
 
 @pytest.mark.upstream
@@ -100,7 +100,7 @@ def test_its_functions_stay_short(name):
 def test_the_tests_stay_small():
     counts = count((ROOT / "tests").glob("*.py"))
     assert {name: lines for name, lines in counts.items() if lines > 500} == {}
-    assert sum(counts.values()) <= 5600, counts
+    assert sum(counts.values()) <= 5630, counts
     counts = count((ROOT / "tests/gpu").glob("*.py"))
     assert sum(counts.values()) <= 900, counts
 

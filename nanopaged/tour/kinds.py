@@ -44,7 +44,7 @@ KINDS = {
     "budget": Kind("no budget left", f"{SCHEDULER}._schedule_sequence",
                    "if end == first:", CHUNKS, True),
     "chunk": Kind("chunk of a prompt", f"{SCHEDULER}._schedule_sequence", "end = min(",
-                  CHUNKS, True),
+                  CHUNKS),
     "fork": Kind("fork", f"{SCHEDULER}._schedule_sequence", "manager.fork(seq, child)",
                  "4.4 (Parallel sampling)"),
     "publish": Kind("publication", f"{PREFIXES}.publish", "self.published[", CACHE,
