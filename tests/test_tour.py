@@ -152,6 +152,7 @@ def test_the_state_of_every_frame_is_the_engines(small, options, ahead):
             entries = [(seq["now"], seq["computed"])
                        for seq in state["seqs"].values() if seq["now"]]
             assert sorted(entries) == sorted(zip(batch.counts, batch.ends, strict=True))
+            assert state["total"] == sum(batch.counts)
     kinds, stats = kinds_of(run), llm.stats()
     assert len(phases) > 270 and {"fork", "copy", "grow", "finish"} <= kinds.keys()
     assert kinds["recompute"] == stats.preemptions_recompute
