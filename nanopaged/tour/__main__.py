@@ -9,7 +9,7 @@ from nanopaged.tour.page import check_writable
 
 DESCRIPTION = """\
 Write the guided tour of nanopaged, in which you learn how LLMs are served: in a quarter
-of an hour, or in nearly two hours. It is one HTML page that needs no network.
+of an hour, or in two hours. It is one HTML page that needs no network.
 
 All runs on it are real. They are made while the page is written, on this machine, with
 the small model that comes with the code. That takes about a minute and needs no GPU.

@@ -115,8 +115,8 @@ class TracedScheduler(WatchedScheduler):
         request_id = next(reversed(self.running))
         num_moves = len(batch.moves)
         super()._preempt(batch)
-        full = (f"The pool is full, and request {request_id} is the youngest "
-                "running request, so it gives way.")
+        full = ("Too few blocks are free for the next tokens. The youngest running "
+                f"request is {request_id}, so it gives way.")
         moves = batch.moves[num_moves:]
         if moves:
             self.events.say(
@@ -190,7 +190,7 @@ class TracedManager(BlockManager):
         else:
             self.events.say(
                 "beam", f"The new beams of request {child.group.request_id}, in the "
-                "order of their numbers, continue the old {}.", key(parent))
+                "order of their numbers, continue the old beams {}.", key(parent))
 
     def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
         contents = self.prefix_cache.contents
@@ -199,8 +199,8 @@ class TracedManager(BlockManager):
         for block_id, content in zip(seq.block_table, old, strict=True):
             if contents[block_id] is not content:
                 self.events.say(
-                    "publish", "Full now, so that others can find them: {}.",
-                    f"#{block_id}")
+                    "publish", "These are full, so others can find them from now on: "
+                    "{}.", f"#{block_id}")
 
     def _take(self, free_list: FreeList, ref_count: int = 1) -> int:
         block_id = next(iter(free_list))

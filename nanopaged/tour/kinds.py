@@ -25,14 +25,13 @@ PREFIXES = "prefix_cache.PrefixCache"
 # In the order in which they happen in a step.
 KINDS = {
     "arrive": Kind("arrival", "serving.Serving._submit", "unfinished.update(", "4.5"),
+    "abort": Kind("abort", f"{SCHEDULER}.abort", "self.finish(", "5.2 (free)"),
     "recompute": Kind("preemption, by recompute", f"{SCHEDULER}._preempt",
                       "manager.free(seq)", "4.5 (Recomputation)"),
     "swap_out": Kind("preemption, by swap", f"{SCHEDULER}._preempt",
                      "manager.swap_out(group.live)", "4.5 (Swapping)"),
     "admit": Kind("admission", f"{SCHEDULER}._admit",
                   "self.running[group.request_id] = group", "4.3 and 4.5", True),
-    "wait": Kind("no room yet", f"{SCHEDULER}._admit", "if num_needed + watermark >",
-                 "4.5", True),
     "swap_in": Kind("swap in", f"{SCHEDULER}._admit", "manager.swap_in(",
                     "4.5 (Swapping)"),
     "prefix": Kind("prefix hit", f"{PREFIXES}.match", "found.append(", CACHE),
@@ -41,6 +40,8 @@ KINDS = {
                  True),
     "copy": Kind("copy-on-write", f"{MANAGER}.grow", "table[first] = self._take(",
                  "4.4 (Parallel sampling)"),
+    "wait": Kind("no room yet", f"{SCHEDULER}._admit", "if num_needed + watermark >",
+                 "4.5", True),
     "budget": Kind("no budget left", f"{SCHEDULER}._schedule_sequence",
                    "if end == first:", CHUNKS, True),
     "chunk": Kind("chunk of a prompt", f"{SCHEDULER}._schedule_sequence", "end = min(",
@@ -56,7 +57,6 @@ KINDS = {
     "beam": Kind("new beams", "beam_search.advance_beams",
                  "manager.fork(parent, beams[-1])", "4.4 (Beam search)"),
     "finish": Kind("end", f"{SCHEDULER}.finish", "self.block_manager.free(seq)", "4.3"),
-    "abort": Kind("abort", f"{SCHEDULER}.abort", "self.finish(", "5.2 (free)"),
 }
 
 

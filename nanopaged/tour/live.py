@@ -29,12 +29,13 @@ NUMBERS: dict[str, tuple[Any, Any, Any]] = {  # what it is at first, the least, 
     "n": (2, 1, 8), "temperature": (0.8, 0, 10), "seed": (0, 0, 9999),
     "max_tokens": (16, 1, 64), "steps_between": (0, 0, 50), "num_blocks": (24, 1, 256),
     "max_num_batched_tokens": (16, 1, 512), "abort_after": (5, 0, MOST_STEPS)}
-CHOICES = {  # the first is what it is at first
-    "use_beam_search": ("no", "yes"), "block_size": ("4", "1", "2", "8", "16"),
+CHOICES = {
+    "use_beam_search": ("no", "yes"), "block_size": ("1", "2", "4", "8", "16"),
     "enable_prefix_caching": ("yes", "no"), "preemption_mode": ("recompute", "swap"),
     "abort_request": ("none", *map(str, range(MOST_PROMPTS)))}
 FIELDS = {name: str(first) for name, (first, *_) in NUMBERS.items()} | {
-    name: first for name, (first, *_) in CHOICES.items()} | {
+    name: options[0] for name, options in CHOICES.items()} | {
+    "block_size": "4",
     "prompts": "JULIET: O Romeo, Romeo! wherefore art thou Romeo?\n"
                "JULIET: O Romeo, Romeo! let me go\n"
                "ROMEO: But, soft! what light through yonder window"}
@@ -75,10 +76,9 @@ def read_prompts(text: str) -> list[str]:
 def check_room(llm: LLM, prompts: list[str], n: int, max_tokens: int) -> None:
     """ValueError if a prompt is too long for the model, or for the pool."""
     lengths = [len(ids) for ids in llm.get_tokenizer()(prompts).input_ids]
-    longest = llm.model_config.max_position_embeddings - max_tokens
-    check(max(lengths) <= longest, "the number of tokens in a prompt",
-          f"at most {longest}, because the model can handle no longer text",
-          max(lengths))
+    longest = llm.model_config.max_position_embeddings
+    check(max(lengths) + max_tokens <= longest, "the number of tokens in a prompt",
+          f"at most {longest - max_tokens} (with its answer: {longest})", max(lengths))
     room = max(llm.block_manager.max_blocks(length, [length + max_tokens] * n)
                for length in lengths)
     most = NUMBERS["num_blocks"][2]
@@ -98,11 +98,12 @@ def summary(run: lab.Run) -> str:
     computed = sum(len(batch.token_ids) for batch in run.batches)
     moves = [move for batch in run.batches for move in batch.moves]
     swapped = sum(max(move) >= size for move in moves)
-    return (f"Steps: {stats.steps}. Tokens computed: {computed}, found in the prefix "
-            f"cache: {stats.prefix_hit_tokens}, generated: {stats.output_tokens}. "
-            f"Preemptions: {stats.preemptions_recompute + stats.preemptions_swap}. "
-            f"Blocks copied on write: {len(moves) - swapped}, swapped out or in: "
-            f"{swapped}. Most blocks in use at a time: {max(used)} of {size}.")
+    return (f"Steps: {stats.steps}. Tokens: {computed} computed, "
+            f"{stats.prefix_hit_tokens} found in the prefix cache, "
+            f"{stats.output_tokens} generated. Preemptions: "
+            f"{stats.preemptions_recompute + stats.preemptions_swap}. Blocks: at most "
+            f"{max(used)} of {size} in use, {len(moves) - swapped} copied on write, "
+            f"{swapped} swapped (out and in).")
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -150,7 +151,7 @@ class Server(ThreadingHTTPServer):
         fields, status, data, told = FIELDS.copy(), 200, "", ""
         try:
             fields |= parse_qsl(query, keep_blank_values=True, max_num_fields=50)
-            unknown = sorted(fields.keys() - FIELDS.keys())
+            unknown = ", ".join(sorted(fields.keys() - FIELDS.keys()))
             check(not unknown, "the address", "made of the fields below", unknown)
             with self.lock:
                 check(not self.is_ending, "the live page", "open", "its end")
@@ -202,8 +203,8 @@ class Server(ThreadingHTTPServer):
                 return aborted and (
                     f" Request {aborted} ended before it was to be stopped.")
             llm.step()
-        raise ValueError(f"it takes more than {MOST_STEPS} steps (lower max_tokens or "
-                         "steps_between, or raise max_num_batched_tokens)")
+        raise ValueError(f"it takes more than {MOST_STEPS} steps (lower max_tokens, n "
+                         "or steps_between, or raise max_num_batched_tokens)")
 
     def handle_error(self, *_: Any) -> None:
         """Say nothing about a reader who has left."""

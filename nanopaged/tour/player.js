@@ -25,6 +25,7 @@ const PHASES = {
   updated: ["updated", "The forward pass is done, and the sampled tokens are appended."],
   end: ["after the run", "The state when the recording ended."],
 };
+const CALLS = {schedule: "scheduled", execute: "executed", update: "updated"};
 // The lines of the timeline, and the kinds of events that get a tick there.
 const TICKS = {
   prefix: ["prefix"], fork: ["fork"], copy: ["copy"], beams: ["beam"],
@@ -164,12 +165,7 @@ function facts(trace, {seqs, running, waiting, total}) {
 class Player {
   // runs: the same requests under one or several settings, [{setting, trace, states}].
   constructor(root, runs, isAlone) {
-    this.root = root;
-    this.runs = runs;
-    this.isAlone = isAlone;
-    this.limit = MOST_GROUPS;
-    this.timer = this.lit = null;
-    this.speed = 1;
+    Object.assign(this, {root, runs, isAlone, limit: MOST_GROUPS, timer: null, lit: null, speed: 1});
     this.answers = new Map();   // frame -> the choice that was made
     this.use(runs[0]);
     this.listen();
@@ -336,7 +332,7 @@ class Player {
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.frame + 1)),
       speed, this.copyButton = button("link", "Copy a link to this moment", () => this.copyLink()),
-      this.loop = h("p.np-loop", {"aria-hidden": "true"}),
+      this.loop = h("p.np-loop", {"aria-hidden": "true"}, Object.keys(CALLS).map(name => h("code", name))),
       h("div.np-legend", {role: "group", "aria-label": "Go to the next"}, legend),
       h("p.np-keys", `${this.isAlone ? "Keys" : "Click here, then"}: \u2190 \u2192 step, space `
         + "plays, Home and End go to the ends, \u2191 \u2193 go from block to block"));
@@ -486,8 +482,6 @@ class Player {
     this.where.replaceChildren(
       h("strong", `Step ${step}`), ` of ${this.trace.frames[this.last].step} \u00b7 `,
       h("em", label), h("span", meaning));
-    this.loop.replaceChildren(...["schedule", "execute", "update"].map(part =>
-      h("code", {class: phase === `${part}d` ? "np-current" : ""}, part)));
     this.drawQuestion();
     this.drawDifference();
     this.drawRequests();
@@ -591,11 +585,12 @@ class Player {
         isSwapped ? h("span.np-badge", "swapped out") : null),
       h("p.np-text", this.text(leader, 0, prompt.length, isOver)),
       keys.map(key => {
-        const {tokens, computed, end} = seqs[key];
+        const {tokens, computed, end, score} = seqs[key];
         const last = Math.max(prompt.length + tokens.length, computed);
         return last === prompt.length && !end ? null : h("p.np-text.np-own",
           h("b", {"data-seq": key}, key), " ",
           this.text(key, prompt.length, last, isOver || end !== ""),
+          score === undefined ? null : h("span.np-badge", {title: "log-probability"}, score.toFixed(2)),
           end ? h("span.np-badge", end) : null);
       }));
   }
@@ -788,7 +783,10 @@ class Player {
 
   // Show the source of one of the events.
   choose(index) {
-    const kind = this.trace.frames[this.frame].events[index]?.[0] ?? "compute";
+    const {phase, events} = this.trace.frames[this.frame];
+    const kind = events[index]?.[0] ?? "compute";
+    Object.values(CALLS).forEach((name, at) => this.loop.children[at].classList.toggle("np-current",
+      name === (phase === "scheduled" && kind === "compute" ? "executed" : phase)));
     [...this.sentences.children].forEach((item, at) => {
       item.classList.toggle("np-chosen", at === index);
       item.querySelector("button")?.setAttribute("aria-pressed", String(at === index));
@@ -852,6 +850,7 @@ class Softmax {
       const at = Math.floor(Math.random() * (last + 1));
       [this.order[at], this.order[last]] = [this.order[last], this.order[at]];
     }
+    this.numDone = 0;
   }
 
   scores(block) {

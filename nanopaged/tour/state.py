@@ -38,7 +38,8 @@ def take_state(scheduler: Scheduler, known: Groups, now: dict[Sequence, int],
 def sequence_state(seq: Sequence, now: int, texts: Texts) -> State:
     # A sequence that has ended holds nothing, even if an error has kept its table.
     has_ended = seq.finish_reason is not None
-    return {
+    score = {"score": round(seq.cumulative_logprob, 2)} if seq.group.beam_params else {}
+    return score | {
         "tokens": texts(seq.token_ids[seq.group.num_prompt_tokens :]),
         "computed": seq.num_computed_tokens,
         "now": now,  # how many of these are this step's

@@ -76,7 +76,8 @@ def cache() -> Values:
             seconds, token = timed(llm, text, 1)
             text += token
             seconds_without += seconds
-        token_bytes = kv.token_bytes(llm)
+        token_bytes, config = kv.token_bytes(llm), llm.model_config
+        number_bytes = llm.runner.dtype.itemsize
     assert text == prompt + answer
     computed_with = len(prompt) + count - 1
     lengths = range(len(prompt), len(prompt) + count)  # of the text, before each token
@@ -268,6 +269,8 @@ def schedule() -> Values:
     waits = sorted((first_token(each) for each in (run, *budgets.values())),
                    key=lambda row: int(row["budget"]))
     default_budget = EngineConfig().max_num_batched_tokens
+    small = default_budget // 16
+    small_s, large_s = (2 * PARAMETERS * n / RATE for n in (small, default_budget))
     return locals()
 
 
@@ -313,7 +316,8 @@ def looked_up(run: Run) -> Iterator[Values]:
     num_shared = [a == b for a, b in zip(own, other, strict=False)].index(False)
     before = "nothing"
     for index in range(len(prompt) // size):
-        found = f"found: #{own[index]}" if index < num_shared else "not there"
+        found = f"found: #{own[index]}" if index < num_shared else (
+            "not there" if index == num_shared else "not looked up")
         if abs(index - num_shared + 0.5) < 2 or index == 0:
             yield {"index": index, "before": before, "found": found,
                    "text": "".join(prompt[index * size : (index + 1) * size])}
@@ -340,10 +344,13 @@ def beams() -> Values:
                           beam_width=3, max_tokens=8, ignore_eos=True))
     most_likely = greedily.outputs[0]
     best = beams.outputs[0].outputs[0]
-    tree = figures.beam_tree(
-        [(frame["step"], [seq["tokens"] for seq in state["seqs"].values()])
-         for frame, state in zip(beams.frames, beams.states(), strict=True)
-         if frame["phase"] == "updated"], best.text)
+    columns = [(frame["step"], list(state["seqs"].values()))
+               for frame, state in zip(beams.frames, beams.states(), strict=True)
+               if frame["phase"] == "updated"]
+    tree = figures.beam_tree(columns, best.text)
+    num_parents = 2
+    asked = next(step for step, seqs in columns[1:]
+                 if len({*(tuple(seq["tokens"][:-1]) for seq in seqs)}) == num_parents)
     widths = list(paper.SAVED["Alpaca, beams"])
     return locals() | paper.sharing()
 

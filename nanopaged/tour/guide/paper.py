@@ -59,7 +59,7 @@ def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
 def latency(seconds: float = 360) -> dict[str, Figure]:
     """Figure 12: latency by request rate, and the rates that are sustained."""
     workload = Workload(draw_lengths("ShareGPT", 2000))
-    curves = {system: memory.latencies(system, workload, 0.5, seconds)
+    curves = {system: memory.latencies(system, workload, 0.625, seconds)
               for system in SYSTEMS}
     rows = {system: {f"{rate:.2f}": value for rate, value in curve.items()}
             for system, curve in curves.items()}
@@ -158,9 +158,9 @@ def costs_of_preemption() -> Values:
     times = {"swap": {str(size): 1000 * (swap_s + copy_s * most_copies / size)
                       for size in sizes},
              "recompute": {str(size): 1000 * recompute_s for size in sizes}}
-    return {"even": EVEN, "preempted": tokens, "layers": layers, "bytes": num_bytes,
-            "recompute_s": recompute_s, "swap_s": swap_s, "copy_s": copy_s,
-            "most_copies": most_copies, "preemption": lines(
+    return {"even": EVEN, "bus": bus, "preempted": tokens, "layers": layers,
+            "bytes": num_bytes, "recompute_s": recompute_s, "swap_s": swap_s,
+            "copy_s": copy_s, "most_copies": most_copies, "preemption": lines(
                 "Milliseconds to bring a sequence back, by block size.", times,
                 f"Calculated: {tokens} tokens of OPT-13B on the modelled A100.",
                 "tokens in a block (twice as many each time)", 150, "ms")}
