@@ -19,7 +19,7 @@ Event = tuple[str, str]  # its kind, and a sentence
 
 MOST_LISTED = 6  # blocks or sequences in one sentence
 REASONS = {"length": "reached its maximum length", "abort": "was aborted",
-           "stop": "met a stop token or string"}
+           "stop": "reached a stop token or a stop string"}
 
 
 def key(seq: Sequence) -> str:

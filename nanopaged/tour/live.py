@@ -5,8 +5,8 @@ a link leads to the same run. Each run has an engine of its own. Wrong input is 
 with a sentence.
 
 Nobody else can reach the page, because the server listens on 127.0.0.1. It also refuses
-requests for any other host: a page from elsewhere may let its own name stand for this
-address, and would then be allowed to read the answers.
+requests for any other host: a page from elsewhere may make its own host name point to
+this address, and would then be allowed to read the answers.
 """
 
 import sys
@@ -45,7 +45,7 @@ POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def number(name: str, text: str) -> Any:
-    """The number in a field; ValueError if it is none, or out of its range."""
+    """The number in a field; ValueError if the text is none, or out of range."""
     first, low, high = NUMBERS[name]
     kind = type(first)
     try:
@@ -63,7 +63,9 @@ def choice(name: str, text: str) -> str:
 
 
 def read_prompts(text: str) -> list[str]:
-    """One prompt for each line that is not empty; ValueError if they are too many."""
+    """One prompt for each line that is not empty; ValueError if there are none or too
+    many.
+    """
     lines = text.replace("\r\n", "\n").split("\n")
     prompts = [line for line in lines if line.strip()]
     check(0 < len(prompts) <= MOST_PROMPTS, "the number of prompts",
@@ -133,7 +135,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(text.encode())
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing: the prompts would be in it."""
+        """Log nothing: the prompts would be in it."""
 
 
 class Server(ThreadingHTTPServer):
@@ -154,7 +156,7 @@ class Server(ThreadingHTTPServer):
             unknown = ", ".join(sorted(fields.keys() - FIELDS.keys()))
             check(not unknown, "the address", "made of the fields below", unknown)
             with self.lock:
-                check(not self.is_ending, "the live page", "open", "its end")
+                check(not self.is_ending, "the live page", "open", "one that ends")
                 data, told = self.record(fields)
         except ValueError as refused:
             status, told = 400, f"This cannot run: {refused}."

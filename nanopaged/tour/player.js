@@ -539,13 +539,13 @@ class Player {
         this.root.focus({preventScroll: true});
       }}, choice));
     const verdicts = asked.choices.map(([, reason], index) =>
-      `${index === asked.right ? "Yes." : "Not quite."} ${reason} Step on to see it.`);
+      `${index === asked.right ? "Yes." : "Not quite."} ${reason} Go to the next step to see it.`);
     const longest = verdicts.reduce((best, text) => text.length > best.length ? text : best);
     // The longest verdict has its room from the start, so nothing moves when one answers.
     this.question.append(
       h("p", h("strong", "Predict: "), asked.text), h("div", buttons),
       h("p.np-verdict", {"data-room": longest}, h("span", {"aria-live": "polite"},
-        verdicts[answer] ?? "Choose, or step on and see.")));
+        verdicts[answer] ?? "Choose, or go to the next step and see.")));
   }
 
   drawRequests() {
@@ -648,7 +648,7 @@ class Player {
     const part = (name, count) => h("i", {class: name, style: `flex: 0 0 ${share(count)}`});
     return h("div.np-waste",
       h("div.np-heading.np-name", h("strong", `Request ${group}`),
-        h("p.np-note", {title: "What contiguous memory would reserve: room for the longest answers; "
+        h("p.np-note", {title: "What would be reserved in contiguous memory: room for the longest answers; "
           + "for their lengths, rounded up to powers of two; for their lengths"}, `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: `
           + (oracle === max ? max : `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`))),
       h("div.np-strip", {"aria-hidden": "true"},
@@ -709,7 +709,7 @@ class Player {
       + (used.length === 0 ? "" : `, ${percent}% filled`), [
       ...this.pool("Device pool", this.cells.device, view.num_blocks),
       Object.values(view.blocks).some(({rank}) => rank) ? h("p.np-note",
-        "Hatched: free, but still cached. The number is the place in the queue to be taken.") : null,
+        "Hatched: free, but still cached. The number is its place in the queue of blocks to be taken.") : null,
       ...view.num_swap_blocks === 0 ? [] : [h("h4", "CPU pool"),
         ...this.pool("CPU pool", this.cells.swap, view.num_swap_blocks)]]);
   }

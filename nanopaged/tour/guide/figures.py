@@ -1,8 +1,8 @@
 """Figures as SVG: stacked bars and lines, with their numbers as a table.
 
-Here is where everything goes; `figure.html` draws it. `figures.css` has the colours,
-for light and for dark pages. Colour is never alone: bars carry their numbers, lines
-have markers of their own, and the table below a figure has all numbers.
+This module decides where everything goes; `figure.html` draws it. `figures.css` has the
+colours, for light and for dark pages. Colour is never the only sign: bars carry their
+numbers, lines have markers of their own, and the table below a figure has all numbers.
 """
 
 import re
@@ -135,7 +135,7 @@ def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0,
 def beam_tree(columns: list[tuple[int, list[Any]]], best: str) -> Html:
     """The beams of a search, a column for each step with the states of its sequences.
     Every token is joined with the one that it continues, and those of the best answer
-    stand out. Below it are the number of its beam, and the score.
+    stand out. Below each token are the number of its beam and the log-probability.
     """
     drawn: list[tuple[int, list[tuple[str, int, bool, str]]]] = []
     rows: dict[tuple[str, ...], int] = {(): 0}

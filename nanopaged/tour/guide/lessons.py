@@ -64,7 +64,7 @@ def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
 
 
 def cache() -> Values:
-    """Generate with the cache, and without: then each token computes the whole text."""
+    """Generate with the cache, and without it: then each token costs the whole text."""
     count = 64
     with engine(enable_prefix_caching=False, attention_backend="auto", block_size=16,
                 num_blocks=32) as llm:
@@ -100,7 +100,7 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
 def batch() -> Values:
     speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
     most = max(speeds)
-    title = "Milliseconds of a step, by the number of sequences in its batch."
+    title = "Milliseconds per step, by the number of sequences in its batch."
     x_label = "sequences that decode together (twice as many each time)"
     measured = figures.lines(
         title, {"step": {str(n): 1000 * n / speed for n, speed in speeds.items()}},
