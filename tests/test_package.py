@@ -67,7 +67,7 @@ def test_the_engine_stays_small():
     counts = count(SOURCES.values())
     assert 500 < sum(counts.values()) <= 2090, counts
     tour = count((PACKAGE / "tour").rglob("*.py"))
-    assert sum(tour.values()) <= 1960, "the tour stays smaller than the engine"
+    assert sum(tour.values()) <= 1970, "the tour stays smaller than the engine"
 
 
 @pytest.mark.upstream

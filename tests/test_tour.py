@@ -214,8 +214,8 @@ def test_a_fork_and_its_copies_name_the_blocks(llama, engine):
         "@0.0 computes the end of the prompt. It shares its blocks with @0.1 and @0.2 "
         "now, and no K or V is copied."]
     assert events_of(run, "copy") == [
-        f"@0.{i} is about to write into #1, which others hold too. It gets a copy to "
-        f"write into, #{i + 2}." for i in range(2)]
+        f"@0.{i} is about to write into #1, which others hold too. It gets a copy, "
+        f"#{i + 2}, to write into." for i in range(2)]
 
 
 def test_a_beam_event_says_whose_continuations_are_the_new_beams(llama, engine):
@@ -229,7 +229,7 @@ def test_a_beam_event_says_whose_continuations_are_the_new_beams(llama, engine):
         llm.generate([[5, 6, 7, 8]], params, use_tqdm=False)
     parents = [[old.index(tokens[:-1]) for tokens in new]
                for old, new in zip(seen[1:], seen[2:-1], strict=False)]
-    told = [[int(parent) for parent in re.findall(r"@0\.(\d)", text)]
+    told = [[int(parent) for parent in re.findall(r"old @0\.(\d)", text)]
             for text in events_of(run, "beam")]
     assert told == [[0, 0, 0], *parents]
     assert any(beams != [0, 1, 2] for beams in parents)

@@ -55,6 +55,10 @@ class Events:
         """
         self._said.setdefault((kind, sentence), []).append(item)
 
+    def count(self, kind: str, sentence: str) -> int:
+        """How many items a sentence of this phase has so far."""
+        return len(self._said.get((kind, sentence), ()))
+
     def collect(self) -> list[Event]:
         """The events since the last call of this, in the order of `KINDS`."""
         events = [(kind, sentence.format(join(items)))
@@ -173,7 +177,7 @@ class TracedManager(BlockManager):
             [writer] = [key(seq) for seq in seqs if copy in seq.block_table]
             self.events.say(
                 "copy", f"{writer} is about to write into #{shared}, which others hold "
-                f"too. It gets a copy to write into, #{copy}.")
+                f"too. It gets a copy, #{copy}, to write into.")
         for seq, length in zip(seqs, lengths, strict=True):
             if len(seq.block_table) > length:
                 new = listed(seq.block_table[length:])
@@ -188,9 +192,11 @@ class TracedManager(BlockManager):
                 "fork", f"{key(parent)} computes the end of the prompt. It shares its "
                 "blocks with {} now, and no K or V is copied.", key(child))
         else:
-            self.events.say(
-                "beam", f"The new beams of request {child.group.request_id}, in the "
-                "order of their numbers, continue the old beams {}.", key(parent))
+            request_id = child.group.request_id
+            sentence = f"The new beams of request {request_id}: {{}}."
+            number = self.events.count("beam", sentence)
+            self.events.say("beam", sentence, f"@{request_id}.{number} continues the "
+                            f"old {key(parent)}")
 
     def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
         contents = self.prefix_cache.contents

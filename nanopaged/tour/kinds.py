@@ -50,7 +50,7 @@ KINDS = {
                  "4.4 (Parallel sampling)"),
     "publish": Kind("publication", f"{PREFIXES}.publish", "self.published[", CACHE,
                     True),
-    "compute": Kind("forward pass", "llm.LLM._step", "self.runner.execute(batch)",
+    "compute": Kind("plan of the step", "llm.LLM._step", "self.scheduler.schedule()",
                     "4.3", True),
     "sample": Kind("new tokens", f"{SCHEDULER}.update", "seq.append(token", "4.3",
                    True),

@@ -25,7 +25,6 @@ const PHASES = {
   updated: ["updated", "The forward pass is done, and the sampled tokens are appended."],
   end: ["after the run", "The state when the recording ended."],
 };
-const CALLS = {schedule: "scheduled", execute: "executed", update: "updated"};
 // The lines of the timeline, and the kinds of events that get a tick there.
 const TICKS = {
   prefix: ["prefix"], fork: ["fork"], copy: ["copy"], beams: ["beam"],
@@ -332,7 +331,7 @@ class Player {
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.frame + 1)),
       speed, this.copyButton = button("link", "Copy a link to this moment", () => this.copyLink()),
-      this.loop = h("p.np-loop", {"aria-hidden": "true"}, Object.keys(CALLS).map(name => h("code", name))),
+      this.loop = h("p.np-loop", {"aria-hidden": "true"}),
       h("div.np-legend", {role: "group", "aria-label": "Go to the next"}, legend),
       h("p.np-keys", `${this.isAlone ? "Keys" : "Click here, then"}: \u2190 \u2192 step, space `
         + "plays, Home and End go to the ends, \u2191 \u2193 go from block to block"));
@@ -482,6 +481,8 @@ class Player {
     this.where.replaceChildren(
       h("strong", `Step ${step}`), ` of ${this.trace.frames[this.last].step} \u00b7 `,
       h("em", label), h("span", meaning));
+    this.loop.replaceChildren(...["schedule", "execute", "update"].map(part =>
+      h("code", {class: phase === `${part}d` ? "np-current" : ""}, part)));
     this.drawQuestion();
     this.drawDifference();
     this.drawRequests();
@@ -783,10 +784,7 @@ class Player {
 
   // Show the source of one of the events.
   choose(index) {
-    const {phase, events} = this.trace.frames[this.frame];
-    const kind = events[index]?.[0] ?? "compute";
-    Object.values(CALLS).forEach((name, at) => this.loop.children[at].classList.toggle("np-current",
-      name === (phase === "scheduled" && kind === "compute" ? "executed" : phase)));
+    const kind = this.trace.frames[this.frame].events[index]?.[0] ?? "compute";
     [...this.sentences.children].forEach((item, at) => {
       item.classList.toggle("np-chosen", at === index);
       item.querySelector("button")?.setAttribute("aria-pressed", String(at === index));

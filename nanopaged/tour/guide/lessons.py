@@ -106,9 +106,7 @@ def batch() -> Values:
         title, {"step": {str(n): 1000 * n / speed for n, speed in speeds.items()}},
         "The bundled model, on one core of the machine that made this page.", x_label,
         y_label="ms")
-    # A step takes fixed_s + n * its_own_s: a line through the first point and the last.
-    its_own_s = (most / speeds[most] - 1 / speeds[1]) / (most - 1)
-    fixed_s = 1 / speeds[1] - its_own_s
+    some = 8
     with engine() as llm:
         weight_bytes = sum(each.nbytes for each in llm.runner.model.parameters())
     buffer = torch.ones(2**25)  # no cache can hold it
