@@ -123,7 +123,7 @@ def batch() -> Values:
 def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
     """The speed of decoding, by the number of sequences that decode together."""
     speeds = dict.fromkeys(batch_sizes, 0.0)
-    count = 16
+    count = 12
     with engine(attention_backend="auto", block_size=16, num_blocks=256,
                 max_num_seqs=64) as llm:
         for size in batch_sizes:
@@ -380,7 +380,7 @@ def shared_pool() -> Values:
     """The same requests in one pool: as many at a time as fit if each gets room for the
     longest text, and as many as paging lets run.
     """
-    longest, count = LONGEST // 8, 24
+    longest, count = LONGEST // 8, 18
     lengths = [(cdiv(p, 8), cdiv(n, 8)) for p, n in draw_lengths("ShareGPT", count)]
     prompts = [[1 + request] * p for request, (p, _) in enumerate(lengths)]
     params = [greedy(min(n, longest - p)) for p, n in lengths]
