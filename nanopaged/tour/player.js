@@ -837,7 +837,7 @@ class Softmax {
     root.append(this.pool, h("div.np-settings",
       button("Next block", () => this.numDone = Math.min(this.numDone + 1, this.blocks.length)),
       button("Start over", () => this.numDone = 0),
-      button("Shuffle the blocks", () => this.shuffle()), this.hugeButton),
+      button("Shuffle the order", () => this.shuffle()), this.hugeButton),
       h("table", h("thead", h("tr", ["block", "its scores", "highest so far", "shrinks by", "denominator",
         "numerator"].map(title => h("th", {scope: "col"}, title)))), this.rows), this.verdict);
     this.draw();

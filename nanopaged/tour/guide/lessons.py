@@ -151,6 +151,9 @@ def blocks() -> Values:
     step = 1 + is_longer.index(True)
     table = tables[step - 1]
     position = 2 * size + 1
+    seen = step + 1
+    seen_table = tables[seen - 1]
+    assert run.scheduled()[seen - 1]["seqs"]["0.0"]["computed"] > position
     default_size = EngineConfig().block_size
     slots = SLOTS
     longest = LONGEST

@@ -52,7 +52,7 @@ def use_of_memory(seconds: float = 360) -> dict[str, Figure]:
             "internal.", USE,
             "% of the slots"),
         "running": bars(
-            "Requests that run at a time (the paper's Figure 13).", running,
+            "Requests running at the same time (the paper's Figure 13).", running,
             "Simulated, at full load.", RUNNING, "requests")}
 
 
