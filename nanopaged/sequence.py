@@ -90,7 +90,9 @@ class Sequence:
         if group.forked:
             num_tokens = len(self.token_ids) + len(self.pending)
         # Nothing follows the last token that max_len allows: nobody needs its K and V.
-        return min(num_tokens, group.max_len - 1)
+        # (`min` would be slower, and this is asked three times for every token.)
+        last = group.max_len - 1
+        return num_tokens if num_tokens < last else last
 
     @property
     def banned_tokens(self) -> set[int]:
