@@ -170,4 +170,4 @@ def test_ctrl_c_ends_it(busy):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "\nThe live page has ended.\n", "")
-    assert busy or time.monotonic() - start < 3  # on a busy machine, too
+    assert busy or time.monotonic() - start < 8  # not the 10 s of an open connection

@@ -313,7 +313,7 @@ def looked_up(run: Run) -> Iterator[Values]:
     state = run.scheduled()[0]
     own, other = (state["seqs"][f"{request}.0"]["table"] for request in (1, 0))
     prompt = run.groups["1"]["prompt"]
-    size = len(prompt) // (len(own) - 1)
+    size = run.header()["block_size"]
     num_shared = [a == b for a, b in zip(own, other, strict=False)].index(False)
     before = "nothing"
     for index in range(len(prompt) // size):
