@@ -311,9 +311,12 @@ def test_attention_to_play_with_is_that_of_the_engine(tmp_path, open_page):
     for _ in range(5):
         said = browser.text(".np-softmax [aria-live]")
         ours, engines = re.findall(r"(?:=|gave) (-?\d+\.\d{3})\b", said)
+        old, shrink, own, new = map(float, re.search(
+            r"Denominator: (\S+) \u00d7 (\S+) \+ (\S+) = (\S+)\. ", said).groups())
+        assert abs(old * shrink + own - new) < 2e-3
         assert ours == engines == f"{example['result']:.3f}"
         browser.run(click.format(2) + click.format(0) * len(example["blocks"]))
-    browser.run(click.format(3))
+    browser.run(click.format(3) + click.format(0) * len(example["blocks"]))
     assert f"= {example['blocks'][1]['values'][0]:.3f}." in browser.text(
         ".np-softmax [aria-live]")
     assert "NaN" not in browser.text(".np-softmax")

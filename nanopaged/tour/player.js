@@ -830,7 +830,8 @@ class Softmax {
       action();
       this.draw();
     }}, text);
-    this.hugeButton = button("Make one score huge", () => this.extra = 1000 - this.extra);
+    this.hugeButton = button(`Make one score in #${this.blocks[1].id} huge`, () =>
+      Object.assign(this, {extra: 1000 - this.extra, numDone: 0}));
     this.rows = h("tbody");
     this.verdict = h("p", {"aria-live": "polite"});
     this.pool = h("ol", {"aria-label": "The pool"});
@@ -838,16 +839,15 @@ class Softmax {
       button("Next block", () => this.numDone = Math.min(this.numDone + 1, this.blocks.length)),
       button("Start over", () => this.numDone = 0),
       button("Shuffle the order", () => this.shuffle()), this.hugeButton),
-      h("table", h("thead", h("tr", ["block", "its scores", "highest so far", "shrinks by", "denominator",
+      h("table", h("thead", h("tr", ["block", "its scores", "highest so far", "sums so far", "denominator",
         "numerator"].map(title => h("th", {scope: "col"}, title)))), this.rows), this.verdict);
     this.draw();
   }
 
+  // Another order; it need not be drawn with equal chances.
   shuffle() {
-    for (let last = this.order.length - 1; last > 0; last -= 1) {
-      const at = Math.floor(Math.random() * (last + 1));
-      [this.order[at], this.order[last]] = [this.order[last], this.order[at]];
-    }
+    const before = this.order.join();
+    do this.order.sort(() => Math.random() - 0.5); while (this.order.join() === before);
     this.numDone = 0;
   }
 
@@ -864,11 +864,12 @@ class Softmax {
       const higher = Math.max(highest, ...scores);
       const shrink = Math.exp(highest - higher);
       const weights = scores.map(score => Math.exp(score - higher));
-      total = total * shrink + weights.reduce((sum, weight) => sum + weight, 0);
+      const own = weights.reduce((sum, weight) => sum + weight, 0);
+      total = total * shrink + own;
       acc = acc * shrink + weights.reduce(
         (sum, weight, key) => sum + weight * this.blocks[block].values[key], 0);
       highest = higher;
-      return {block, shrink, highest, total, acc};
+      return {block, own, shrink, highest, total, acc};
     });
   }
 
@@ -888,17 +889,21 @@ class Softmax {
       return h("tr", {class: index === this.numDone - 1 ? "np-current" : ""},
         h("th", {scope: "row"}, `#${this.blocks[sum.block].id}`),
         h("td", `${Math.min(...scores).toFixed(1)} to ${Math.max(...scores).toFixed(1)}`),
-        bar("highest", sum, isDone), h("td", isDone && index ? `\u00d7 ${sum.shrink.toFixed(3)}` : ""),
+        bar("highest", sum, isDone),
+        h("td", !isDone || index === 0 ? "" : sum.shrink === 1 ? "stay" : `\u00d7 ${sum.shrink.toFixed(4)}`),
         bar("total", sum, isDone), bar("acc", sum, isDone));
     }));
     const {highest, total, acc} = sums.at(-1);
     const plain = Math.exp(highest) === Infinity ? "Without the highest score subtracted, the "
       + "sum would be infinite. " : "";
+    const [before, at] = [sums[this.numDone - 2], sums[this.numDone - 1]];
+    const step = before ? `Denominator: ${before.total.toFixed(4)} \u00d7 ${at.shrink.toFixed(4)} + `
+      + `${at.own.toFixed(4)} = ${at.total.toFixed(4)}. ` : "";
     this.verdict.textContent = this.numDone < sums.length
-      ? `${this.numDone} of ${plural(sums.length, "block")} done.`
-      : `${plain}${acc.toFixed(4)} / ${total.toFixed(4)} = ${(acc / total).toFixed(3)}. `
+      ? `${step}${this.numDone} of ${plural(sums.length, "block")} done.`
+      : `${step}${plain}Result: ${acc.toFixed(4)} / ${total.toFixed(4)} = ${(acc / total).toFixed(3)}. `
         + (this.extra ? "That is the value of the key with the huge score."
-          : `The engine\u2019s kernel gave ${this.result.toFixed(3)}, in its own order.`);
+          : `The engine\u2019s kernel gave ${this.result.toFixed(3)}, in the order of the block table.`);
   }
 }
 

@@ -233,7 +233,7 @@ def attention() -> Values:
         expected, given = blockwise.compare(llm, ["ROMEO:\n", SPEECH], params)
         config = llm.model_config
     example = query_over_blocks()
-    overhead = paper.OVERHEAD
+    overhead, block_size = paper.OVERHEAD, 16
     num_blocks = len(example["blocks"])
     softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
