@@ -896,8 +896,8 @@ class Softmax {
     const {highest, total, acc} = sums.at(-1);
     const plain = Math.exp(highest) === Infinity ? "Without the highest score subtracted, the "
       + "sum would be infinite. " : "";
-    const [before, at] = [sums[this.numDone - 2], sums[this.numDone - 1]];
-    const step = before ? `Denominator: ${before.total.toFixed(4)} \u00d7 ${at.shrink.toFixed(4)} + `
+    const [before, at] = [sums[this.numDone - 2] ?? {total: 0}, sums[this.numDone - 1]];
+    const step = at ? `Denominator: ${before.total.toFixed(4)} \u00d7 ${at.shrink.toFixed(4)} + `
       + `${at.own.toFixed(4)} = ${at.total.toFixed(4)}. ` : "";
     this.verdict.textContent = this.numDone < sums.length
       ? `${step}${this.numDone} of ${plural(sums.length, "block")} done.`

@@ -35,7 +35,7 @@ def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
 
         # If this block has a higher score, shrink the sums so far.
         higher = max(highest, scores.max())
-        shrink = np.exp(highest - higher)
+        shrink = np.exp(highest - higher)  # 0 for the first block
         weights = np.exp(scores - higher)
         numerator = numerator * shrink + weights @ values
         denominator = denominator * shrink + weights.sum()

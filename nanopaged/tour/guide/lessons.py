@@ -234,7 +234,7 @@ def attention() -> Values:
         config = llm.model_config
     example = query_over_blocks()
     overhead, block_size = paper.OVERHEAD, 16
-    num_blocks = len(example["blocks"])
+    num_blocks, last = len(example["blocks"]), example["blocks"][-1]
     softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
