@@ -646,12 +646,12 @@ class Player {
     const oracle = reserve(length => length);
     const pow2 = reserve(length => 2 ** Math.ceil(Math.log2(length)));
     const share = count => `${100 * count / Math.max(max, slots)}%`;
+    const guesses = oracle === max ? max : `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`;
     const part = (name, count) => h("i", {class: name, style: `flex: 0 0 ${share(count)}`});
     return h("div.np-waste",
       h("div.np-heading.np-name", h("strong", `Request ${group}`),
-        h("p.np-note", {title: "What would be reserved in contiguous memory: room for the longest answers; "
-          + "for their lengths, rounded up to powers of two; for their lengths"}, `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: `
-          + (oracle === max ? max : `${max} (max), ${pow2} (pow2), ${oracle} (oracle)`))),
+        h("p.np-note", {title: "Room for the longest answers; for powers of two; for the true lengths"},
+          `${plural(tokens, "token")} in ${plural(slots, "slot")}. Contiguous: ${guesses}`)),
       h("div.np-strip", {"aria-hidden": "true"},
         part("np-held", tokens), part("np-rest", slots - tokens),
         [oracle, pow2].map(count => h("i.np-guess", {style: `left: ${share(count)}`}))));
