@@ -94,17 +94,17 @@ def check_room(llm: LLM, prompts: list[str], n: int, max_tokens: int) -> None:
 
 def summary(run: lab.Run) -> str:
     """What a run took, in a few sentences."""
-    stats, size = run.llm.stats(), run.llm.block_manager.num_blocks
+    stats = run.llm.stats()
+    size = stats.blocks_total
     used = [sum(block["refs"] > 0 and int(id) < size
                 for id, block in state["blocks"].items()) for state in run.states()]
-    computed = sum(len(batch.token_ids) for batch in run.batches)
-    moves = [move for batch in run.batches for move in batch.moves]
-    swapped = sum(max(move) >= size for move in moves)
-    return (f"Steps: {stats.steps}. Tokens: {computed} computed, "
+    swapped = sum(max(move) >= size for move in run.moves)
+    copied = len(run.moves) - swapped
+    return (f"Steps: {stats.steps}. Tokens: {run.num_computed} computed, "
             f"{stats.prefix_hit_tokens} found in the prefix cache, "
             f"{stats.output_tokens} generated. Preemptions: "
             f"{stats.preemptions_recompute + stats.preemptions_swap}. Blocks: at most "
-            f"{max(used)} of {size} in use, {len(moves) - swapped} copied on write, "
+            f"{max(used)} of {size} in use, {copied} copied on write, "
             f"{swapped} swapped (out and in).")
 
 

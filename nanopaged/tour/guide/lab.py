@@ -4,6 +4,7 @@ from typing import Any, TypeAlias
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.batch import Batch
+from nanopaged.block_manager import Moves
 from nanopaged.outputs import RequestOutput
 from nanopaged.tour.recorder import Trace
 from nanopaged.tour.state import State
@@ -42,6 +43,16 @@ class Run(Trace):
         super()._observe(phase, batch)
         if phase == "scheduled" and batch is not None:
             self.batches.append(batch)
+
+    @property
+    def num_computed(self) -> int:
+        """How many tokens all steps have computed."""
+        return sum(len(batch.token_ids) for batch in self.batches)
+
+    @property
+    def moves(self) -> Moves:
+        """The blocks that all steps have copied, or swapped out and in."""
+        return [move for batch in self.batches for move in batch.moves]
 
     def scheduled(self) -> list[State]:
         """What the engine held when each step had been scheduled."""

@@ -310,14 +310,13 @@ def prefix() -> Values:
 
 def looked_up(run: Run) -> Iterator[Values]:
     """The full blocks of the second prompt, around where it leaves the first one."""
-    state = run.scheduled()[0]
-    own, other = (state["seqs"][f"{request}.0"]["table"] for request in (1, 0))
+    table = run.scheduled()[0]["seqs"]["1.0"]["table"]
     prompt = run.groups["1"]["prompt"]
     size = run.header()["block_size"]
-    num_shared = [a == b for a, b in zip(own, other, strict=False)].index(False)
+    num_shared = run.outputs[1].num_cached_tokens // size
     before = "nothing"
     for index in range(len(prompt) // size):
-        found = f"found: #{own[index]}" if index < num_shared else (
+        found = f"found: #{table[index]}" if index < num_shared else (
             "not there" if index == num_shared else "not looked up")
         if abs(index - num_shared + 0.5) < 2 or index == 0:
             yield {"index": index, "before": before, "found": found,
@@ -349,9 +348,8 @@ def beams() -> Values:
                for frame, state in zip(beams.frames, beams.states(), strict=True)
                if frame["phase"] == "updated"]
     tree = figures.beam_tree(columns, best.text)
-    num_parents = 2
     asked = next(step for step, seqs in columns[1:]
-                 if len({*(tuple(seq["tokens"][:-1]) for seq in seqs)}) == num_parents)
+                 if len({tuple(seq["tokens"][:-1]) for seq in seqs}) == 2)
     widths = list(paper.SAVED["Alpaca, beams"])
     return locals() | paper.sharing()
 
@@ -441,10 +439,6 @@ def preempted(pool: int, mode: str) -> Values:
     returns = steps[-1] + 1
     back = run.scheduled()[returns - 1]["seqs"]["1.0"]
     count = stats.preemptions_recompute + stats.preemptions_swap
-    tokens = moves = 0
-    for batch in run.batches:
-        tokens += sum(batch.counts)
-        moves += len(batch.moves)
     return locals()
 
 
