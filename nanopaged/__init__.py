@@ -1,18 +1,34 @@
 """nanopaged: the engine of the PagedAttention paper, written to be read.
 
-First reading, how it works: llm, sequence, block_manager, prefix_cache, batch,
-scheduler, beam_search, model_runner, attention, cpu_kernels, model, sampler.
+This folder is the engine. Read it in this order: engine, sequence, block_manager,
+prefix_cache, batch, scheduler, beam_search, model_runner, attention, paged_attention,
+model, fused, sampler, logits, config, checks, ranks.
 
-Second reading, what makes it fast, safe and large: config, outputs, serving,
-detokenizer, start_up, loader, parallel, cpu_products, cpu_attention,
-product_kernel, gpu_attention, kernels, processors, drawing, fused.
+The folders could be left out, apart from loading/:
+
+    gpu/        attention in Triton, CUDA graphs
+    cpu/        faster attention and matrix products
+    loading/    from a checkpoint to a runner that is ready for its first step
+    frontend/   the caller's side: prompts in, text out, from any thread
+    tour/       a page that explains and plays runs
+    paper/      the paper's figures on memory, simulated
 """
 
-from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.llm import LLM
-from nanopaged.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
+from importlib.util import find_spec
+
+from nanopaged.config import (
+    BeamSearchParams,
+    EngineConfig,
+    EngineStats,
+    SamplingParams,
+)
+from nanopaged.sequence import Logprob
+
+if find_spec("nanopaged.frontend"):  # without it, use `Engine`
+    from nanopaged.frontend.llm import LLM
+    from nanopaged.frontend.outputs import CompletionOutput, RequestOutput
 
 __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EngineStats",
            "Logprob", "RequestOutput", "SamplingParams"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -24,9 +24,7 @@ In the story of `sequence.py`, with block_size=4, while A decodes t0 and B compu
 last two tokens of its prompt:
 
     counts = [1, 2]   ends = [7, 6]   block_tables = [0, 1, 0, 2]
-    positions = [6, 4, 5]   slots = [6, 8, 9]
-
-and `locate` gives seqs = [0, 1, 1], numbers = [0, 0, 1] and table_starts = [0, 2, 2].
+    entries = [0, 1, 1]   positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
 from dataclasses import dataclass
@@ -62,8 +60,8 @@ def cdiv(number: Any, divisor: Any) -> Any:
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """For runs of these lengths, the run of each element, and its index there:
-    [2, 3] -> runs [0, 0, 1, 1, 1], indices [0, 1, 0, 1, 2].
+    """In which of these runs each element is, and at which index there: lengths [2, 3]
+    give runs [0, 0, 1, 1, 1] and indices [0, 1, 0, 1, 2].
     """
     runs = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
@@ -73,26 +71,24 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
 class Places(NamedTuple):
     """Where the tokens of a step belong. Every field is [num_tokens]."""
 
-    seqs: Ints  # its sequence (entry)
-    numbers: Ints  # its number within the entry
+    entries: Ints  # the entry of each token
+    indices: Ints  # its index in the entry
     positions: Ints  # its position in the whole sequence
-    table_starts: Ints  # where the block table of the sequence starts
+    table_starts: Ints  # where the block table of the entry starts
 
 
 def locate(counts: Ints, ends: Ints, block_size: int) -> Places:
-    """Where the tokens of a step belong."""
-    seqs, numbers = spread(counts)
+    entries, indices = spread(counts)
     table_sizes = cdiv(ends, block_size)
     table_starts = np.cumsum(table_sizes) - table_sizes
-    return Places(seqs, numbers, (ends - counts)[seqs] + numbers, table_starts[seqs])
+    positions = (ends - counts)[entries] + indices
+    return Places(entries, indices, positions, table_starts[entries])
 
 
-def place_tokens(block_tables: Ints, counts: Ints, ends: Ints,
-                 block_size: int) -> tuple[Ints, Ints]:
-    """The positions and slots of all tokens, as in the story above."""
-    at = locate(counts, ends, block_size)
-    block_ids = block_tables[at.table_starts + at.positions // block_size]
-    return at.positions, block_ids * block_size + at.positions % block_size
+def slot_mapping(block_tables: Ints, at: Places, block_size: int) -> Ints:
+    """The slot of each token."""
+    block_ids: Ints = block_tables[at.table_starts + at.positions // block_size]
+    return block_ids * block_size + at.positions % block_size
 
 
 class TorchAttention:
@@ -105,7 +101,6 @@ class TorchAttention:
         self.num_kv_heads = model_config.num_key_value_heads
         self.group_size = model_config.num_attention_heads // self.num_kv_heads
         self.head_dim = model_config.head_dim
-        self.scale = self.head_dim**-0.5
         self.block_size = block_size
         self.dtype = dtype
         self.device = device
@@ -120,32 +115,48 @@ class TorchAttention:
         # Both sides are [num_tokens, 2, num_kv_heads, head_dim].
         kv_cache[slots // size, :, :, slots % size] = kv.to(kv_cache.dtype)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
-        """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
-        return self.attend_gathered(q, kv_cache, metadata, min_queries=1)
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
+               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+        """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]
 
-    def attend_gathered(self, q: Tensor, kv_cache: Tensor, metadata: Metadata,
-                        min_queries: int) -> Tensor:
-        """The same for sequences with at least `min_queries` tokens in this step. (The
-        loops of `cpu_kernels.py` compute the others.)
+        scale: a score is the product of a query and a key times this number.
+        window: how many keys a query sees, up to its own; None: all of them.
+        sinks: [num_heads], the score of one more key for each head. Its V is zero, so
+            it only takes weight from the others.
         """
         out = q.new_empty(q.shape)
-        counts, ends = metadata.counts, metadata.ends
-        for seq in np.flatnonzero(counts >= min_queries):
-            count, num_keys = int(counts[seq]), int(ends[seq])
-            tokens = slice(counts[:seq].sum(), counts[: seq + 1].sum())
-            start = cdiv(ends[:seq], self.block_size).sum()
-            num_blocks = cdiv(num_keys, self.block_size)
-            table = metadata.block_tables[start : start + num_blocks]
-            # [2, num_kv_heads, num_blocks, block_size, head_dim]
-            blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, table).to(q.dtype)
-            # [1, num_kv_heads, num_keys, head_dim] each, without the rest of the last
-            # block: it holds old values, and a NaN among them would spread.
-            k, v = blocks.flatten(2, 3)[:, None, :, :num_keys]
-            mask = causal_lower_right(count, num_keys)  # the last query sees all keys
-            # [1, num_heads, count, head_dim]
-            attended = F.scaled_dot_product_attention(
-                q[None, tokens].transpose(1, 2), k, v, mask, scale=self.scale,
-                enable_gqa=True)
-            out[tokens] = attended[0].transpose(0, 1)
+        for entry in range(len(metadata.counts)):
+            self.attend_entry(entry, q, kv_cache, metadata, scale, window, sinks, out)
         return out.flatten(1)
+
+    def attend_entry(self, entry: int, q: Tensor, kv_cache: Tensor, metadata: Metadata,
+                     scale: float, window: int | None, sinks: Tensor | None,
+                     out: Tensor) -> None:
+        """Fill the rows of `out` that belong to one entry of the batch."""
+        counts, ends = metadata.counts, metadata.ends
+        count, num_keys = int(counts[entry]), int(ends[entry])
+        first_token = int(counts[:entry].sum())
+        first_block = int(cdiv(ends[:entry], self.block_size).sum())
+        num_blocks = cdiv(num_keys, self.block_size)
+        block_table = metadata.block_tables[first_block : first_block + num_blocks]
+        # [2, num_kv_heads, num_blocks, block_size, head_dim]
+        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, block_table)
+        # [num_kv_heads, num_keys, head_dim] each. The rest of the last block is left
+        # out: it holds old values, and a NaN among them would spread.
+        k, v = blocks.to(q.dtype).flatten(2, 3)[:, :, :num_keys]
+        tokens = slice(first_token, first_token + count)
+        mask: Any = causal_lower_right(count, num_keys)  # the last query sees all keys
+        if window is not None or sinks is not None:
+            key = torch.arange(num_keys, device=q.device)
+            query = key[-count:, None]  # positions: the last ones are the queries'
+            seen = (key <= query) & (key > query - (window or num_keys))
+            mask = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            # The K of this key is zero, so the mask alone gives it its score.
+            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            scores = sinks.to(q.dtype)[:, None, None].expand(-1, count, 1)
+            mask = torch.cat((mask.expand(len(sinks), -1, -1), scores), -1)
+        attended = F.scaled_dot_product_attention(  # [1, num_heads, count, head_dim]
+            q[None, tokens].transpose(1, 2), k[None], v[None], mask, scale=scale,
+            enable_gqa=True)
+        out[tokens] = attended[0].transpose(0, 1)

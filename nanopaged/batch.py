@@ -1,7 +1,7 @@
 """One step in plain numbers: what the scheduler hands to the model runner."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanopaged.block_manager import Moves
@@ -40,3 +40,24 @@ class Batch:
     # For the sampler and for `Scheduler.update`. Only rank 0 knows these objects.
     receivers: list[Sequence] = field(default_factory=list)
     groups: list[SequenceGroup] = field(default_factory=list)  # of each entry
+
+    def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
+        """Compute those tokens of `seq` that are not computed yet, up to `end`."""
+        first = seq.num_computed_tokens
+        # If its next token is pending, that is all it computes (`Sequence.known_end`).
+        is_pending = first == len(seq.token_ids)
+        self.token_ids += seq.pending[-1:] if is_pending else seq.token_ids[first:end]
+        self.counts.append(end - first)
+        self.ends.append(end)
+        self.block_ids += block_ids
+        self.groups.append(seq.group)
+
+    def add_sample(self, receiver: Sequence) -> None:
+        """Sample a token for this sequence from the logits after the last entry."""
+        receiver.pending.append(-1 - len(self.receivers))
+        self.samples.append(len(self.counts) - 1)
+        self.receivers.append(receiver)
+
+
+# The fields that are sent to other ranks: those with numbers.
+SENT = [each.name for each in fields(Batch) if each.name not in ("receivers", "groups")]

@@ -2,8 +2,8 @@
 
 A block belongs to every sequence that holds a reference to it. Without references it is
 free. If it was published, it is then free but still cached: requests find it by its
-text (`prefix_cache.py`, which comes next) until it is taken for other tokens. Blocks
-outside the prefix cache are taken first, then the least recently used. The manager
+tokens (`prefix_cache.py`, which comes next) until it is taken for others. Blocks that
+are not in the prefix cache are taken first, then the least recently used. The manager
 deals in block ids and token ids, and never sees a tensor. No other file changes a
 reference count or a block table.
 
@@ -36,14 +36,18 @@ class BlockManager:
 
     def __init__(self, num_blocks: int, block_size: int,
                  enable_prefix_caching: bool = True, num_swap_blocks: int = 0) -> None:
-        self.num_blocks = num_blocks
+        self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        ids = range(num_blocks + num_swap_blocks)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin empty: all blocks are free, and nothing is cached."""
+        ids = range(self.num_blocks + self.num_swap_blocks)
         self.ref_counts = [0 for _ in ids]
-        self.free_blocks: FreeList = OrderedDict.fromkeys(ids[:num_blocks])
-        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(ids[num_blocks:])
-        self.prefix_cache = PrefixCache(block_size, len(ids))
+        self.free_blocks: FreeList = OrderedDict.fromkeys(ids[: self.num_blocks])
+        self.free_swap_blocks: FreeList = OrderedDict.fromkeys(ids[self.num_blocks :])
+        self.prefix_cache = PrefixCache(self.block_size, len(ids))
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
@@ -92,7 +96,7 @@ class BlockManager:
         self.replace_blocks(child, list(shared), num_tokens)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
-        """Give a group's sequences blocks for all tokens up to their `compute_end` (for
+        """Give a group's sequences blocks for all tokens up to their `known_end` (for
         the whole prompt, even if it is computed in chunks). If too few are free, this
         returns False and changes nothing.
 
@@ -100,18 +104,18 @@ class BlockManager:
         `moves` tells the step to make it. The last holder writes in place.
         """
         size = self.block_size
-        if len(seqs) == 1 and seqs[0].compute_end <= len(seqs[0].block_table) * size:
+        if len(seqs) == 1 and seqs[0].known_end <= len(seqs[0].block_table) * size:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
-        # From `first` on, each sequence needs blocks of its own. A block that several
-        # hold there serves only one of them. So if two siblings share a block that is
-        # not full, they need 2 and hold 1, and 1 must be free.
+        # From `first` on, each sequence needs blocks of its own. The different blocks
+        # that they hold there can be kept, each by one of them, and the rest must be
+        # free. (Two siblings that share a block that is not full need 2 and hold 1.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
             first = seq.num_computed_tokens // size  # the logical block it writes next
-            num_needed += self.num_blocks_for(seq.compute_end) - first
+            num_needed += self.num_blocks_for(seq.known_end) - first
             held.update(seq.block_table[first:])
         if num_needed - len(held) > len(self.free_blocks):
             return False
@@ -124,7 +128,7 @@ class BlockManager:
                 self.ref_counts[shared] -= 1
                 table[first] = self._take(self.free_blocks)
                 moves.append((shared, table[first]))
-            while len(table) * size < seq.compute_end:
+            while len(table) * size < seq.known_end:
                 table.append(self._take(self.free_blocks))
         return True
 
@@ -151,15 +155,16 @@ class BlockManager:
             self.replace_blocks(seq, new_table, seq.num_computed_tokens)
         return list(moved.items())
 
-    def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
-        """Count more tokens as computed, and publish the blocks that are now full.
+    def mark_computed(self, seq: Sequence, end: int) -> None:
+        """Count all tokens before position `end` as computed, and publish the blocks
+        that are now full.
 
         So a request that is admitted later in this step finds blocks whose K and V are
         not there yet. That is safe, because in every layer the step stores all new K
         and V before it reads any. If the step fails, the whole cache is forgotten.
         """
-        seq.num_computed_tokens += num_tokens
-        if self.enable_prefix_caching:
+        seq.num_computed_tokens = end
+        if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)
 
     def _take(self, free_list: FreeList, ref_count: int = 1) -> int:

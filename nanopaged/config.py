@@ -1,65 +1,16 @@
-"""What the caller may choose: the parameters of a request, and the engine's options.
+"""What the caller may choose: the parameters of a request, and the engine's options;
+and what the engine counts.
 
-These dataclasses are frozen, and each checks its fields when it is made. An object that
-exists is therefore valid, and no other file checks it again. `dataclasses.replace`
-makes a changed copy.
+The dataclasses that the caller makes are frozen, and each checks its fields when it is
+made. An object that exists is therefore valid, and no other file checks it again.
+`dataclasses.replace` makes a changed copy.
 """
 
-from dataclasses import dataclass, fields
-from inspect import formatannotation
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub.dataclasses import type_validator
-
-# The bounds of numbers whose range is not 0 to 2**63 - 1.
-LEAST = {
-    "n": 1, "top_p": 1e-6, "top_k": -1, "max_tokens": 1, "repetition_penalty": 1e-6,
-    "presence_penalty": -2, "frequency_penalty": -2, "beam_width": 1,
-    "length_penalty": -10, "num_blocks": 1, "max_model_len": 2, "max_num_seqs": 1,
-    "max_num_batched_tokens": 1, "gpu_memory_utilization": 0.01,
-    "tensor_parallel_size": 1}
-MOST = {"temperature": 1e30, "top_p": 1, "min_p": 1, "length_penalty": 10,
-        "presence_penalty": 2, "frequency_penalty": 2, "gpu_memory_utilization": 1}
-# Options of vLLM that could not change anything here.
-NO_EFFECT = {
-    "disable_custom_all_reduce", "disable_log_stats", "distributed_executor_backend",
-    "download_dir", "enable_chunked_prefill", "max_logprobs",
-    "max_parallel_loading_workers", "max_seq_len_to_capture", "model_impl",
-    "spaces_between_special_tokens", "tokenizer_mode", "trust_remote_code"}
-
-
-def check(is_right: bool, name: str, expected: object, value: object,
-          error: type[Exception] = ValueError) -> None:
-    """Raise an error that names a wrong value, and says what would be right."""
-    if not is_right:
-        raise error(f"{name} must be {expected}, got {value!r:.200}")
-
-
-class Checked:
-    """Base of the dataclasses that check their fields when they are made."""
-
-    def __new__(cls, *_: Any, **options: Any) -> Any:
-        for name in options.keys() & NO_EFFECT:
-            raise TypeError(f"{name} has no effect here: leave it out")
-        return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        for field in fields(self):  # type: ignore[arg-type]
-            value = getattr(self, field.name)
-            if getattr(value, "ndim", None) == 0:  # a number of numpy or torch
-                value = value.item()
-                object.__setattr__(self, field.name, value)
-            expected = formatannotation(field.type)
-            error = ValueError if expected.startswith("Literal") else TypeError
-            try:
-                type_validator(field.name, value, field.type)
-            except TypeError:
-                check(False, field.name, expected, value, error)
-            if isinstance(value, int | float):
-                low, high = LEAST.get(field.name, 0), MOST.get(field.name, 2**63 - 1)
-                check(value >= low, field.name, f"at least {low}", value)
-                check(value <= high, field.name, f"at most {high}", value)
+from nanopaged.checks import Checked, bounded, check
 
 
 @dataclass(frozen=True)
@@ -97,12 +48,12 @@ class SamplingParams(Checked):
         stateful one only with n=1.
     """
 
-    n: int = 1
-    temperature: float | int = 1.0
-    top_p: float | int = 1.0
-    top_k: int = 0
-    min_p: float | int = 0.0
-    max_tokens: int | None = 16
+    n: int = bounded(1, low=1)
+    temperature: float | int = bounded(1.0, high=1e30)
+    top_p: float | int = bounded(1.0, low=1e-6, high=1)
+    top_k: int = bounded(0, low=-1)
+    min_p: float | int = bounded(0.0, high=1)
+    max_tokens: int | None = bounded(16, low=1)
     min_tokens: int = 0
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
@@ -112,9 +63,9 @@ class SamplingParams(Checked):
     prompt_logprobs: int | None = None
     cache_salt: str | None = None
     skip_special_tokens: bool = True
-    repetition_penalty: float | int = 1.0
-    presence_penalty: float | int = 0.0
-    frequency_penalty: float | int = 0.0
+    repetition_penalty: float | int = bounded(1.0, low=1e-6)
+    presence_penalty: float | int = bounded(0.0, low=-2, high=2)
+    frequency_penalty: float | int = bounded(0.0, low=-2, high=2)
     logit_bias: dict[int, float | int] | None = None
     logits_processors: list[Any] | None = None
 
@@ -124,6 +75,9 @@ class SamplingParams(Checked):
             object.__setattr__(self, "top_k", 0)
         check(all(map(callable, self.logits_processors or [])), "logits_processors",
               "functions", self.logits_processors, TypeError)
+        bias: Any = self.logit_bias or {}  # (no comparison is true of NaN)
+        check(all(-1e30 <= value <= 1e30 for value in bias.values()), "logit_bias",
+              "numbers from -1e30 to 1e30", self.logit_bias)
         check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
         most = self.max_tokens or self.min_tokens  # None is no limit
         check(self.min_tokens <= most, "min_tokens", f"at most max_tokens={most}",
@@ -151,9 +105,9 @@ class BeamSearchParams(Checked):
     `ignore_eos` is set.
     """
 
-    beam_width: int
-    max_tokens: int
-    length_penalty: float | int = 1.0
+    beam_width: int = bounded(low=1)
+    max_tokens: int = bounded(low=1)
+    length_penalty: float | int = bounded(1.0, low=-10, high=10)
     ignore_eos: bool = False
 
 
@@ -172,7 +126,8 @@ class EngineConfig(Checked):
     num_blocks: None means as many as can be used and fit into `gpu_memory_utilization`
         of the GPU's memory, or into 4 GiB on a CPU.
     max_model_len: the length of the longest sequence, including its prompt. None means
-        as long as the model allows. It is lowered to what the pool can hold.
+        as long as the model allows. It is lowered to what the pool can hold, and to
+        the window of those few families whose layers do not name it.
     max_num_seqs: how many sequences may run at the same time.
     max_num_batched_tokens: how many tokens one step may compute.
     gpu_memory_utilization: how much of the GPU's memory may be in use, including what
@@ -187,6 +142,9 @@ class EngineConfig(Checked):
         and runs more slowly.
     tensor_parallel_size: the number of ranks, which are processes that torchrun starts.
         Each has a GPU of its own if there are any.
+    model_impl: "nanopaged" is our own decoder, for Llama, Mistral, Qwen2 and Qwen3.
+        "transformers" takes the modules of transformers, with our attention put in.
+        "auto" takes ours for its families, and otherwise transformers'.
     load_format: "dummy" gives random weights to a model that has only a config.json.
     seed: determines the seeds of requests that have none, and dummy weights.
     """
@@ -195,16 +153,34 @@ class EngineConfig(Checked):
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] = 16
-    num_blocks: int | None = None
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    gpu_memory_utilization: float | int = 0.9
+    num_blocks: int | None = bounded(None, low=1)
+    max_model_len: int | None = bounded(None, low=2)
+    max_num_seqs: int = bounded(256, low=1)
+    max_num_batched_tokens: int = bounded(8192, low=1)
+    gpu_memory_utilization: float | int = bounded(0.9, low=0.01, high=1)
     swap_space: float | int = 4
     enable_prefix_caching: bool = True
     preemption_mode: Literal["recompute", "swap"] = "recompute"
     attention_backend: Literal["auto", "torch", "numba", "triton", "flash"] = "auto"
     enforce_eager: bool = False
-    tensor_parallel_size: int = 1
+    tensor_parallel_size: int = bounded(1, low=1)
+    model_impl: Literal["auto", "nanopaged", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
+
+
+@dataclass
+class EngineStats:
+    """What the engine holds now, and what it has done since it started.
+
+    An error or Ctrl-C within a step makes it start over, with all counters at 0.
+    """
+
+    blocks_total: int
+    blocks_used: int = 0  # held by a sequence
+    blocks_cached: int = 0  # in the prefix cache, held or free
+    steps: int = 0
+    output_tokens: int = 0
+    prefix_hit_tokens: int = 0  # found in the prefix cache, and not computed again
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
-                      options={"split_reductions": False})  # one kernel sums a row
+                      options={"split_reductions": False})  # a row is summed by one
 
 
 @fused
@@ -30,15 +30,19 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 @fused
-def norm_rotate(x: Tensor, weights: list[Tensor], eps: float, cos: Tensor,
-                sin: Tensor) -> Tensor:
+def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
+                cos: Tensor, sin: Tensor) -> Tensor:
     """Normalise the heads of Q and K, if there are weights for that, and rotate them:
     the halves x1 and x2 of a head become x1 cos - x2 sin and x2 cos + x1 sin. The
     angles grow with the position (RoFormer).
 
-    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: those of Q's heads,
-    [num_heads, head_dim], and those of K's; cos, sin: [num_tokens, 1, head_dim].
+    x: [num_tokens, num_heads + num_kv_heads, head_dim]; weights: [head_dim] for Q's
+    heads, and for K's; cos, sin: [num_tokens, 1, head_dim].
     """
     if weights:
-        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(weights)
+        # Q and K are normalised in one call, so there is a row for each head.
+        q_weight, k_weight = weights
+        num_heads = x.shape[1] - num_kv_heads
+        rows = q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)
+        x = F.rms_norm(x, x.shape[-1:], None, eps) * torch.cat(rows)
     return torch.addcmul(x * cos, rotate_half(x), sin)

@@ -3,8 +3,8 @@
 It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
 does not know what a sequence is. Modules are named as in the checkpoints, except where
 one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
-Leave for the second reading: `fused.py`, whose functions do what their names say, and
-`parallel.py`, which explains `Linear.divided` and `all_reduce`.
+`fused.py`, the next file, has what is computed between matrix products. `ranks.py`
+explains `Linear.divided` and `all_reduce`; with one GPU they do nothing.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanopaged import fused
-from nanopaged.parallel import Ranks
+from nanopaged.ranks import Ranks
 
 
 class Linear(nn.Linear):
@@ -26,34 +26,40 @@ class Linear(nn.Linear):
         y), 1 for the columns (a rank has some of x, and results are added up).
     """
 
-    def __init__(self, in_features: int, bias: bool = False,
+    def __init__(self, in_features: int, *, bias: bool = False,
                  divided: int | None = None, **stacked: int) -> None:
         super().__init__(in_features, sum(stacked.values()), bias)
         self.stacked, self.divided = stacked, divided
 
 
+def window_of(config: Any, layer: int) -> int | None:
+    """How many keys a query of this layer sees; None: all of them."""
+    types = {"llama": "full_attention", "mistral": "sliding_attention"}
+    layer_type = types.get(config.model_type) or config.layer_types[layer]
+    return config.sliding_window if layer_type == "sliding_attention" else None
+
+
 class Attention(nn.Module):
-    def __init__(self, config: Any, backend: Any) -> None:
+    def __init__(self, config: Any, backend: Any, layer: int) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend, self.scale = backend, config.head_dim**-0.5
+        self.window = window_of(config, layer)
         self.eps = config.rms_norm_eps
         size, head_dim = config.hidden_size, config.head_dim
-        num_heads, num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        q_size, kv_size = num_heads * head_dim, num_kv_heads * head_dim
+        q_size = config.num_attention_heads * head_dim
+        kv_size = config.num_key_value_heads * head_dim
         has_bias = getattr(config, "attention_bias", False)
         # Qwen2 always has biases for Q, K and V, and its config does not mention them.
         self.qkv_proj = Linear(
-            size, has_bias or config.model_type == "qwen2", divided=0,
+            size, bias=has_bias or config.model_type == "qwen2", divided=0,
             q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
-        self.o_proj = Linear(q_size, has_bias, divided=1, o_proj=size)
-        self.norm_weights: list[Tensor] = []
+        # (Results are added up, so only rank 0 loads a bias here.)
+        self.o_proj = Linear(q_size, bias=has_bias, divided=1, o_proj=size)
+        self.norms: list[nn.RMSNorm] = []
         if config.model_type == "qwen3":  # it normalises the heads of Q and K
             # These modules only hold the weights; `fused.norm_rotate` computes.
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
-            # Q and K are normalised in one call, so there is a row for each head. These
-            # are views, so they reflect the weights that are loaded later.
-            self.norm_weights = [self.q_norm.weight.expand(num_heads, -1),
-                                 self.k_norm.weight.expand(num_kv_heads, -1)]
+            self.norms = [self.q_norm, self.k_norm]
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
                 metadata: Any) -> Tensor:
@@ -61,10 +67,11 @@ class Attention(nn.Module):
         num_kv_heads = self.backend.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
         qk, v = qkv.tensor_split([-num_kv_heads], dim=1)
-        qk = fused.norm_rotate(qk, self.norm_weights, self.eps, *rotation)
+        weights: list[Tensor] = [norm.weight for norm in self.norms]
+        qk = fused.norm_rotate(qk, weights, num_kv_heads, self.eps, *rotation)
         q, k = qk.tensor_split([-num_kv_heads], dim=1)
         self.backend.store(k, v, kv_cache, metadata.slots)
-        attended = self.backend.attend(q, kv_cache, metadata)
+        attended = self.backend.attend(q, kv_cache, metadata, self.scale, self.window)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
@@ -74,25 +81,35 @@ class MLP(nn.Module):
         size, inner = config.hidden_size, config.intermediate_size
         has_bias = getattr(config, "mlp_bias", False)
         self.gate_up_proj = Linear(
-            size, has_bias, divided=0, gate_proj=inner, up_proj=inner)
-        self.down_proj = Linear(inner, has_bias, divided=1, down_proj=size)
+            size, bias=has_bias, divided=0, gate_proj=inner, up_proj=inner)
+        self.down_proj = Linear(inner, bias=has_bias, divided=1, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(fused.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    """A layer's weights. `CausalLM.forward` runs it, because the end of a layer and the
-    beginning of the next are computed together.
-    """
-
-    def __init__(self, config: Any, backend: Any) -> None:
+    def __init__(self, config: Any, backend: Any, ranks: Ranks, layer: int) -> None:
         super().__init__()
-        self.self_attn = Attention(config, backend)
+        self.ranks = ranks
+        self.self_attn = Attention(config, backend, layer)
         self.mlp = MLP(config)
+        self.eps = config.rms_norm_eps
         # These modules only hold the weights; `fused.add_norm` computes.
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
+
+    def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
+                kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
+        """The layer adds what attention finds to the residual, and then what the MLP
+        makes of it. Each sum is computed together with the norm that follows, so `x` is
+        always the last result, which has not been added yet.
+        """
+        norm, next_norm = self.input_layernorm, self.post_attention_layernorm
+        x, residual = fused.add_norm(x, residual, norm.weight, self.eps)
+        x = self.ranks.all_reduce(self.self_attn(x, rotation, kv_cache, metadata))
+        x, residual = fused.add_norm(x, residual, next_norm.weight, self.eps)
+        return self.ranks.all_reduce(self.mlp(x)), residual
 
 
 class CausalLM(nn.Module):
@@ -100,14 +117,13 @@ class CausalLM(nn.Module):
 
     def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks = ranks
-        self.eps = config.rms_norm_eps
         vocab_size, size = config.vocab_size, config.hidden_size
         self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding(vocab_size, size)
         self.model.layers = nn.ModuleList(
-            DecoderLayer(config, backend) for _ in range(config.num_hidden_layers))
-        self.model.norm = nn.RMSNorm(size, self.eps)
+            DecoderLayer(config, backend, ranks, layer)
+            for layer in range(config.num_hidden_layers))
+        self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.model.rotary_emb = LlamaRotaryEmbedding(config)
         self.lm_head = Linear(size, lm_head=vocab_size)
         if config.tie_word_embeddings:
@@ -116,19 +132,14 @@ class CausalLM(nn.Module):
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
-        kv_caches has one cache for each layer. `add_norm` returns the sum of its first
-        two arguments, normalised, and the sum itself, which is the next residual.
+        kv_caches has one cache for each layer.
         """
         x: Tensor = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         residual = torch.zeros_like(x)
         # The cosines and sines of the angles: [num_tokens, 1, head_dim] each.
         rotation = self.model.rotary_emb(x, metadata.positions[:, None])
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
-            norm, next_norm = layer.input_layernorm, layer.post_attention_layernorm
-            x, residual = fused.add_norm(x, residual, norm.weight, self.eps)
-            x = self.ranks.all_reduce(layer.self_attn(x, rotation, kv_cache, metadata))
-            x, residual = fused.add_norm(x, residual, next_norm.weight, self.eps)
-            x = self.ranks.all_reduce(layer.mlp(x))
+            x, residual = layer(x, residual, rotation, kv_cache, metadata)
         return x + residual  # `head` normalises it, for the tokens that are sampled
 
     def head(self, x: Tensor) -> Tensor:

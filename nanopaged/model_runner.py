@@ -4,8 +4,8 @@ The scheduler deals in tokens and block ids. The runner turns its `Batch` into o
 forward pass over one flat batch of tokens. From one step to the next it keeps two
 things: the contents of the pool, and the tokens that the last step sampled.
 
-This is all that a step needs on a CPU. In the second reading, `start_up.py` loads the
-model, decides how many blocks the pool has, and adds CUDA graphs.
+`loading/start_up.py` makes a runner and decides how many blocks its pool has. On a GPU
+it also records the steps of `gpu/graphs.py`.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import drawing
-from nanopaged.attention import Metadata, TorchAttention, cdiv, place_tokens
+from nanopaged.attention import Metadata, TorchAttention, cdiv, locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
-from nanopaged.parallel import Ranks
+from nanopaged.logits import score_prompts
+from nanopaged.ranks import Ranks
 from nanopaged.sampler import SamplerOutput, sample
 
 
@@ -29,10 +29,15 @@ class ModelRunner:
         self.backend, self.model = backend, model
         self.device, self.dtype = backend.device, backend.dtype
         self.is_gpu = self.device.type == "cuda"
+        # Whether torch.compile compiles the functions that are marked `@fused`.
+        self.compiles = self.is_gpu and not config.enforce_eager
+        self.graphs: Any = None  # recorded steps, if there are any
         self.max_model_len = max_model_len
         self.max_blocks = config.max_num_seqs * cdiv(
             max_model_len, config.block_size)  # more can never be in use
-        # Room for the inputs of a step, and some to spare.
+        # Room for the inputs of a step, and to spare. A token has an id, a position, a
+        # slot, and up to 6 numbers in a plan; a sequence may have a sample. Recorded
+        # steps are padded, and a plan on a GPU has some thousand numbers more.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
         num_inputs = 10 * num_tokens + self.max_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
@@ -42,8 +47,8 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # The device's pool has one block more than the manager knows. Padding (see
-        # `start_up.py`) writes there.
+        # The device's pool has one block more than the manager knows. Padding writes
+        # there: in trial steps, and in recorded ones.
         self.padding_block = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, self.device)
         self.swap_space = self._make_pool(num_swap_blocks, "cpu")
@@ -56,37 +61,31 @@ class ModelRunner:
             self.config.block_size, config.head_dim, dtype=self.dtype, device=device)
 
     def execute(self, batch: Batch) -> SamplerOutput:
-        """Run a step on all ranks. On a GPU this only launches it: the next step is
-        scheduled and launched before the tokens of this one are read. So
-
-        - the next step may have an entry for a sequence that has ended. Its token is
-          ignored. Its K and V go into a slot of the sequence's last block, which may
-          have been freed, but is never published with it. And steps run in order, so
-          the block's next owner writes later
-        - if all sequences wait for tokens to be read, the batch is empty
-        - after the last request has ended, one launched step is left. It is read with
-          the next request, and its tokens are ignored
-        """
+        """Run a step on all ranks. (On a GPU this only launches it.)"""
         self.ranks.send(batch)
         return self.run(batch)
 
-    @torch.inference_mode()
     def run(self, batch: Batch) -> SamplerOutput:
-        """This rank's part of a step: move blocks, compute the tokens, and sample."""
-        for old, new in batch.moves:
-            self._block(new).copy_(self._block(old))
-        if not batch.counts:
-            return SamplerOutput(self.last_tokens[:0], {})
-
-        states, metadata = self._compute(batch)
-        drawing.score_prompts(self.model.head, states, batch)
-        logits = self.model.head(states[metadata.last_indices])
-        output = sample(logits, batch.receivers)
-        # Only rank 0 knows the requests. The others take the most likely tokens, and
-        # then get those of rank 0.
-        tokens = self.ranks.broadcast(output.token_ids)
-        self.last_tokens[: len(tokens)] = tokens
-        return output
+        """This rank's part of a step: move blocks, compute the tokens, and sample. All
+        of it runs on this engine's GPU, and compiles only what this engine compiles,
+        whatever the thread has set.
+        """
+        stance = "default" if self.compiles else "force_eager"
+        with (torch.inference_mode(), torch.compiler.set_stance(stance),
+              torch.accelerator.device_index(self.device.index)):
+            for old, new in batch.moves:
+                self._block(new).copy_(self._block(old))
+            if not batch.counts:
+                return SamplerOutput(self.last_tokens[:0], {})
+            states, metadata = self._compute(batch)
+            score_prompts(self.model.head, states, batch)
+            logits = self.model.head(states[metadata.last_indices])
+            output = sample(logits, batch.receivers)
+            # Only rank 0 knows the requests. The others take the most likely tokens,
+            # and then get those of rank 0.
+            tokens = self.ranks.broadcast(output.token_ids)
+            self.last_tokens[: len(tokens)] = tokens
+            return output
 
     def _block(self, block_id: int) -> Tensor:
         """A block's place in all layers: [num_layers, 2, num_kv_heads, block_size,
@@ -97,26 +96,27 @@ class ModelRunner:
         return self.swap_space[:, block_id - self.num_blocks]
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
-        """The last hidden states of all tokens, [num_tokens, hidden_size]. (CUDA graphs
-        get the same result in another way.)
+        """The last hidden states of all tokens, [num_tokens, hidden_size]. (A recorded
+        step has some padding after them.)
         """
-        metadata = self._prepare(batch)
-        return self._forward(metadata), metadata
+        if self.graphs and (computed := self.graphs.compute(batch)):
+            return computed  # type: ignore[no-any-return]
+        metadata = self.prepare(batch)
+        return self.forward(metadata), metadata
 
-    def _prepare(self, batch: Batch) -> Metadata:
-        """What the forward pass needs to know, on the device. The next file explains
-        `Metadata` and `place_tokens`; a `plan` is for some backends only.
+    def prepare(self, batch: Batch) -> Metadata:
+        """What the forward pass needs to know, on the device. (The next file explains
+        `Metadata`, `locate` and `slot_mapping`.)
         """
         counts, ends = np.array(batch.counts), np.array(batch.ends)
-        block_tables = np.array(batch.block_ids)
-        positions, slots = place_tokens(
-            block_tables, counts, ends, self.config.block_size)
+        block_tables, block_size = np.array(batch.block_ids), self.config.block_size
+        at = locate(counts, ends, block_size)
         tensors = self._upload(
             token_ids=np.array(batch.token_ids),
-            positions=positions,
-            slots=slots,
+            positions=at.positions,
+            slots=slot_mapping(block_tables, at, block_size),
             plan=self.backend.plan(counts, ends),
-            # The order matters for CUDA graphs: see `start_up.py`.
+            # The order matters for CUDA graphs: see `gpu/graphs.py`.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
         return Metadata(counts, ends, **tensors)
@@ -132,10 +132,18 @@ class ModelRunner:
         return {name: piece.view(array.shape)
                 for piece, (name, array) in zip(pieces, arrays.items(), strict=True)}
 
-    def _forward(self, metadata: Metadata) -> Tensor:
+    def forward(self, metadata: Metadata) -> Tensor:
         """Run the model; `_compute` says what it returns."""
         token_ids = metadata.token_ids
         # -1 - i stands for sample i of the last step, if the host has not read it yet.
+        # (For all other tokens, sample 0 is looked up, and not used.)
         pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
         token_ids = torch.where(token_ids < 0, pending, token_ids)
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
+
+    def free(self) -> None:
+        """Free the memory, even if the engine is still referenced."""
+        self.model = None
+        if self.graphs:
+            self.graphs.free()
+        self.kv_caches = self.swap_space = self.last_tokens[:0]

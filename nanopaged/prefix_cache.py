@@ -3,10 +3,11 @@
 K and V depend on all tokens from the start of the sequence. So a full block is found by
 its own tokens together with everything before them.
 
-Others (vLLM, nano-vllm) identify a block by a hash of its own tokens and of the hash of
-the block before. Here a dict hashes the same things, but then it also compares them. So
-every hit is exact, and nobody can make two texts collide to get another's K and V. (For
-xxhash such texts can be made on purpose; SHA-256 is safe, and slower.)
+Others identify a block by a hash of its own tokens and of the hash of the block before.
+vLLM trusts this hash, by default SHA-256, for which nobody can make two texts collide.
+nano-vllm compares the block's own tokens, and trusts the hash (xxhash) for those that
+come before. Here the key of a dict has the block's own tokens and an object that stands
+for everything before them. Only equal texts share it, so every hit is exact.
 """
 
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ class Content:
     # `cache_salt`: requests with different salts share nothing.
     before: "Content | str | None"
     token_ids: tuple[int, ...]
-    block_id: int | None = None  # the newest block that holds this
+    block_id: int = -1  # the newest block that holds this
 
 
 class PrefixCache:
@@ -44,12 +45,13 @@ class PrefixCache:
         last token. That one is always computed, because its logits give the next token.
         """
         found: list[int] = []
-        content: Any = seq.group.params.cache_salt  # what comes before the first block
-        for index in range((seq.compute_end - 1) // self.block_size):
-            content = self._content(seq, index, content)
-            if content.block_id is None:
+        before: Any = seq.group.params.cache_salt
+        for index in range((seq.known_end - 1) // self.block_size):
+            content = self.published.get(self._key(seq, index, before))
+            if content is None:
                 break
             found.append(content.block_id)
+            before = content
         return found
 
     def publish(self, seq: Sequence) -> None:
@@ -61,26 +63,23 @@ class PrefixCache:
         # Go back to the last block that is published: all before it are, too.
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
-        content: Any = seq.group.params.cache_salt
+        before: Any = seq.group.params.cache_salt
         if first:
-            content = self.contents[seq.block_table[first - 1]]
+            before = self.contents[seq.block_table[first - 1]]
         for index in range(first, num_full):
-            content = self._content(seq, index, content)
-            content.block_id = seq.block_table[index]
-            self.contents[content.block_id] = content
-            self.published[content.before, content.token_ids] = content
+            key = self._key(seq, index, before)
+            content = self.published.setdefault(key, Content(*key))
+            content.block_id = seq.block_table[index]  # the newest that holds this
+            self.contents[content.block_id] = before = content
 
-    def _content(self, seq: Sequence, index: int, before: Any) -> Content:
-        """What logical block `index` of `seq` holds, after `before`: the Content in the
-        cache, or a new one if there is none.
-        """
+    def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:
+        """All that K and V in logical block `index` of `seq` depend on."""
         first = index * self.block_size
-        token_ids = tuple(seq.token_ids[first : first + self.block_size])
-        return self.published.get((before, token_ids)) or Content(before, token_ids)
+        return before, tuple(seq.token_ids[first : first + self.block_size])
 
     def can_find(self, block_id: int) -> bool:
         """Whether `match` can find this block. If several hold the same text, it finds
-        the newest, which will be free, and then taken, last.
+        the newest, which usually lives longest.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

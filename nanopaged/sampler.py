@@ -6,20 +6,25 @@ the batch. A row of logits with a NaN yields an arbitrary token.
 
 To draw is to compare the running sum of the probabilities with a random number from 0
 to 1: the first token at which the sum exceeds the number is taken (inverse-transform
-sampling). How that is done fast, and only among the tokens that top_k, top_p and min_p
-leave, is left to `drawing.py`, in the second reading.
+sampling). Only the tokens that top_k, top_p and min_p leave have a probability.
 """
 
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
 
-from nanopaged import drawing
-from nanopaged.outputs import Logprobs
-from nanopaged.processors import process
-from nanopaged.sequence import Sequence
+from nanopaged.config import SamplingParams
+from nanopaged.fused import fused
+from nanopaged.logits import process, report_logprobs, to_device
+from nanopaged.sequence import Logprobs, Sequence
 
 GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
+# Random numbers are k * 2^-32, and below 1. (A token that is less likely than this may
+# never be drawn.)
+RESOLUTION = 2.0**-32
 
 
 class SamplerOutput:
@@ -36,45 +41,122 @@ class SamplerOutput:
     def read(self) -> list[int]:
         """Wait for the tokens.
 
-        The host waits for the device only here, and for log-probabilities and swaps.
+        The host waits for the device only here, for log-probabilities and swaps, and
+        for requests that change logits.
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
         return self.host_ids.tolist()
 
 
-def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
-    """A token for each sequence, from its row of logits: [num_samples, vocab_size]."""
-    raw, device = logits, logits.device
-    params = [seq.group.params for seq in seqs]
-    logits = process(logits, seqs)
-    tokens = logits.max(-1).indices  # same as argmax, but three times as fast
-    drawers = [p for p in params if p.temperature >= GREEDY]
-    if drawers:
-        # [num_samples, 1] each: two random numbers, the temperature, and three limits
-        table = drawing.to_device([draw_params(seq) for seq in seqs], device)
-        numbers = table[:, :2].split(1, dim=1)
-        temperature, *limits = table[:, 2:].float().split(1, dim=1)
-        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawers):
-            top_ks = [p.top_k for p in drawers]  # they say how many tokens to look at
-            logits = drawing.keep_likely(logits, top_ks, temperature, *limits)
-        drawn = drawing.draw_tokens(logits, temperature, *numbers)
-        # What is drawn at temperature 0 is meaningless, and is discarded.
-        tokens = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
+class DrawParams(NamedTuple):
+    """How to draw: for one sequence, or for all rows, as tensors [num_samples, 1]."""
 
-    logprobs = {i: drawing.report_logprobs(raw[i], int(tokens[i]), p.logprobs)
-                for i, p in enumerate(params) if p.logprobs is not None}
-    return SamplerOutput(tokens, logprobs)
+    number: Any  # random, from 0 to 1
+    temperature: Any
+    top_k: Any  # larger than any vocabulary if all tokens may stay
+    top_p: Any
+    min_p: Any
 
 
-def draw_params(seq: Sequence) -> list[float]:
-    """Two random numbers (for two stages: see `drawing.py`), temperature, limits."""
+def draw_params(seq: Sequence) -> DrawParams:
     params = seq.group.params
     # All tokens before the new one are computed, so their number is its position. The
     # host knows it even if it has not read them yet.
     source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
-    first, second = divmod(xxhash.xxh3_64_intdigest(source), 2**32)
-    # With a top_p of 1 all must stay. Rounded sums may reach 1 too early, but never 2.
+    number = RESOLUTION * (xxhash.xxh3_64_intdigest(source) >> 32)
+    # With a top_p of 1 all must stay. Rounded sums may reach 1, but never 2.
     top_p = params.top_p if params.top_p < 1 else 2
-    return [first * drawing.RESOLUTION, second * drawing.RESOLUTION,
-            params.temperature, params.top_k or drawing.NO_TOP_K, top_p, params.min_p]
+    top_k = params.top_k or 2**31
+    return DrawParams(number, params.temperature, top_k, top_p, params.min_p)
+
+
+def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
+    """A token for each sequence, from its row of logits: [num_samples, vocab_size]."""
+    raw = logits
+    params = [seq.group.params for seq in seqs]
+    logits = process(logits, seqs)
+    drawers = [p for p in params if p.temperature >= GREEDY]
+    all_draw = len(drawers) == len(seqs) > 0  # other ranks know no sequences
+    if not all_draw:
+        tokens = logits.max(-1).indices  # same as argmax, but three times as fast
+    if drawers:
+        table = to_device(list(map(draw_params, seqs)), logits.device)
+        rows = DrawParams(*table.split(1, dim=1))
+        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawers):
+            logits = keep_likely(logits, drawers, rows)
+        drawn = draw(logits, rows.temperature.float(), rows.number)
+        # What is drawn at temperature 0 is meaningless.
+        is_greedy = rows.temperature[:, 0] < GREEDY
+        tokens = drawn if all_draw else torch.where(is_greedy, tokens, drawn)
+
+    counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    reports: list[Logprobs] = []
+    if counts:
+        reports = report_logprobs(raw[[*counts]], tokens[[*counts]], [*counts.values()])
+    return SamplerOutput(tokens, dict(zip(counts, reports, strict=True)))
+
+
+# -- Draws and limits ------------------------------------------------------------------
+
+@fused
+def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
+    """For each row, the first token at which the sum of the probabilities exceeds the
+    row's random number: [num_samples].
+
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. A GPU adds in
+    parallel and rounds each sum differently, so a sum may seem to grow where the
+    probability is 0: such a token is never chosen.
+    """
+    probs = (logits.float() / temperature).softmax(-1).double()
+    sums = probs.cumsum(-1)
+    # The whole sum need not be exactly 1, and the last one must exceed all numbers.
+    is_above = (sums > numbers * sums[:, -1:]) & (probs > 0)
+    return is_above.byte().argmax(-1)  # the first one
+
+
+def keep_likely(logits: Tensor, drawers: list[SamplingParams],
+                rows: DrawParams) -> Tensor:
+    """The logits, with -inf for each token that must not be drawn. The limits:
+
+        top_k   the k most likely tokens stay
+        top_p   of these the most likely ones stay, up to and including the one that
+                brings the sum of their probabilities to top_p
+        min_p   of these, the tokens stay if they are at least min_p times as likely
+                as the most likely one
+
+    Each limit is a lowest logit, so that tied tokens stay or go together.
+    """
+    gap = rows.temperature * rows.min_p.log()  # -inf if there is no min_p
+    lowest = logits.amax(-1, keepdim=True) + gap.float()
+    if any(p.top_k or p.top_p < 1 for p in drawers):
+        # If every row has a top_k, so many of the most likely tokens will do.
+        top_ks, vocab_size = [p.top_k for p in drawers], logits.shape[1]
+        most = min(max(top_ks), vocab_size) if all(top_ks) else vocab_size
+        lowest = lowest.maximum(lowest_kept(highest_logits(logits, most), rows))
+    return logits.masked_fill(logits < lowest, -torch.inf)
+
+
+def highest_logits(logits: Tensor, most: int) -> Tensor:
+    """The highest logits of each row, in descending order: [num_samples, most].
+
+    On a CPU, NumPy sorts all of them sooner than torch finds the first thousand: it
+    moves no indices along, and has vector instructions for that.
+    """
+    if logits.is_cuda:
+        return logits.topk(most).values
+    ascending = torch.from_numpy(np.sort(logits.float().numpy()))
+    return ascending[:, logits.shape[1] - most :].flip(-1)
+
+
+def lowest_kept(values: Tensor, rows: DrawParams) -> Tensor:
+    """The lowest logit that top_k and top_p leave: [num_samples, 1].
+
+    values: [num_samples, num_values], logits, the highest first
+    """
+    is_out = torch.arange(values.shape[1], device=values.device) >= rows.top_k
+    scaled = (values.float() - values[:, :1]) / rows.temperature.float()
+    probs = scaled.masked_fill(is_out, -torch.inf).softmax(-1)
+    before = probs.cumsum(-1) - probs  # of the more likely tokens
+    is_out |= before >= rows.top_p
+    return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

@@ -1,38 +1,37 @@
 """Who runs in the next step, and with how many tokens.
 
-First come, first served, with a budget of tokens for each step. The scheduler goes
-through the requests from the oldest to the youngest. The oldest ones run: each of their
-sequences computes one token if it decodes, or a chunk of its prompt if that has not
-been computed yet. The rest of the budget admits waiting requests.
+First come, first served, with a budget of tokens for each step. The oldest requests
+run: each of their sequences computes one token if it decodes, or a chunk of its prompt
+if that has not been computed yet. The rest of the budget admits waiting requests.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
-is full, the youngest running group has to wait again. Either its blocks move to CPU
-memory (swap), or its K and V are given up and computed again later (recompute).
-
-A request that can never fit is refused when it is made. All others finish eventually:
-the oldest group is the last to be preempted, and it fits into the pool on its own.
+is full, the youngest running group has to wait again. Its blocks move to CPU memory
+(swap), or its K and V are given up and computed again later (recompute). All groups
+finish eventually: the oldest is preempted last, and alone it always fits.
 """
 
+from collections import deque
 from itertools import islice
 from typing import Any
 
 from nanopaged.batch import Batch
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig
-from nanopaged.outputs import EngineStats
+from nanopaged.config import EngineConfig, EngineStats
 from nanopaged.sequence import Sequence, SequenceGroup
 
 
 class Scheduler:
-    def __init__(self, config: EngineConfig, block_manager: BlockManager,
-                 unfinished: dict[str, SequenceGroup], aborted: Any = ()) -> None:
-        self.config = config
-        self.block_manager = block_manager
-        # Groups by request id, oldest first. The oldest ones run, and the others wait.
-        # Other threads may add to them, and to `aborted`: groups that are to end.
-        self.unfinished, self.aborted = unfinished, aborted
+    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+        self.config, self.block_manager = config, block_manager
+        # Groups by request id, oldest first. The oldest ones run, and the others wait:
+        # nobody is admitted before one that has waited longer. Other threads may add to
+        # `unfinished` and to `aborted` at any time.
+        self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
+        self.aborted: deque[str] = deque()  # ids of requests that the next step ends
+        # To be reported. A group enters before it changes, so an interrupt loses none.
+        self.changed: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
 
     # -- Before the forward pass -------------------------------------------------------
@@ -42,8 +41,8 @@ class Scheduler:
         self.end_aborted()
         batch = Batch()
         has_preempted = False
-        # At most max_num_seqs groups can run, and the next one ends the loop.
-        for request_id in list(islice(self.unfinished, self.config.max_num_seqs + 1)):
+        # More groups cannot run, and the queue may be long.
+        for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break  # the budget is used up
@@ -51,10 +50,12 @@ class Scheduler:
             # just preempted may have a token that is pending until the next step.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # If the pool is full the youngest gives way: this group, or a later one. It
-            # has no entry in the batch yet.
-            while request_id in self.running and not self.block_manager.grow(
-                    group.next_sequences, batch.moves):
+            while request_id in self.running:
+                seqs = group.next_sequences
+                has_grown = self.block_manager.grow(seqs, batch.moves)
+                if has_grown:
+                    break
+                # The youngest gives way: this group, or one that has no entry yet.
                 self._preempt(batch)
                 has_preempted = True
             if request_id not in self.running:
@@ -65,67 +66,56 @@ class Scheduler:
         return batch
 
     def _schedule_sequence(self, seq: Sequence, batch: Batch) -> None:
-        """Let `seq` compute its next tokens, and sample if that computes all of them.
-
-        If the budget is too small for all sequences of a group, the last ones wait for
-        the next step. When the leader has computed the prompt, the others share its
-        blocks, full or not, and each samples from the same logits.
-        """
+        """Let `seq` compute its next tokens, and sample if none is left after that."""
         group, manager = seq.group, self.block_manager
         budget = self.config.max_num_batched_tokens - len(batch.token_ids)
-        first = seq.num_computed_tokens
-        end = min(seq.compute_end, first + budget)
-        if end == first:  # no budget is left, or (on a GPU) the last token is pending
+        end = min(seq.known_end, seq.num_computed_tokens + budget)
+        if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
-        manager.mark_computed(seq, end - first)
-        if first < len(seq.token_ids):
-            batch.token_ids += seq.token_ids[first:end]
-        else:  # on a GPU: it computes one token, the previous step's, which is pending
-            batch.token_ids.append(seq.pending[-1])
-        batch.counts.append(end - first)
-        batch.ends.append(end)
-        batch.groups.append(group)
-        batch.block_ids += seq.block_table[: manager.num_blocks_for(end)]
+        batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
+        manager.mark_computed(seq, end)
 
         receivers = [seq]
         if end == group.num_prompt_tokens and not group.forked:
-            group.forked = True  # so from here on `compute_end` counts all tokens
+            self._fork(group)
             receivers = group.live
-            for child in group.live[1:]:
-                manager.fork(seq, child)
         for receiver in receivers:
-            # (A recomputed one has tokens after the prompt, and computes them first.)
-            if end == receiver.compute_end:
-                receiver.pending.append(-1 - len(batch.receivers))
-                batch.samples.append(len(batch.counts) - 1)
-                batch.receivers.append(receiver)
+            # (After a preemption, it may first have to compute tokens of its answer.)
+            if end == receiver.known_end:
+                batch.add_sample(receiver)
+
+    def _fork(self, group: SequenceGroup) -> None:
+        """Now that the prompt is computed, let all share the leader's blocks."""
+        group.forked = True
+        leader, *others = group.live
+        for seq in others:
+            self.block_manager.fork(leader, seq)
 
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Let a waiting group run, if there is room for all its sequences.
-
-        The rule is the same for groups that are new, swapped out or to be recomputed.
-        Enough blocks must be free for all its sequences at their present lengths, not
-        counting blocks of a cached prefix that others hold. While others run, 1% of the
-        pool must stay free, too (the watermark), because they may soon need a block.
+        """Let a group run, whether it is new, swapped out or to be recomputed. Enough
+        blocks must be free for all its sequences at their present lengths, not counting
+        those of a cached prefix that others hold. While others run, 1% of the pool must
+        stay free, too (the watermark), because they may soon need a block.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
             return
         manager, leader = self.block_manager, group.live[0]
-        is_swapped = bool(leader.block_table)  # no other waiting group has blocks
-        prefix = [] if is_swapped else manager.prefix_cache.match(leader)
+        is_swapped = bool(leader.block_table)  # others have no blocks while they wait
+        may_match = group.uses_prefix_cache and not is_swapped
+        prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(
             group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
         num_needed -= sum(manager.ref_counts[id] > 0 for id in prefix)
         watermark = manager.num_blocks // 100 if self.running else 0
         if num_needed + watermark > len(manager.free_blocks):
             return
-        num_cached = len(prefix) * manager.block_size
-        if group.num_cached_tokens < 0:  # from now on it has started
-            group.num_cached_tokens = num_cached
         self.running[group.request_id] = group
+        num_cached = len(prefix) * manager.block_size
+        if not group.has_started:
+            group.has_started, group.num_cached_tokens = True, num_cached
         if is_swapped:
             batch.moves += manager.swap_in(group.live)
             return
@@ -133,9 +123,9 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again. It keeps its tokens. If the CPU's
-        pool has no room for its blocks, they are freed, and the group starts over.
-        (That pool is empty if preemption_mode is "recompute".)
+        """Make the youngest running group wait again. It keeps its tokens. If its
+        blocks do not fit into the CPU's pool, which may have none, it starts over, as
+        before the fork: the leader computes the prompt again.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):
@@ -156,32 +146,26 @@ class Scheduler:
             group = seq.group
             seq.pending.pop(0)
             if seq.finish_reason is not None:
-                continue  # it ended a step earlier; see `ModelRunner.execute`
-            group.report()
+                continue  # it ended a step earlier (only on a GPU)
+            self.changed[group.request_id] = group
             self.stats.output_tokens += 1
-            if group.error:  # of a logits processor
-                self.abort(group)
+            if group.error:  # raised by a logits processor
+                self.end_live(group)
             elif group.beam_params:
                 seq.candidates = output.logprobs[i]
-                # Once the last beam has its candidates, too, the search goes on.
+                # Once the last beam has its candidates, the search goes on or ends.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
-                    # The answer is the complete beams. Drop those still running.
                     group.sequences = group.complete_beams
-                    self.abort(group)
+                    self.end_live(group)
             else:
                 seq.append(token, output.logprobs.get(i))
-                at_max_len = len(seq.token_ids) >= group.max_len
-                is_stop = seq.ended_by_token
-                if group.params.stop:
-                    detokenizer = seq.detokenize(final=is_stop or at_max_len)
-                    is_stop |= detokenizer.stopped_by is not None
-                if is_stop or at_max_len:
-                    self.finish(seq, "stop" if is_stop else "length")
+                if reason := seq.end_reason():
+                    self.finish(seq, reason)
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, whether it runs or waits, and free its blocks."""
         group = seq.group
-        group.report()
+        self.changed[group.request_id] = group
         seq.finish_reason = reason
         group.live.remove(seq)
         self.block_manager.free(seq)
@@ -189,12 +173,28 @@ class Scheduler:
             self.unfinished.pop(group.request_id, None)
             self.running.pop(group.request_id, None)
 
-    def end_aborted(self) -> None:
-        while self.aborted:
-            self.abort(self.aborted[0])
-            self.aborted.popleft()
-
-    def abort(self, group: SequenceGroup) -> None:
+    def end_live(self, group: SequenceGroup) -> None:
         """End all sequences of a group that have not finished."""
         for seq in list(group.live):
             self.finish(seq, "abort")
+
+    def end_aborted(self) -> None:
+        while self.aborted:
+            if group := self.unfinished.get(self.aborted[0]):
+                self.end_live(group)
+            self.aborted.popleft()
+
+    def reset(self) -> None:
+        """Let nothing run. A step that failed may have left its groups half-changed, so
+        they are aborted, without a look at their state. The others still wait."""
+        for group in list(self.unfinished.values()):
+            if group.has_started or not group.live:
+                self.changed[group.request_id] = group
+                for seq in group.live:
+                    seq.finish_reason = "abort"
+                group.live = []
+                del self.unfinished[group.request_id]
+        self.running = {}
+        self.block_manager.reset()
+        self.end_aborted()
+        self.stats = EngineStats(self.block_manager.num_blocks)

@@ -3,12 +3,15 @@
 The engine's terms:
 
     token        an id from the vocabulary
+    decode       to compute the newest token of a sequence, and sample the next one
+    chunk        a part of a prompt that one step computes
     sequence     one continuation of a prompt
     group        the sequences of one request, admitted and preempted as a whole
     leader       the first live sequence of a group. Until the group forks, the leader
                  computes the prompt for all of them
     block        room for the K and V of block_size tokens. A sequence counts its
                  logical blocks from 0; a physical block is a place in the pool
+    pool         the memory for all blocks: the KV cache
     block table  the physical block of each logical block of a sequence
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token is computed when its K and V are in the cache, or will be there
@@ -28,11 +31,22 @@ The engine's terms:
 
 from array import array
 from copy import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanopaged.config import BeamSearchParams, SamplingParams
-from nanopaged.detokenizer import Detokenizer
-from nanopaged.outputs import Logprobs
+
+
+class Logprob(NamedTuple):
+    """The log-probability of a token, before any option changes it, and its rank among
+    all tokens: 1 is the most likely one.
+    """
+
+    logprob: float
+    rank: int = 1
+
+
+# By token id: first the sampled token, then the most likely ones.
+Logprobs = dict[int, Logprob]
 
 
 class Sequence:
@@ -55,51 +69,45 @@ class Sequence:
         # It is a part of the seed when this sequence draws. (Beams draw nothing.)
         self.index = index
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
+        # Only the block manager changes these two.
+        self.block_table = array("q")
+        self.num_computed_tokens = 0
         # One number for each pending token, oldest first: -1 - i for sample i of its
         # step (negative, so it is no token). It stands for the id; see `batch.py`.
         self.pending: list[int] = []
 
-        # Only the block manager changes these two.
-        self.block_table = array("q")
-        self.num_computed_tokens = 0
-
-        self.detokenizer = copy(group.detokenizer)
+        self.reader = copy(group.reader)
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.candidates: Logprobs = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
 
     @property
-    def compute_end(self) -> int:
-        """The position up to which tokens may be computed now. When all of them are
+    def known_end(self) -> int:
+        """The position up to which tokens can be computed now. When all of them are
         computed, the next token is sampled.
 
         Before the fork this is the end of the prompt, which all sequences of the group
-        share. After the fork, and always if there is only one sequence, it is the end
-        of all tokens, pending ones too. (On a CPU nothing is pending when a step is
-        scheduled, so you can skip that at first.) For example, request A decodes:
+        share. After it, and always if a sequence is alone, it is the end of its own
+        tokens.
 
-                       token_ids  computed  pending  compute_end
-            before             7         6        0            7
-            scheduled          7         7        1            8  t0 gets a slot; t1
-                                                                  is pending
-            updated            8         7        0            8  t1 is appended
+        (A pending token counts, too, because its step runs before the one that computes
+        it. On a CPU nothing is pending when a step is scheduled, so skip this at first.
+        For example, request A decodes:
+
+                       token_ids  computed  pending  known_end
+            before             7         6        0          7
+            scheduled          7         7        1          8  t1 is pending
+            updated            8         7        0          8  t1 is appended)
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
         if group.forked:
             num_tokens = len(self.token_ids) + len(self.pending)
-        # Nothing follows the last token that max_len allows: nobody needs its K and V.
-        # (`min` would be slower, and this is asked three times for every token.)
+        # Nothing follows the last token that max_len allows, so nobody needs its K and
+        # V. (`min` would be slower, and this is asked three times for every token.)
         last = group.max_len - 1
         return num_tokens if num_tokens < last else last
-
-    @property
-    def banned_tokens(self) -> set[int]:
-        """Tokens that must not be sampled next: stop tokens, before `min_tokens`."""
-        # The next token's position. (len(token_ids) would leave out pending tokens.)
-        too_short = self.num_computed_tokens < self.group.min_len
-        return self.group.stop_token_ids if too_short else set()
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
         """Add a sampled token, with its log-probability and those of other tokens."""
@@ -122,12 +130,15 @@ class Sequence:
         """Whether the last token is EOS or a stop token of the request."""
         return self.token_ids[-1] in self.group.stop_token_ids
 
-    def detokenize(self, final: bool) -> Detokenizer:
-        """Turn new tokens into text. `final` means that no more will follow."""
-        token_ids = self.token_ids[:-1] if self.ended_by_token else self.token_ids
-        may_stop = len(self.token_ids) > self.group.min_len
-        self.detokenizer.update(token_ids, final, may_stop)
-        return self.detokenizer
+    def end_reason(self) -> str | None:
+        """Why the sequence ends with its last token, or None if it goes on."""
+        at_max_len = len(self.token_ids) >= self.group.max_len
+        is_stop = self.ended_by_token
+        if self.group.params.stop:
+            is_stop |= self.reader.finds_stop(self, final=is_stop or at_max_len)
+        if is_stop:
+            return "stop"
+        return "length" if at_max_len else None
 
 
 class SequenceGroup:
@@ -135,16 +146,17 @@ class SequenceGroup:
 
     All begin with the same prompt. Until it is computed, only the leader runs. Then the
     group forks: the others share the leader's blocks, and each goes its own way.
+
+    reader: what turns tokens into text and finds stop strings, if there are any. The
+    engine deals in tokens, and gives each sequence a copy.
     """
 
-    def __init__(self, prompt: str | None, prompt_token_ids: list[int],
-                 params: SamplingParams, stop_token_ids: set[int], max_model_len: int,
-                 tokenizer: Any, beam_params: BeamSearchParams | None = None) -> None:
-        # When it is queued it gets an id, an outbox, and a seed if it has none.
+    def __init__(self, prompt_token_ids: list[int], params: SamplingParams,
+                 stop_token_ids: set[int], max_model_len: int, reader: Any = None,
+                 beam_params: BeamSearchParams | None = None) -> None:
+        # `Engine.add` gives it an id, and a seed if it has none.
         self.request_id = ""
         self.seed: Any = params.seed
-        self.outbox: Outbox = {}  # where its client finds what has changed
-        self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
@@ -156,16 +168,19 @@ class SequenceGroup:
         # True if the next step needs the values of the last tokens: beam searches and
         # processors do. The group waits while they are pending.
         self.needs_last_token = bool(beam_params or params.changes_logits)
-        # How many prompt tokens it found in the prefix cache; -1 before it has started.
-        self.num_cached_tokens = -1
+        self.has_started = False  # whether it has ever run
+        # All tokens of a prompt that is scored are computed, so it looks for no block
+        # in the prefix cache, and leaves none there.
+        self.uses_prefix_cache = params.prompt_logprobs is None
+        self.num_cached_tokens = 0  # of the prompt: found in the prefix cache
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
-        self.error: Exception | None = None  # of a logits processor
+        self.error: Exception | None = None  # raised by a logits processor
 
-        self.detokenizer = Detokenizer(tokenizer, prompt_token_ids, params.stop_strings,
-                                       params.skip_special_tokens)
+        self.reader = reader
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        self.forked = params.n == 1  # a single sequence need not fork
+        # Whether its sequences go their own ways. A single one does from the start.
+        self.forked = params.n == 1
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 
     @property
@@ -174,12 +189,3 @@ class SequenceGroup:
         if self.needs_last_token and any(seq.pending for seq in self.live):
             return []  # the group waits for its last token
         return self.live if self.forked else self.live[:1]
-
-    def report(self) -> None:
-        """Put the group into its outbox. (Before it changes, so that an interruption in
-        between loses nothing.)
-        """
-        self.outbox[self.request_id] = self
-
-
-Outbox = dict[str, SequenceGroup]  # by request id, in order of change

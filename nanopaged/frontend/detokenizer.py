@@ -20,6 +20,8 @@ from weakref import ref
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from nanopaged.sequence import Sequence
+
 # Many tokenizers write each byte of a token as one character: "Ġ" for 20, "Ã" for C3.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -33,7 +35,8 @@ def token_bytes(tokenizer_ref: ref[Any], token: int,
     decodes a token as "block", and the same token twice as "block block", so the bytes
     are those of "block" and " block". Special tokens that are skipped have none.
 
-    A token must not change the text before it. Those of Llama, Mistral and Qwen do not.
+    This assumes that a token never changes the text before it, which holds for those of
+    Llama, Mistral and Qwen.
     """
     tokenizer: Any = tokenizer_ref()
     once, twice = (
@@ -53,8 +56,12 @@ class Detokenizer:
     """The text of one sequence."""
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str],
-                 skip_special_tokens: bool = True) -> None:
+                 skip_special_tokens: bool = True, prompt: str | None = None,
+                 reasons: dict[int, Any] | None = None) -> None:
         self.tokenizer = tokenizer
+        # For whoever reports the answer: the prompt, and the reason that each stop
+        # token of the request gives.
+        self.prompt, self.reasons = prompt, reasons or {}
         self.skip_special_tokens = skip_special_tokens
         self.stops = sorted(stops)  # so the shorter of two at the same place wins
         self.stopped_by: str | None = None
@@ -66,6 +73,16 @@ class Detokenizer:
         self.num_read = max(0, len(prompt_ids) - 16)  # tokens
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""
+
+    def finds_stop(self, seq: Sequence, final: bool) -> bool:
+        """Read what is new in a sequence. Returns whether a stop string has ended it.
+
+        `final` means that no more tokens will follow.
+        """
+        token_ids = seq.token_ids[:-1] if seq.ended_by_token else seq.token_ids
+        may_stop = len(seq.token_ids) > seq.group.min_len
+        self.update(token_ids, final, may_stop)
+        return self.stopped_by is not None
 
     def update(self, token_ids: list[int], final: bool, may_stop: bool) -> None:
         """Decode what is new in `token_ids`, which begin with the prompt. Look for stop

@@ -20,7 +20,6 @@ import os
 import weakref
 from collections.abc import Callable
 from copy import copy
-from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -28,16 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.batch import Batch
-from nanopaged.config import EngineConfig, check
+from nanopaged.batch import SENT, Batch
+from nanopaged.checks import check
+from nanopaged.config import EngineConfig
 
 dist: Any = torch.distributed
 # The sizes that the ranks divide, if a model has them. The vocabulary is not divided:
 # otherwise the ranks would have to exchange embeddings and logits in every step.
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-# The fields of a batch that are sent: all but the last two, which only rank 0 needs.
-# Moves are sent as one flat list. Nothing is unpickled.
-FIELDS = [field.name for field in fields(Batch)[:-2]]
 
 
 class Ranks:
@@ -70,10 +67,10 @@ class Ranks:
         # timeout. If a rank dies, torchrun notices.
         dist.init_process_group(backend, timeout=timedelta(days=365))
         self.rank = dist.get_rank()
-        # At exit, `Runner.free` must run before `leave`. Finalizers run from the newest
-        # to the oldest, and this one is registered before the model is made. (What is
-        # registered with `atexit` would run before both.) A finalizer belongs to an
-        # object: here to the module torch.distributed, which lives until exit.
+        # At exit, `ModelRunner.free` must run before `leave`. Finalizers run from the
+        # newest to the oldest, and this one is registered before the model is made.
+        # (What is registered with `atexit` would run before both.) A finalizer belongs
+        # to an object: here to the module torch.distributed, which lives until exit.
         weakref.finalize(dist, leave)
 
     # -- What a step needs -------------------------------------------------------------
@@ -92,23 +89,25 @@ class Ranks:
 
     def send(self, batch: Batch) -> None:
         """Send the next batch to the other ranks: how many numbers each of its fields
-        has, and then all these numbers.
+        has, and then all these numbers. (Moves are sent as one flat list. Nothing is
+        pickled.)
         """
         if self.size > 1:
-            numbers = [np.array(getattr(batch, name), np.int64) for name in FIELDS]
+            numbers = [np.array(getattr(batch, name), np.int64) for name in SENT]
             self.broadcast(torch.tensor([field.size for field in numbers]))
             self.broadcast(torch.from_numpy(np.concatenate(numbers, axis=None)))
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends, until it leaves. On rank 0, return at once."""
         while self.rank > 0:
-            sizes = torch.empty(len(FIELDS), dtype=torch.int64)
+            sizes = torch.empty(len(SENT), dtype=torch.int64)
             try:
                 self.broadcast(sizes)
             except RuntimeError:  # rank 0 has left the group
                 os._exit(0)  # a normal exit would make NCCL wait for recorded graphs
             numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
-            batch = Batch(*[field.tolist() for field in numbers.split(sizes.tolist())])
+            pieces = map(Tensor.tolist, numbers.split(sizes.tolist()))
+            batch = Batch(**dict(zip(SENT, pieces, strict=True)))
             flat: Any = batch.moves
             batch.moves = list(zip(flat[::2], flat[1::2], strict=True))
             run(batch)

@@ -1,5 +1,6 @@
 """Attention on a GPU: how a step is divided among the programs of `kernels.py`."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from nanopaged import kernels
 from nanopaged.attention import Ints, Metadata, TorchAttention, cdiv, locate, spread
+from nanopaged.gpu import kernels
 
 
 class TritonAttention(TorchAttention):
@@ -17,9 +18,9 @@ class TritonAttention(TorchAttention):
         program  one run of a kernel's code. A GPU runs hundreds of them at once
         tile     a few consecutive queries of one sequence
         row      of a tile: one of its queries, for one query head
-        part     a range of a tile's keys. If a tile has many keys, several programs
-                 share them
-        item     a tile and one of its parts: what one program computes for one KV head
+        item     a tile and a range of its keys: what one program computes for one KV
+                 head
+        part     the range, if a tile has so many keys that several programs share them
         round    the keys that a program loads at a time
 
     What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
@@ -30,30 +31,7 @@ class TritonAttention(TorchAttention):
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        num_processors = 4  # for the interpreter
-        if self.device.type == "cuda":
-            gpu = torch.cuda.get_device_properties(self.device)
-            num_processors = gpu.multi_processor_count
-        # tl.dot takes sizes that are powers of two, 16 or more.
-        self.dim = max(16, next_power_of_2(self.head_dim))
-        # (For tuning; skip it at first.)
-        # The speed of decoding depends on how much of K and V is in flight, on its way
-        # from memory. An H200 can deliver 4.8 TB/s, and a byte takes about 1 us. So to
-        # keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
-        # multiprocessors. A program computes one round while the next one is in flight:
-        # 16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
-        # programs fit into a multiprocessor at once, and have 96 KB in flight together.
-        # That is more than enough. (tl.dot needs at least 16 keys, and the scores of
-        # more than 128 would need too many registers.)
-        key_bytes = self.dim * self.dtype.itemsize
-        self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # The most full parts that a step's keys are cut into: twice what runs at once
-        # (in the example of `plan`, 4). Every part needs a program for each KV head.
-        self.target_parts = 2 * cdiv(3 * num_processors, self.num_kv_heads)
-        # Large tiles are for chunks. One fills all registers of a multiprocessor.
-        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
-        self.few_rows: int = next_power_of_2(max(16, self.group_size))
-        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
+        self._choose_sizes()
 
     def rows_per_tile(self, counts: Ints) -> int:
         """How many rows each tile of a step has. Large tiles would be mostly empty if
@@ -65,38 +43,40 @@ class TritonAttention(TorchAttention):
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """Cut a step into items, [num_items, 6].
 
-        Without parts, a step would take as long as its longest sequence. So the keys of
-        a long tile are cut into parts. Each of them has a program of its own (for each
-        KV head), and `merge_parts` joins their results.
-
-        How many keys does a part have? The same number in the whole step, except that
-        the last part of a tile may be smaller. Add up the keys of all tiles, and divide
-        them among the programs that run at once: each would get the same number. A part
-        is half of that, rounded up to whole rounds. So there are about twice as many
-        programs, and when one ends early, another one starts.
-
-        For example, let 2 programs (of a KV head) run at once, and let a round have 64
-        keys. Two decodes have 1000 and 100 keys. Each program would get 550 keys, and
-        half of that is 275. Rounded up to 5 rounds, a part has 320 keys. So the first
-        decode has four parts, and the second has one:
+        First without parts: each tile is an item. For example, let two decodes have
+        1000 and 100 keys, in blocks of 16 tokens:
 
             table  token  position  num_keys  first_key   end
+                0      0       999      1000          0  1000
+               63      1        99       100          0   100
+
+        table: where the block table of the tile's sequence starts. (The first one has
+        63 blocks.) token, position: the tile's first token, and where it is in its
+        sequence. num_keys: how many keys the tile sees. first_key, end: those of the
+        item.
+
+        Like this, a step takes as long as its longest sequence. So the keys of a long
+        tile are cut into parts. Each has a program of its own (for each KV head), and
+        `merge_parts` joins their results. The first decode has four items then:
+
                 0      0       999      1000          0   320
                 0      0       999      1000        320   640
                 0      0       999      1000        640   960
                 0      0       999      1000        960  1000
-               63      1        99       100          0   100
 
-        table: where the block table of the tile's sequence starts. (The first one has
-        63 blocks of 16 tokens.) token, position: the tile's first token, and where it
-        is in its sequence. num_keys: how many keys the tile sees. first_key, end: the
-        part. Items without keys follow, so that the shape depends on counts alone.
+        How many keys does a part have? The same number in the whole step, except that
+        the last part of a tile may be smaller. Let 2 programs (of a KV head) run at
+        once. Divided among them, the 1100 keys of both decodes are 550 each. A part is
+        half of that, so that there are about twice as many programs, and when one ends
+        early, another one starts. Rounded up to whole rounds of 64 keys, 275 are 320.
+
+        Items without keys follow, so that the shape depends on counts alone.
         """
         queries_per_tile = self.rows_per_tile(counts) // self.group_size
         at = locate(counts, ends, self.block_size)
-        tokens = np.flatnonzero(at.numbers % queries_per_tile == 0)  # each tile's first
+        tokens = np.flatnonzero(at.indices % queries_per_tile == 0)  # each tile's first
         positions, table_starts = at.positions[tokens], at.table_starts[tokens]
-        num_keys = np.minimum(positions + queries_per_tile, ends[at.seqs[tokens]])
+        num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
         # All keys fill at most target_parts full parts. Each tile adds at most one part
@@ -118,13 +98,14 @@ class TritonAttention(TorchAttention):
             k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
             self.head_dim, self.block_size)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
+               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
         # The result of item i goes to parts[i] if its tile is cut. Such tiles have the
         # most keys, so they come first in the plan. How many parts can they have? With
-        # target_parts=4, at most 4 parts are full. A cut tile has one of these, so at
-        # most 4 tiles are cut. Each has one part that is not full: 8 parts in all. (The
+        # target_parts=4, at most 4 parts are full. A cut tile has one of these or more,
+        # so at most 4 tiles are cut. Each has one part that is not full: 8 in all. (The
         # room is the same in every step, so trial steps take as much memory as others.)
         max_parts = 2 * self.target_parts
         shape = max_parts, self.num_kv_heads, rows
@@ -133,12 +114,38 @@ class TritonAttention(TorchAttention):
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
         kernels.paged_attention[len(items), self.num_kv_heads](
-            q, kv_cache, metadata.block_tables, items, out, parts, log_sums, self.scale,
-            q.stride(0), *sizes, self.block_size, self.keys_per_round,
+            q, kv_cache, metadata.block_tables, items, sinks, out, parts, log_sums,
+            scale, q.stride(0), window, *sizes, self.block_size, self.keys_per_round,
             num_warps=num_warps)
         kernels.merge_parts[min(len(items), max_parts), self.num_kv_heads](
             parts, log_sums, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
+
+    def _choose_sizes(self) -> None:
+        """The speed of decoding depends on how much of K and V is in flight, on its way
+        from memory. An H200 can deliver 4.8 TB/s, and a load takes about 1 us. So to
+        keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
+        multiprocessors. A program computes one round while the next one is in flight:
+        16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
+        programs fit into a multiprocessor at once, and have 96 KB in flight together.
+        That is more than enough.
+        """
+        num_processors = 4  # for the interpreter
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            num_processors = gpu.multi_processor_count
+        # tl.dot takes sizes that are powers of two, 16 or more.
+        self.dim = max(16, next_power_of_2(self.head_dim))
+        # (The scores of more than 128 keys would need too many registers.)
+        key_bytes = self.dim * self.dtype.itemsize
+        self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
+        # The most full parts that a step's keys are cut into: twice what runs at once
+        # (in the example of `plan`, 4). Every part needs a program for each KV head.
+        self.target_parts = 2 * cdiv(3 * num_processors, self.num_kv_heads)
+        # Large tiles are for chunks. One fills all registers of a multiprocessor.
+        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
+        self.few_rows: int = next_power_of_2(max(16, self.group_size))
+        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
 
 class FlashAttention(TritonAttention):
@@ -162,10 +169,14 @@ class FlashAttention(TritonAttention):
         sizes = counts, ends, cdiv(ends, self.block_size)
         return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
+               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         counts, ends = metadata.counts, metadata.ends
-        if counts.max() == 1:
-            return super().attend(q, kv_cache, metadata)
+        if counts.max() > 1 and sinks is not None:  # flash-attn has none
+            plan = torch.from_numpy(super().plan(counts, ends)).to(q.device)
+            metadata = replace(metadata, plan=plan)
+        if counts.max() == 1 or sinks is not None:
+            return super().attend(q, kv_cache, metadata, scale, window, sinks)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
         queries, keys, table_starts = metadata.plan.int()
@@ -177,5 +188,6 @@ class FlashAttention(TritonAttention):
         table = metadata.block_tables[at % len(metadata.block_tables)]
         out = self.flash(
             q, k, v, queries, keys, int(counts.max()), int(ends.max()),
-            softmax_scale=self.scale, causal=True, block_table=table.int())
+            softmax_scale=scale, causal=True, block_table=table.int(),
+            window_size=(window - 1, 0) if window else (-1, -1))
         return torch.flatten(out, 1)

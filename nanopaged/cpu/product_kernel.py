@@ -4,9 +4,11 @@
 import numpy as np
 from numba import njit, prange
 
-from nanopaged.cpu_kernels import FASTMATH
+from nanopaged.cpu import threads
+from nanopaged.paged_attention import FASTMATH
 
 
+@threads.keep
 @njit(nogil=True)
 def run_products(out, *others):
     """Compute out = x W^T; `run_four` has the arguments."""

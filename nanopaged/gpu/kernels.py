@@ -1,10 +1,10 @@
 """Triton kernels: attention over the paged cache, and the kernels that write to it.
 
-Read `cpu_kernels.py` first: it has the same steps in plain loops. `gpu_attention.py`
-launches these kernels and explains the words; `attention.py` explains the shapes. With
-`TRITON_INTERPRET=1` they run on a CPU, one program after another, for tests and
-debuggers. Use float32 or float16 there, because the interpreter cannot multiply
-bfloat16.
+Read `paged_attention.py` first: it has the same steps in plain loops. The file
+`gpu/attention.py` launches these kernels and explains the words; `attention.py` at the
+top explains the shapes. With `TRITON_INTERPRET=1` they run on a CPU, one program after
+another, for tests and debuggers. Use float32 or float16 there, because the interpreter
+cannot multiply bfloat16.
 
 A kernel is the code of one program. It is launched on a grid of many programs, and
 `tl.program_id` says which one this is. Its arguments come in three groups: pointers (to
@@ -74,10 +74,10 @@ def place_tile(tensor, item_at, stride, GROUP: constexpr, HEAD_DIM: constexpr,
 
 
 @triton.jit(do_not_specialize=["block_tables", "items"])
-def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scale,
-                    q_stride, NUM_KV_HEADS: constexpr, GROUP: constexpr,
-                    HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr,
-                    BLOCK_SIZE: constexpr, KEYS: constexpr):
+def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sums,
+                    scale, q_stride, WINDOW: constexpr, NUM_KV_HEADS: constexpr,
+                    GROUP: constexpr, HEAD_DIM: constexpr, ROWS: constexpr,
+                    DIM: constexpr, BLOCK_SIZE: constexpr, KEYS: constexpr):
     """One item of work, a tile of queries and a part of its keys, for one KV head.
 
     Grid: [num_items, num_kv_heads].
@@ -86,16 +86,18 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
     items         [num_items, 6]: the columns are those of `TritonAttention.plan`
+    sinks         [num_heads], or None: the score of one more key, whose V is zero
     out           [num_tokens, num_heads, head_dim]: results of tiles with a single part
     parts         [max_parts, num_kv_heads, ROWS, head_dim]: other results, in float32
     log_sums      [max_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
                   keys of a part. That sum is the weight of its result
+
+    WINDOW is how many keys a query sees, up to its own; None: all of them.
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     item_at = items + item * 6
     position = tl.load(item_at + POSITION).to(tl.int32)
-    num_keys = tl.load(item_at + NUM_KEYS).to(tl.int32)
     first_key = tl.load(item_at + FIRST_KEY).to(tl.int32)
     end = tl.load(item_at + END).to(tl.int32)
     if end == 0:
@@ -103,44 +105,54 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
     block_table = block_tables + tl.load(item_at + TABLE)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
-    query = row // GROUP
+    last = position + row[:, None] // GROUP  # the last key that a row sees
     q_at, mask = place_tile(q, item_at, q_stride, GROUP, HEAD_DIM, ROWS, DIM)
     q_tile = tl.load(q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
+    start = first_key
+    if WINDOW is not None:  # skip rounds that not even the first query sees
+        start += tl.maximum(position + 1 - WINDOW - first_key, 0) // KEYS * KEYS
+
     # Positions of keys. They are unsigned so that the division by BLOCK_SIZE, which is
     # a power of two, becomes a shift.
-    key = (first_key + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
+    key = (start + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
-    total = tl.full([ROWS], 1e-30, tl.float32)  # not 0: a row may see no key
+    # The weight of the sink. If there is none, the first key that a row sees shrinks it
+    # to 0. (It stays if a row sees no key, so that nothing is divided by 0.)
+    total = tl.full([ROWS], 1.0, tl.float32)
+    if sinks is not None:  # they belong to the first part
+        sink = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32)
+        highest = tl.where(first_key == 0, sink * LOG2_E, highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
-    for _ in range(first_key, end, KEYS):
+    for _ in range(start, end, KEYS):
         # Find each key by its block: this is what paging costs. (Ids of blocks have 64
-        # bits, so addresses have them, too.)
-        head_start = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
-        # Its number among all vectors: [num_blocks, 2, num_kv_heads, block_size].
-        vector = head_start + key % BLOCK_SIZE
+        # bits, so addresses have them, too.) This is its number among all vectors, in
+        # [num_blocks, 2, num_kv_heads, block_size].
+        vector = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
         kv_mask = (key < end)[:, None] & (dim < HEAD_DIM)[None, :]
         k = tl.load(k_at, mask=kv_mask, other=0.0)  # [KEYS, DIM]
         v = tl.load(v_at, mask=kv_mask, other=0.0)
 
-        scores = tl.dot(q_tile, tl.trans(k), input_precision="ieee")  # [ROWS, KEYS]
-        scores *= LOG2_E * scale
+        # [ROWS, KEYS]
+        scores = LOG2_E * scale * tl.dot(q_tile, tl.trans(k), input_precision="ieee")
         # A query sees keys up to its own position, and none after the end of the part.
-        seen = key[None, :] < tl.minimum(position + query[:, None] + 1, end)
+        seen = key[None, :] < tl.minimum(last + 1, end)
+        if WINDOW is not None:
+            seen &= key[None, :] + WINDOW > last
         scores = tl.where(seen, scores, -float("inf"))
 
         # Online softmax (Milakov and Gimelshein): sums are relative to the highest
         # score so far. If a higher one appears, the sums are scaled down.
         higher = tl.maximum(highest, tl.max(scores, 1))
-        probs = tl.exp2(scores - higher[:, None])
+        weights = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(probs, 1)
+        total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
-        acc += tl.dot(probs.to(v.dtype), v, input_precision="ieee")
+        acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = higher
 
         # Look up the blocks of the next round now: the loads of K and V can only be
@@ -149,7 +161,7 @@ def paged_attention(q, kv_cache, block_tables, items, out, parts, log_sums, scal
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
     result = acc / total[:, None]
-    if end - first_key == num_keys:  # all keys of the tile: there are no other parts
+    if end - first_key == tl.load(item_at + NUM_KEYS):  # there are no other parts
         stride = NUM_KV_HEADS * GROUP * HEAD_DIM
         out_at, mask = place_tile(out, item_at, stride, GROUP, HEAD_DIM, ROWS, DIM)
         tl.store(out_at, result, mask=mask)

@@ -1,8 +1,8 @@
 """PagedAttention in plain loops, compiled by Numba.
 
 On a CPU this computes decodes and short chunks: each query attends to the keys of its
-sequence, from position 0 to its own. `attention.py` explains the shapes, and
-`cpu_attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you
+sequence, from position 0 to its own. `nanopaged/attention.py` explains the shapes, and
+`cpu/attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you
 can step through it with a debugger.
 
 Equation 4 of the PagedAttention paper (Kwon et al. 2023) says what a query q_i
@@ -34,36 +34,41 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @njit(nogil=True, fastmath=FASTMATH)
-def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, num_keys):
+def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, num_keys,
+                window, sinks):
     """Compute one KV head for one query: a program, in Triton's words. Threads divide
     the programs of a step.
 
     out, q        [num_queries, num_kv_heads, group_size, head_dim], float32; q is
-                  already divided by sqrt(d)
+                  already scaled, which means divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
     table_starts  [num_queries]: where the block table of each query's sequence starts
     num_keys      [num_queries]: how many keys each sees; nothing after them is read
+    window        how many of these keys count: the last ones
+    sinks         [num_kv_heads, group_size]: the score of one more key, whose V is zero
     """
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     scores = np.empty(block_size, np.float32)
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
-    highest = np.full(group_size, -1e30, np.float32)  # below any score
-    total = np.zeros(group_size, np.float32)
+    start = max(0, end - window)
+    highest = sinks[kv_head].copy()  # a sink is the first key: e^(score - score) = 1
+    total = np.ones(group_size, np.float32)
     acc = np.zeros((group_size, head_dim), np.float32)
 
-    for j in range((end + block_size - 1) // block_size):
+    for j in range(start // block_size, (end + block_size - 1) // block_size):
         k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
         v = kv_cache[block_table[j], 1, kv_head]
-        num_here = min(block_size, end - j * block_size)  # keys in this block
+        first_here = max(0, start - j * block_size)  # keys in this block that count
+        end_here = min(block_size, end - j * block_size)
 
         # All query heads of the group use the block while it is in the processor's
         # cache. One head after the other would take about twice as long.
         for g in range(group_size):
             higher = highest[g]
-            for key in range(num_here):
+            for key in range(first_here, end_here):
                 score = np.float32(0)
                 for dim in range(head_dim):
                     score += q[query, kv_head, g, dim] * to_float32(k[key, dim])
@@ -77,11 +82,11 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
             for dim in range(head_dim):
                 acc[g, dim] *= shrink
 
-            for key in range(num_here):
-                prob = np.exp(scores[key] - higher)
-                total[g] += prob
+            for key in range(first_here, end_here):
+                weight = np.exp(scores[key] - higher)
+                total[g] += weight
                 for dim in range(head_dim):
-                    acc[g, dim] += prob * to_float32(v[key, dim])
+                    acc[g, dim] += weight * to_float32(v[key, dim])
 
     out[query, kv_head] = acc / total.reshape(-1, 1)
 

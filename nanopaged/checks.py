@@ -1,0 +1,50 @@
+"""Errors that name a wrong value, and say what would be right."""
+
+from dataclasses import MISSING, field, fields
+from inspect import formatannotation
+from typing import Any
+
+from huggingface_hub.dataclasses import type_validator
+
+
+def check(is_right: bool, name: str, expected: object, value: object,
+          error: type[Exception] = ValueError) -> None:
+    """Raise an error that names a wrong value, and says what would be right."""
+    if not is_right:
+        raise error(f"{name} must be {expected}, got {value!r:.200}")
+
+
+def bounded(default: Any = MISSING, low: float = 0, high: float = 2**63 - 1) -> Any:
+    """A field of a `Checked` class, and its bounds. (Without `bounded`, a number may be
+    from 0 to 2**63 - 1.)
+    """
+    return field(default=default, metadata={"bounds": (low, high)})
+
+
+def plain(value: Any) -> Any:
+    """The numbers of NumPy and torch as Python's own, in lists and dicts, too."""
+    if isinstance(value, dict):
+        return {plain(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain(each) for each in value]
+    is_number = hasattr(value, "tolist") and not isinstance(value, type)
+    return value.tolist() if is_number else value
+
+
+class Checked:
+    """Base of the dataclasses that check their fields when they are made."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            value = plain(getattr(self, each.name))
+            object.__setattr__(self, each.name, value)
+            expected = formatannotation(each.type)
+            error = ValueError if expected.startswith("Literal") else TypeError
+            try:
+                type_validator(each.name, value, each.type)
+            except TypeError:
+                check(False, each.name, expected, value, error)
+            if isinstance(value, int | float):
+                low, high = each.metadata.get("bounds", (0, 2**63 - 1))
+                check(value >= low, each.name, f"at least {low}", value)
+                check(value <= high, each.name, f"at most {high}", value)

@@ -1,0 +1,1 @@
+"""On a CPU: attention in plain loops, and fast matrix products."""

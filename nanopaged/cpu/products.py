@@ -1,0 +1,99 @@
+"""Matrix products on CPUs, each at the speed at which memory delivers the weights."""
+
+from functools import partial
+from importlib.util import find_spec
+from time import perf_counter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HAS_KERNEL = find_spec("numba") is not None
+
+
+def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype of what is between the products. On a CPU without bfloat16
+    instructions this is float32, even if the weights, K and V are bfloat16.
+    """
+    is_slow = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+    is_split = HAS_KERNEL and is_slow and dtype == torch.bfloat16
+    return torch.float32 if is_split else dtype
+
+
+def pack(linear: nn.Linear) -> None:
+    """On a CPU, let `linear` compute its product faster. If that needs a reordered
+    weight, its old one is gone.
+    """
+    weight, product = linear.weight.detach(), float32_product
+    if compute_dtype(weight.dtype, weight.device) == weight.dtype:
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+        reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+        dtypes = (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
+        if reorder is None or not weight.is_cpu or weight.dtype not in dtypes:
+            return
+        weight, product = reorder(weight, None), packed_product
+        linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.forward = partial(product, weight=weight, bias=linear.bias)  # type: ignore
+
+
+def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None,
+                   min_rows: int = 1) -> Tensor:
+    """The product of a weight that oneDNN has reordered, 1.3 to 4 times as fast.
+
+    torch.compile uses these operators, too. They are private to torch, so they appear
+    only here. Where they are missing, nothing changes.
+    """
+    shape = x.shape[:-1]
+    x = x.flatten(0, -2)
+    num_rows = len(x)
+    if num_rows < min_rows:
+        x = F.pad(x, (0, 0, 0, min_rows - num_rows))
+    product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return product[:num_rows].unflatten(0, shape)  # type: ignore[no-any-return]
+
+
+def pad_if_faster(linears: list[nn.Linear]) -> None:
+    """On some processors, oneDNN multiplies six rows in bfloat16 faster than one. Find
+    out with four matrices of the layers (about 30 ms). If so, pad all of these products
+    to six rows with zeros.
+    """
+    packed = [each for each in linears if each.weight.is_mkldnn
+              and each.weight.dtype == torch.bfloat16]
+    packed.sort(key=lambda each: each.weight.numel())
+    tried = packed[-5:-1]  # the largest is the output head
+
+    def seconds(num_rows: int) -> float:
+        inputs = [torch.ones(num_rows, each.in_features, dtype=torch.bfloat16)
+                  for each in tried]
+        began = perf_counter()
+        for linear, x in zip(tried, inputs, strict=True):
+            linear(x)
+        return perf_counter() - began
+
+    pairs = [(seconds(6), seconds(1)) for _ in range(4)]
+    six, one = map(min, zip(*pairs, strict=True))
+    for linear in packed if tried and six < 0.95 * one else ():
+        linear.forward = partial(linear.forward, min_rows=6)  # type: ignore
+
+
+def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply by bfloat16 weights in float32, without instructions for bfloat16.
+
+    Up to 32 rows our kernel takes no longer than oneDNN with float32 weights, and for a
+    few rows half as long, because there is half as much to read. For more rows, pieces
+    of W that fit into the processor's cache become float32.
+    """
+    inputs = x.float().flatten(0, -2)
+    if len(inputs) <= 32 and inputs.shape[1] % 2 == 0:
+        from nanopaged.cpu import product_kernel, threads
+
+        out = inputs.new_empty(len(inputs), len(weight))
+        # NumPy has no bfloat16, and the kernel takes pairs.
+        pairs = weight.view(torch.uint16).numpy().view("uint32")
+        even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
+        threads.run(product_kernel.run_products, weight.numel() > 2**16,
+                    out.numpy(), even, odd, pairs)
+    else:
+        out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]

@@ -1,0 +1,113 @@
+"""The engine: requests in, tokens out, step by step. Start reading here.
+
+The engine repeats one step, `Engine.step`, until no request is left, and the files of
+this folder explain its lines. The top of `sequence.py` defines the terms.
+
+The engine deals in token ids. `frontend/` makes requests from prompts, turns tokens
+into text, and lets threads share an engine. `loading/` makes the runner. `cpu/` and
+`gpu/` hold what is specific to a device. They all import this folder, and it imports
+none of them.
+"""
+
+from collections import deque
+from dataclasses import replace
+from itertools import count, islice
+from typing import Any
+
+from nanopaged.block_manager import BlockManager
+from nanopaged.checks import check
+from nanopaged.config import EngineConfig, EngineStats
+from nanopaged.model_runner import ModelRunner
+from nanopaged.scheduler import Scheduler
+from nanopaged.sequence import SequenceGroup
+
+Changed = dict[str, SequenceGroup]  # requests by id, in the order in which they changed
+
+
+class Engine:
+    """Computes the tokens of requests.
+
+    `check_fits`, `add`, `abort` and `stats` may be called at any time, by any thread,
+    even in the middle of a step. Only one thread at a time may call the others. If a
+    step breaks off, by an error or by Ctrl-C, call `reset` before the next one.
+    """
+
+    def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
+        self.config, self.runner = config, runner
+        self.max_model_len = runner.max_model_len
+        self.block_manager = BlockManager(
+            runner.num_blocks, config.block_size, config.enable_prefix_caching,
+            runner.num_swap_blocks)
+        self.scheduler = Scheduler(config, self.block_manager)
+        self.launched: deque[Any] = deque()  # steps whose tokens are still to be read
+        self.steps_ahead = 1 if runner.is_gpu else 0
+        self.ids = count()
+
+    def step(self) -> Changed:
+        """The whole engine: who runs, one forward pass, what came out of it.
+
+        Returns the requests that have changed. The caller clears this dict after it has
+        passed them on, so that an interrupt loses none.
+
+        On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
+        On a GPU, the engine runs one step ahead: it reads the tokens of the previous
+        step while this one runs. (The top of `gpu/graphs.py` says what follows from
+        that. Until then, think of a CPU.)
+        """
+        batch = self.scheduler.schedule()
+        self.launched.append((batch, self.runner.execute(batch)))
+        if len(self.launched) > self.steps_ahead:
+            self.scheduler.update(*self.launched.popleft())
+        return self.scheduler.changed
+
+    # -- Requests come and go ----------------------------------------------------------
+
+    def check_fits(self, group: SequenceGroup) -> None:
+        """ValueError if a request would not even fit into the whole pool. It runs as a
+        whole, so all its sequences must fit at their longest.
+        """
+        manager = self.block_manager
+        needed = manager.max_blocks(
+            group.num_prompt_tokens, [group.max_len] * group.params.n)
+        check(needed <= manager.num_blocks, "num_blocks", f"at least {needed} for this "
+              "request (raise it, or lower max_tokens, n or beam_width)",
+              manager.num_blocks)
+
+    def add(self, groups: list[SequenceGroup]) -> None:
+        """Give requests their ids, and queue them, all at once."""
+        # All ids are taken at once. So they are consecutive, whatever other threads do.
+        ids = list(islice(self.ids, len(groups)))
+        for group, number in zip(groups, ids, strict=True):
+            group.request_id = str(number)
+            if group.seed is None:
+                group.seed = f"{self.config.seed} {group.request_id}"
+        self.scheduler.unfinished.update({group.request_id: group for group in groups})
+
+    def abort(self, request_id: str) -> None:
+        """Have the next step end a request, if it has not ended by then."""
+        if request_id in self.scheduler.unfinished:
+            self.scheduler.aborted.append(request_id)
+
+    def reset(self) -> Changed:
+        """Begin empty: all blocks are free, the prefix cache is empty, and nothing
+        runs. Requests that have started are aborted, and those that wait still wait.
+        """
+        self.launched.clear()
+        self.scheduler.reset()
+        return self.scheduler.changed
+
+    def reset_if_idle(self) -> Changed:
+        """End what is aborted. Then begin empty, unless there are other requests."""
+        self.scheduler.end_aborted()
+        return self.scheduler.changed if self.num_unfinished else self.reset()
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.scheduler.unfinished)
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now, and what it has done since it started."""
+        manager = self.block_manager
+        return replace(
+            self.scheduler.stats, blocks_cached=len(manager.prefix_cache.published),
+            blocks_used=manager.num_blocks - len(manager.free_blocks))

@@ -1,0 +1,1 @@
+"""The caller's side: prompts in, text out, from any thread."""

@@ -1,0 +1,272 @@
+"""The API: prompts in, text out, from any thread, and whatever interrupts it.
+
+Threads share the engine. One of them at a time runs a step, for the requests of all.
+Then it puts each request that has changed into the outbox of the call that made it:
+each call to `generate` or `stream` has an outbox of its own, and all requests made by
+`add_request` share one. Everyone else only adds or aborts requests, and may do so at
+any time, even in the middle of a step. The next step sees both.
+
+Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort their
+own requests. If a step breaks off, the engine's state may be half-changed. Then
+`_in_step` stays True, and the next call resets the engine: every request that has
+started is aborted, no matter who made it, and still reported. (With several ranks that
+is impossible, because each of them may be anywhere in the step. In that case every
+later call fails.)
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from tqdm.auto import tqdm
+
+from nanopaged.checks import check
+from nanopaged.config import BeamSearchParams, EngineConfig, EngineStats
+from nanopaged.engine import Changed, Engine
+from nanopaged.frontend.outputs import RequestOutput, request_output
+from nanopaged.frontend.prompts import Params, Prompt, as_message, make_groups
+from nanopaged.loading import checkpoint
+from nanopaged.loading.start_up import free_runner, make_runner
+from nanopaged.loading.weights import replace_weights
+from nanopaged.sequence import SequenceGroup
+
+Prompts: TypeAlias = Prompt | Iterable[Prompt]
+ParamsForAll: TypeAlias = Params | Iterable[Params | None] | None
+Messages: TypeAlias = list[dict[str, Any]]
+
+
+class LLM(AbstractContextManager["LLM"]):
+    """An engine that serves one model. See `EngineConfig` for the keyword arguments.
+
+    >>> with LLM() as llm:  # the bundled model
+    ...     print(llm.generate("ROMEO:")[0].outputs[0].text)
+
+    Threads may share an engine, and their requests then share batches.
+    """
+
+    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
+        known = EngineConfig.__dataclass_fields__
+        unknown = sorted(options.keys() - known)
+        check(not unknown, "options of LLM", f"among {[*known]}", unknown, TypeError)
+        model = checkpoint.BUNDLED if model is None else model
+        self.config = EngineConfig(model, **options)
+        self.model_config = checkpoint.load_config(model, self.config.model_impl)
+        self.tokenizer = checkpoint.load_tokenizer(model)  # None if there is none
+        self.eos_token_ids, self.default_params = checkpoint.load_generation_config(
+            model, self.model_config, self.tokenizer)
+        self._runner = make_runner(self.config, self.model_config)
+        weakref.finalize(self, free_runner, self._runner)
+        # With several ranks, all processes but the first stay here, and run the batches
+        # that it sends.
+        self._runner.ranks.serve(self._runner.run)
+        self.engine = Engine(self.config, self._runner)
+        self._outboxes: dict[SequenceGroup, Changed] = {}  # of unfinished requests
+        self._outbox: Changed = {}  # of all requests from `add_request`
+        self._lock: Any = threading.RLock()
+        self._in_step = False  # it stays True after a step that has failed
+
+    # -- Prompts in, text out ----------------------------------------------------------
+
+    def generate(self, prompts: Prompts, sampling_params: ParamsForAll = None,
+                 use_tqdm: bool = True) -> list[RequestOutput]:
+        """Complete all prompts, and return an output for each, in the same order.
+
+        A prompt is a string, a list of token ids, {"prompt": ...} or
+        {"prompt_token_ids": ...}. A dict may also have a "cache_salt".
+        `sampling_params` is one object for all prompts, or a list with one for each.
+        None stands for `default_params`, from the model's generation_config.json.
+        """
+        groups = make_groups(self, prompts, sampling_params)
+        with closing(self._outputs_of(groups, final_only=True)) as outputs:
+            # Every bar, even if hidden, has a finalizer, and Python drops a Ctrl-C
+            # that arrives in a finalizer. So there is no bar unless one is wanted.
+            bar = tqdm(outputs, total=len(groups)) if use_tqdm else outputs
+            return sorted(bar, key=lambda output: int(output.request_id))
+
+    def stream(self, prompts: Prompts,
+               sampling_params: ParamsForAll = None) -> Iterator[RequestOutput]:
+        """Like `generate`, but yield each request's output so far whenever it grows.
+
+        The first `next` queues the requests. Closing the iterator aborts those that
+        have not finished.
+        """
+        return self._outputs_of(make_groups(self, prompts, sampling_params))
+
+    def chat(self, messages: Messages | list[Messages],
+             sampling_params: ParamsForAll = None, use_tqdm: bool = True,
+             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Answer one or more conversations: lists of {"role": ..., "content": ...}.
+
+        `chat_template_kwargs` are passed on to the tokenizer's `apply_chat_template`.
+        """
+        chats: Any = list(messages)
+        chats = [chats] if any(isinstance(each, Mapping) for each in chats) else chats
+        chats = [list(map(as_message, chat)) for chat in chats]
+        options = {"add_generation_prompt": True} | (chat_template_kwargs or {})
+        encoding = self.get_tokenizer().apply_chat_template(chats, **options)
+        return self.generate(encoding, sampling_params, use_tqdm)
+
+    def beam_search(self, prompts: Prompts,
+                    params: BeamSearchParams) -> list[RequestOutput]:
+        """The `beam_width` best continuations of every prompt, best first.
+
+        `logprobs` has each token's log-probability, and `cumulative_logprob` their sum.
+        """
+        return self.generate(prompts, params, use_tqdm=False)
+
+    # -- Requests one by one -----------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: Params | None = None) -> str:
+        """Queue a request for `step`, and return its id.
+
+        An invalid request raises an error and leaves the engine unchanged.
+        """
+        groups = make_groups(self, [prompt], [sampling_params])
+        self._submit(groups, self._outbox)
+        return groups[0].request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Return the current output of each request from `add_request` that has
+        changed, after a step if none has. (`generate` and `stream` report their own.)
+        """
+        return self._collect(self._outbox)
+
+    def abort_request(self, request_id: str) -> None:
+        """Have the next step end a request and free its blocks.
+
+        The request's last output is what it has so far, with finish_reason "abort". If
+        it has finished already, nothing happens.
+        """
+        check(isinstance(request_id, str), "request_id", "a str", request_id, TypeError)
+        self.engine.abort(request_id)
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has anything left to do or to return."""
+        # `_in_step`: a step has failed, and what it aborts is still to be reported.
+        return bool(self.engine.num_unfinished or self._outbox or self._in_step)
+
+    # -- Many callers, one engine ------------------------------------------------------
+
+    def _submit(self, groups: list[SequenceGroup], outbox: Changed) -> None:
+        """Queue requests, all at once. What they report will be in this outbox."""
+        self._check_open()
+        self._outboxes.update(dict.fromkeys(groups, outbox))
+        self.engine.add(groups)
+
+    def _outputs_of(self, groups: list[SequenceGroup], final_only: bool = False
+                    ) -> Generator[RequestOutput, None, None]:
+        """Step until these requests have finished, and yield outputs as they change."""
+        outbox: Changed = {}
+        try:
+            self._submit(groups, outbox)
+            left = {group.request_id for group in groups}
+            while left:
+                for output in self._collect(outbox, final_only):
+                    if output.finished:
+                        left.discard(output.request_id)
+                    yield output
+        finally:  # an error, Ctrl-C, or a stream that is closed or garbage-collected
+            for group in groups:
+                self._outboxes.pop(group, None)
+                self.engine.abort(group.request_id)
+
+    def _collect(self, outbox: Changed,
+                 final_only: bool = False) -> list[RequestOutput]:
+        """Step, unless the outbox already has something. Then report what is in it."""
+        with self._exclusive():
+            # The step of another thread may have filled the outbox already.
+            if self._in_step or (not outbox and self.engine.num_unfinished):
+                self._run(self.engine.step)
+            for group in outbox.values():
+                if (error := group.error) and not group.live:
+                    group.error = None  # the next call reports what the request has
+                    raise error
+            outputs = [request_output(group) for group in outbox.values()
+                       if not (final_only and group.live)]
+            outbox.clear()
+            return outputs
+
+    def _run(self, act: Callable[[], Changed]) -> None:
+        """Let the engine act, and put the requests that it changes into their outboxes.
+        After a step that has failed it is reset instead.
+        """
+        self._check_open()
+        if self._in_step:
+            act = self.engine.reset
+        self._in_step = True
+        changed = act()
+        for request_id, group in changed.items():
+            # After an interruption here, one that has ended is in its outbox already.
+            self._outboxes.get(group, {})[request_id] = group
+            if not group.live:
+                self._outboxes.pop(group, None)
+        changed.clear()
+        self._in_step = False
+
+    def _reset_if_idle(self) -> bool:
+        """Reset the engine, unless requests are unfinished. Call it in `_exclusive`."""
+        self._run(self.engine.reset_if_idle)
+        return not self.engine.num_unfinished
+
+    def _check_open(self) -> None:
+        is_broken = self._in_step and self._runner.ranks.size > 1
+        if self._runner.model is None or is_broken:
+            raise RuntimeError("this engine was shut down, or a step on several ranks "
+                               "failed: start a new one")
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Keep other threads out.
+
+        A signal handler or a finalizer may run in the middle of a step, on the same
+        thread. It gets an error, because a step within a step would do harm. (This asks
+        the lock, not `_in_step`, which stays True after a step has failed.)
+        """
+        if self._lock._is_owned():
+            raise RuntimeError("this cannot be called from within a step")
+        with self._lock:
+            yield
+
+    # -- The rest ----------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer; ValueError if the model has none."""
+        check(self.tokenizer is not None, "model", "one with a tokenizer (needed for "
+              "text, but not for token ids)", self.config.model)
+        return self.tokenizer
+
+    def stats(self) -> EngineStats:
+        """What the engine holds now, and what it has done since it started."""
+        return self.engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache and reset the statistics. If requests are unfinished,
+        do nothing and return False.
+        """
+        with self._exclusive():
+            return self._reset_if_idle()
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Replace the model's weights, and reset the prefix cache.
+
+        weights: the names and tensors of a whole checkpoint. Raises ValueError, and
+        changes no weight, if a name or a shape is wrong, or if requests are unfinished.
+        """
+        named = dict(weights)  # without the lock: this may run any code
+        with self._exclusive():
+            # The cache is emptied first: if the rest is interrupted, no old K and V
+            # remain.
+            check(self._reset_if_idle(), "the number of unfinished requests",
+                  "0 for load_weights", self.engine.num_unfinished)
+            replace_weights(self._runner.model, named, self._runner.ranks)
+
+    def shutdown(self) -> None:
+        """Free this process's memory. The engine cannot be used after that."""
+        with self._exclusive():
+            free_runner(self._runner)
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()

@@ -1,0 +1,155 @@
+"""From prompts to requests: what a caller may pass, and what can never be served."""
+
+import json
+from collections.abc import Iterable, Mapping, Set
+from copy import deepcopy
+from dataclasses import replace
+from itertools import compress
+from numbers import Number
+from typing import Any, TypeAlias
+
+from nanopaged.checks import check, plain
+from nanopaged.config import BeamSearchParams, SamplingParams
+from nanopaged.frontend.detokenizer import Detokenizer
+from nanopaged.sequence import SequenceGroup
+
+# What the public methods take. A dict has these names. What a tokenizer returns, arrays
+# and tensors of token ids, and any iterable of prompts also work.
+NAMES = ("prompt", "prompt_token_ids", "cache_salt")
+Prompt: TypeAlias = str | list[int] | dict[str, Any]
+Params: TypeAlias = SamplingParams | BeamSearchParams
+
+
+# -- Whatever is passed, as a list of prompts ------------------------------------------
+
+def as_prompts(given: Any) -> list[Any]:
+    """One or several prompts as a list of strings, dicts and lists of token ids."""
+    if isinstance(given, Mapping) and "input_ids" in given:  # what a tokenizer returns
+        rows = as_prompts(given["input_ids"])
+        masks = as_prompts(given.get("attention_mask", [[1] * len(r) for r in rows]))
+        fits = [*map(len, rows)] == [*map(len, masks)] and not given.keys() & {*NAMES}
+        check(fits, "prompt", f"input_ids without {NAMES}, and with a mask of the same "
+              "length, if any", given)
+        return [list(compress(*pair)) for pair in zip(rows, masks, strict=True)]
+    if isinstance(given, str | Mapping):
+        return [given]
+    given = plain(getattr(given, "ids", given))  # an Encoding of tokenizers has `ids`
+    is_list = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    check(is_list and not isinstance(given, bytes | bytearray | memoryview | Set),
+          "prompt", f"a string, a list of token ids, a dict with names among {NAMES}, "
+          "the result of a tokenizer, or several of these", given, TypeError)
+    items = [plain(item) for item in given]
+    # A list that contains a number is a single prompt.
+    return [items] if any(isinstance(item, Number) for item in items) else items
+
+
+def as_dict(prompt: Any) -> Mapping[str, Any]:
+    """One prompt as a dict."""
+    content, *others = as_prompts(prompt) or [[]]
+    check(not others, "prompt", "one prompt", prompt, TypeError)
+    if not isinstance(content, Mapping):
+        return {"prompt": content}
+    unknown = content.keys() - NAMES
+    check(not unknown, "prompt", f"a dict with names among {NAMES}", unknown, TypeError)
+    return content
+
+
+def as_message(given: Any) -> dict[str, Any]:
+    """A chat message as templates expect it: the text of all its parts, and the
+    arguments of tool calls parsed from JSON.
+    """
+    is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
+    check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
+          "such lists", given, TypeError)
+    message: dict[str, Any] = dict(given)
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        check(is_text, "content", "a string, or a list of text parts", part, TypeError)
+    if isinstance(content, list):
+        message["content"] = "\n".join(part["text"] for part in parts)
+    try:
+        message["tool_calls"] = calls = deepcopy(message["tool_calls"])
+        for call in calls or []:
+            if isinstance(arguments := call["function"].get("arguments"), str):
+                call["function"]["arguments"] = json.loads(arguments)
+    except Exception as error:
+        check("tool_calls" not in message, "tool_calls", "a list of calls, with "
+              f"arguments in JSON ({error!r})", message.get("tool_calls"))
+    return message
+
+
+# -- Requests --------------------------------------------------------------------------
+
+def make_groups(llm: Any, prompts: Any, params: Any) -> list[SequenceGroup]:
+    """A request to `llm` for each prompt; ValueError or TypeError names a wrong one."""
+    prompts = as_prompts(prompts)
+    params = list(params) if isinstance(params, Iterable) else [params] * len(prompts)
+    check(len(params) == len(prompts), "sampling_params",
+          f"one object, or a list of {len(prompts)}, one for each prompt", params)
+    groups = []
+    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            groups.append(make_group(llm, param, **as_dict(prompt)))
+        except (TypeError, ValueError) as error:
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            where = f"prompts[{number}]: " if len(prompts) > 1 else ""
+            raise kind(f"{where}{error}") from error
+    return groups
+
+
+def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
+               cache_salt: Any = None) -> SequenceGroup:
+    """A request that can be served; ValueError or TypeError if it never can be."""
+    ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
+    if isinstance(ids, str):
+        ids.encode()  # an error for half a character
+        ids = llm.get_tokenizer()(ids).input_ids
+    ids = plain([*ids]) if isinstance(ids, list | tuple) else [None]
+    check({*map(type, ids)} <= {int}, "prompt", "a string or a list of token ids",
+          given, TypeError)
+    params = llm.default_params if params is None else params
+    check(isinstance(params, Params), "sampling_params",
+          "SamplingParams or BeamSearchParams", params, TypeError)
+    eos_ids = [] if params.ignore_eos else llm.eos_token_ids
+    vocab_size, max_seqs = llm.model_config.vocab_size, llm.config.max_num_seqs
+    beam_params = params if isinstance(params, BeamSearchParams) else None
+    if beam_params:
+        # A group of `beam_width` sequences. Each reports enough candidates for
+        # `beam_width` to go on, even if every EOS token is among them.
+        max_seqs = min(max_seqs, vocab_size - len(eos_ids))
+        params = SamplingParams(
+            n=params.beam_width, temperature=0, max_tokens=params.max_tokens,
+            logprobs=params.beam_width + len(eos_ids))
+    check(params.n <= max_seqs, "n (or beam_width)", f"at most {max_seqs}, "
+          "because of max_num_seqs or the vocabulary", params.n)
+    if cache_salt is not None:
+        params = replace(params, cache_salt=cache_salt)
+    reasons = {id: id for id in params.stop_token_ids or []}
+    reasons |= special_stops(llm, params)
+    stop_ids = {*eos_ids, *reasons}
+
+    all_ids = [*ids, *stop_ids, *(params.logit_bias or {})]
+    wrong = [id for id in all_ids if not 0 <= id < vocab_size]
+    check(not wrong, "token ids", f"from 0 to {vocab_size - 1}", wrong)
+    longest = llm.engine.max_model_len
+    check(0 < len(ids) < longest, "number of prompt tokens",
+          f"at least 1 and less than max_model_len={longest}", len(ids))
+    text = prompt if isinstance(prompt, str) else None
+    reader = Detokenizer(llm.tokenizer, ids, params.stop_strings,
+                         params.skip_special_tokens, text, reasons)
+    group = SequenceGroup(ids, params, stop_ids, longest, reader, beam_params)
+    llm.engine.check_fits(group)
+    return group
+
+
+def special_stops(llm: Any, params: SamplingParams) -> dict[int, Any]:
+    """The special tokens among the stop strings: {id: text}. If these tokens are
+    skipped, the text does not have them.
+    """
+    if not params.stop:
+        return {}
+    known = llm.get_tokenizer().added_tokens_decoder  # an error if there is none
+    return {id: token.content for id, token in known.items() if token.special
+            and token.content in params.stop_strings and params.skip_special_tokens}

@@ -1,0 +1,1 @@
+"""Attention on a GPU: Triton's kernels, and recorded steps."""

@@ -1,0 +1,89 @@
+"""CUDA graphs: steps of decodes, recorded once and then repeated.
+
+A forward pass launches hundreds of kernels, and for a few decodes the host takes longer
+to launch them than the GPU to run them. A CUDA graph is a recording of all these
+launches, which is then repeated with a single one. It repeats the same kernels with the
+same sizes and the same addresses. Therefore
+
+  - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
+    padded to the next one
+  - a backend's plan has a shape that depends only on this number
+  - `ModelRunner._upload` puts one input after the other, always at the same place. The
+    last one, `last_indices`, moves when the block tables before it grow. Only the
+    model's `head` needs it, so that is not recorded. (Recording it would also take
+    memory for the logits of every size.)
+
+Running ahead. On a GPU, the next step is scheduled and launched before the tokens of
+this one are read, so that the GPU never waits for Python. Therefore
+
+  - the next step may have an entry for a sequence that has ended. Its token is ignored.
+    Its K and V go into a slot of the sequence's last block, and do no harm there: the
+    block is not published with this token, and if it has been freed, the step of its
+    next owner runs later and overwrites them
+  - if all sequences wait for tokens to be read, the batch is empty
+  - after the last request has ended, one launched step is left. It is read with the
+    next request, and its tokens are ignored
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanopaged.attention import Metadata
+from nanopaged.batch import Batch
+from nanopaged.model_runner import ModelRunner
+
+
+class Graphs:
+    """The forward pass of decodes, recorded for some numbers of sequences."""
+
+    @torch.inference_mode()
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.recorded: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
+        largest = runner.config.max_num_seqs
+        sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
+        # A graph that is freed also frees what cuBLAS keeps for its stream. So each
+        # engine records on a stream of its own.
+        memory_pool = torch.cuda.graph_pool_handle()
+        stream: Any = torch.cuda.Stream()
+        for size in sorted(sizes, reverse=True):
+            batch = Batch([0], [1], [1], [runner.padding_block])
+            metadata = runner.prepare(self._pad(batch, size))
+            runner.forward(metadata)  # the first call may set up what later ones need
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may go on using the GPU, and an engine in one of them may
+            # compile nothing, which would hold for this thread, too.
+            with (torch.compiler.set_stance("default"),
+                  torch.cuda.graph(graph, memory_pool, stream, "thread_local")):
+                states = runner.forward(metadata)
+            self.recorded[size] = (graph, states)
+
+    def compute(self, batch: Batch) -> tuple[Tensor, Metadata] | None:
+        """What `ModelRunner._compute` returns; None if no recorded step fits."""
+        num_seqs = len(batch.counts)
+        if len(batch.token_ids) > num_seqs:
+            return None  # a chunk of a prompt
+        size = min(size for size in self.recorded if size >= num_seqs)
+        metadata = self.runner.prepare(self._pad(batch, size))
+        graph, states = self.recorded[size]
+        graph.replay()  # it reads what `prepare` wrote, and fills `states`
+        return states, metadata
+
+    def _pad(self, batch: Batch, size: int) -> Batch:
+        """The same step with more sequences, of one token each. They must not overwrite
+        the K and V of others, so theirs go to the padding block.
+        """
+        padding = size - len(batch.counts)
+        ones = [1] * padding
+        padding_blocks = np.full(padding, self.runner.padding_block)
+        return Batch(batch.token_ids + [0] * padding, batch.counts + ones,
+                     batch.ends + ones, np.append(batch.block_ids, padding_blocks),
+                     batch.samples)
+
+    def free(self) -> None:
+        for graph, _ in self.recorded.values():
+            graph.reset()  # otherwise NCCL would wait for it when the ranks shut down
+        self.recorded = {}

@@ -1,0 +1,1 @@
+"""From a checkpoint to an engine that is ready for its first step."""

@@ -1,0 +1,154 @@
+"""Any decoder of transformers: its own modules, with our attention put in.
+
+This is for families that `model.py` lacks. `AnyDecoder` has the two methods of
+`CausalLM` that the runner calls.
+
+What could a family do that a flat batch with blocks gets wrong? `sizes_of` refuses what
+its config tells, before any weight is read, and `attend` whatever it does not know. The
+rest only shows in what comes out: layers that remember tokens in other ways, or that
+count positions within the batch. So `put_attention_in` compares two sequences with
+what transformers computes for them, before the engine serves anything.
+"""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from nanopaged.attention import cdiv
+from nanopaged.batch import Batch
+from nanopaged.checks import check
+
+COPIED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "layer_types",
+          "head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window",
+          "max_position_embeddings", "rope_parameters", "eos_token_id", "dtype")
+FAMILY = ("a family that remembers earlier tokens by attention alone, and lets it be "
+          "exchanged")
+# Arguments of attention that change nothing here: positions are in Q and K already.
+HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
+
+
+class Sizes(SimpleNamespace):
+    """What the engine wants to know of a config. Families use different names for it.
+    """
+
+
+def sizes_of(config: Any) -> Sizes:
+    family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_open = family and family._supports_attention_backend and not family._is_stateful
+    check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
+    text = config.get_text_config(decoder=True)
+    text.allow_global_per_layer_attribute_access = True  # `attend` finds other sizes
+    sizes = Sizes(source=config, **{name: getattr(text, name, None) for name in COPIED})
+    num_heads = sizes.num_attention_heads
+    sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
+    mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
+    sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
+    return sizes
+
+
+def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
+           scaling: float, sliding_window: int | None = None,
+           s_aux: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
+    """What a layer of transformers calls; q, k, v: [1, heads, num_tokens, head_dim]."""
+    is_causal = getattr(layer, "is_causal", True)
+    more |= {"a mask": attention_mask, "later keys": not is_causal}
+    unknown = [name for name, value in more.items()
+               if name not in HARMLESS and value is not None and value is not False]
+    name, step, v_dim = type(layer).__name__, layer.step, v.shape[-1]
+    check(not unknown, f"attention in {name}", "without what ours lacks", unknown)
+    v = nn.functional.pad(v, (0, max(0, k.shape[-1] - v_dim)))  # MLA's is narrower
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    shape = step.backend.num_kv_heads, step.backend.head_dim
+    check(k.shape[1:] == v.shape[1:] == shape, f"K and V in {name}",
+          f"{shape}, as in all other layers", tuple(k.shape[1:]))
+    kv_cache = next(step.kv_caches, None)  # of this call, as layers may run twice
+    check(kv_cache is not None, "num_hidden_layers", "the number of calls of attention "
+          "in a step", "fewer")
+    step.windows.add(sliding_window)
+    step.backend.store(k, v, kv_cache, step.metadata.slots)
+    how = scaling, sliding_window or None, s_aux
+    out = step.backend.attend(q, kv_cache, step.metadata, *how).view(1, *q.shape)
+    return out[..., :v_dim], None
+
+
+transformers.AttentionInterface.register("nanopaged", attend)
+
+
+class AnyDecoder(nn.Module):
+    def __init__(self, config: Any, sizes: Sizes, backend: Any) -> None:
+        super().__init__()
+        options = {"dtype": backend.dtype, "attn_implementation": "eager"}
+        auto = transformers.AutoModelForCausalLM
+        if config.load_format == "dummy":
+            self.model = auto.from_config(sizes.source, **options).eval()
+        else:
+            self.model, info = auto.from_pretrained(
+                config.model, config=sizes.source, output_loading_info=True, **options)
+            wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
+            check(not wrong, f"the weights in {config.model}",
+                  "exactly the tensors that config.json calls for", wrong)
+        self.model.to(backend.device)
+        self.sizes, self.decoder = sizes, self.model.get_decoder()
+        self.decode = self.decoder.forward
+        self.step: Any = SimpleNamespace(backend=backend, windows=set())  # for `attend`
+        for module in self.modules():
+            vars(module)["step"] = self.step
+        # The host waits for what tokens choose, and CUDA graphs cannot wait.
+        names = str(self.model).lower()
+        if "moe" in names or "expert" in names:
+            backend.can_be_recorded = False
+
+    def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
+        self.step.kv_caches, self.step.metadata = iter(kv_caches), metadata
+        self.output = self.decode(
+            token_ids[None], position_ids=metadata.positions[None], use_cache=False)
+        return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def head(self, x: Tensor) -> Tensor:
+        return self.model(inputs_embeds=x[None]).logits[0]  # type: ignore[no-any-return]
+
+    def give_states(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
+        """In place of the decoder, while the head is computed: some families scale it,
+        and some look at more than the states.
+        """
+        self.output["last_hidden_state"] = inputs_embeds
+        return self.output
+
+    @torch.inference_mode()
+    def put_attention_in(self, runner: Any) -> None:
+        """Compute two sequences by transformers alone. Then put our attention in, and
+        compute both at once, in blocks and in two steps; ValueError if they differ.
+        """
+        size, vocab_size = runner.config.block_size, self.sizes.vocab_size
+        length = min(2 * size + 2, 66, runner.max_model_len)
+        ids = torch.arange(2 * length, device=runner.device).view(2, -1) % vocab_size
+        num_blocks, logits = cdiv(length, size), []
+        runner.make_pools(2 * num_blocks, 0)
+        try:
+            wanted = self.model(ids, use_cache=False).logits.float()
+            self.model.set_attn_implementation("nanopaged")
+            self.decoder.forward = self.give_states
+            for start, end in ((0, length // 2), (length // 2, length)):
+                used = cdiv(end, size)
+                blocks = [*range(used), *range(num_blocks, num_blocks + used)]
+                tokens = ids[:, start:end].flatten().tolist()
+                batch = Batch(tokens, [end - start] * 2, [end] * 2, blocks)
+                states = runner.forward(runner.prepare(batch))
+                logits.append(self.head(states).view(2, end - start, -1))
+            errors = (torch.cat(logits, 1) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        except Exception as error:
+            raise ValueError(f"model_type in config.json must be {FAMILY}, got "
+                             f"{self.sizes.model_type!r} ({error})") from error
+        runner.make_pools(0, 0)
+        # A family may tell its window to the mask alone, and then we do not know it.
+        window, types = self.sizes.sliding_window, self.sizes.layer_types
+        is_used = types is None or "sliding_attention" in types
+        if window and is_used and window not in self.step.windows:
+            runner.max_model_len = min(runner.max_model_len, window)
+        # 16 bits are rounded, so a few tokens may even meet other experts.
+        most = 1e-3 if runner.dtype == torch.float32 else 0.2
+        check(bool(errors[:, : runner.max_model_len].mean() < most),
+              "model_type in config.json", FAMILY, self.sizes.model_type)

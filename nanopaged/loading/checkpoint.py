@@ -1,0 +1,189 @@
+"""What a checkpoint says: its config, its tokenizer, its parameters for requests that
+have none, and which file has which tensor.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import get_local_safetensors_metadata, snapshot_download
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils import cached_file
+
+from nanopaged.checks import check
+from nanopaged.config import SamplingParams
+from nanopaged.loading.any_decoder import sizes_of
+
+BUNDLED = Path(__file__).parents[1] / "shakespeare"
+# What config.json may say. There are more ways to rotate Q and K, but with these the
+# angles depend on the position alone, and not on the length of the sequence.
+KNOWN = {
+    "rope_type": ("default", "linear", "llama3", "yarn", "proportional", None),
+    "is_causal": (None, True),
+    "layer_types": (None, "full_attention", "sliding_attention")}
+# What our own decoder can compute. Transformers' modules compute the others.
+OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
+# What generation_config.json calls our parameters.
+DEFAULTS = {name: name for name in (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+DEFAULTS["max_new_tokens"] = "max_tokens"
+# Texts that show whether two tokenizers agree.
+SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f(x):\n  a_b")
+REPAIR = "repair it or download it again"
+
+
+@contextmanager
+def reading(what: str, remedy: str = REPAIR) -> Iterator[None]:
+    """Make a library's errors say what could not be read, and what to do about it."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"cannot read {what} ({remedy}): {error.__cause__ or error!r}") from error
+
+
+def find_file(name: str | Path, file: str) -> Any:
+    """The path of a file of the checkpoint; None if it has no such file."""
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def load_config(name: str | Path, model_impl: str = "auto") -> Any:
+    """The config, as transformers reads it, or the `Sizes` of a model that its modules
+    compute; ValueError if neither can run it.
+    """
+    # An id of the hub is "name" or "owner/name"; anything else is a path.
+    is_path = isinstance(name, Path) or str(name).count("/") > 1
+    is_path |= str(name).startswith((".", "/", "~")) or Path(name).exists()
+    check(not is_path or Path(name, "config.json").is_file(), "model", "an id of the "
+          "Hugging Face hub, or an existing directory with a config.json", str(name))
+    remedy = REPAIR if is_path else "is the id right, and is there a network?"
+    with reading(f"config.json of {name}", remedy):
+        config = AutoConfig.from_pretrained(name)
+    quantization = getattr(config, "quantization_config", None)
+    check(quantization is None, "quantization_config in config.json",
+          "absent (quantised weights are not supported)", quantization)
+    facts = config.get_text_config(decoder=True).to_dict()
+    # In transformers 5, all fields about positions are in this one. A family may have
+    # several of them, for several types of layers.
+    ropes = facts.get("rope_parameters") or {}
+    kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
+    facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
+    fits = all(facts.get(field) in known for field, known in OURS.items())
+    is_ours = model_impl == "nanopaged" or (model_impl == "auto" and fits)
+    for field, known in (KNOWN | (OURS if is_ours else {})).items():
+        value = facts.get(field)
+        values = value if isinstance(value, list) else [value]
+        check(set(values) <= set(known), f"{field} in config.json",
+              f"one of {known}", value)
+    if not is_ours:
+        return sizes_of(config)
+    size = config.hidden_size // config.num_attention_heads
+    config.head_dim = facts.get("head_dim") or size
+    return config
+
+
+def num_positions(config: Any) -> int:
+    """How many positions the model can tell apart. Some ways to rotate Q and K stretch
+    those that it was trained on.
+    """
+    trained: int = config.max_position_embeddings
+    rope = config.rope_parameters or {}
+    if rope.get("rope_type") not in ("linear", "yarn"):
+        return trained
+    original = rope.get("original_max_position_embeddings") or trained
+    return max(trained, int(original * rope.get("factor", 1)))
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """The tokenizer; None for a directory without one."""
+    path = Path(name)
+    if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
+        return None
+    with reading(f"the tokenizer of {name}"):
+        # With clean-up, the text of a token would depend on the tokens after it.
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, clean_up_tokenization_spaces=False)
+        file = find_file(name, "tokenizer.json")
+        plain: Any = Tokenizer.from_file(str(file)) if file else None
+    for text in SAMPLES if plain else ():
+        found = tokenizer.encode(text, add_special_tokens=False)
+        stored = plain.encode(text, add_special_tokens=False).ids
+        if found != stored:
+            logging.getLogger("nanopaged").warning(
+                "%s turns %r into the tokens %s, but tokenizer.json of %s into %s. Is "
+                "tokenizer_class in tokenizer_config.json right?",
+                type(tokenizer).__name__, text, found, name, stored)
+            break
+    return tokenizer
+
+
+def load_generation_config(name: str | Path, model_config: Any, tokenizer: Any = None
+                           ) -> tuple[list[int], SamplingParams]:
+    """The ids of all EOS tokens, and the parameters for requests without their own.
+
+    Both come from generation_config.json, if the model has one. It may name several EOS
+    tokens where config.json has one or none. The tokenizer's counts, too.
+    """
+    fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
+    with reading(f"generation_config.json of {name}"):
+        if find_file(name, "generation_config.json"):
+            fields |= GenerationConfig.from_pretrained(name).to_diff_dict()
+        if fields.get("top_p") == 0:
+            fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
+        params = SamplingParams(**{
+            ours: fields.pop(theirs) for theirs, ours in DEFAULTS.items()
+            if fields.get(theirs) is not None})
+    eos = fields["eos_token_id"]
+    eos = [*(eos if isinstance(eos, list) else [eos]),
+           getattr(tokenizer, "eos_token_id", None)]
+    eos_ids = [id for id in dict.fromkeys(eos) if id in range(model_config.vocab_size)]
+    # The engine ignores the other fields. With one of these values, a field has no
+    # effect anywhere, so it needs no warning.
+    ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
+               and not field.endswith(("_token_id", "_version"))]
+    if ignored:
+        logging.getLogger("nanopaged").warning(
+            "generation_config.json of %s has unsupported fields: %s", name, ignored)
+    return eos_ids, params
+
+
+# -- Tensors ---------------------------------------------------------------------------
+
+def read_headers(source: str | Path) -> tuple[Path, Any]:
+    """Where the weights are, and what their files say of them.
+
+    If a checkpoint has several files, an index says which tensor is in which file. Any
+    other file is ignored, and is not downloaded.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        names = ["model.safetensors", "model.safetensors.index.json"]
+        path = Path(snapshot_download(str(source), allow_patterns=names))
+        if not (path / names[0]).exists() and (path / names[1]).exists():
+            index = json.loads((path / names[1]).read_text())["weight_map"]
+            snapshot_download(str(source), allow_patterns=[*set(index.values())])
+    with reading(f"the weights in {path}"):
+        return path, get_local_safetensors_metadata(path)
+
+
+def find_tensors(source: str | Path) -> tuple[dict[str, Path], dict[str, list[int]]]:
+    """The file of each tensor, {"lm_head.weight": path, ...}, and its shape."""
+    path, found = read_headers(source)
+    places = found.weight_map
+    with reading(f"the weights in {path}"):
+        shapes = {name: found.files_metadata[place].tensors[name].shape
+                  for name, place in places.items()}
+    return {name: path / place for name, place in places.items()}, shapes
+
+
+def stored_dtype(source: str | Path) -> Any:
+    """The dtype of most weights, for a config that has none; None if it is unusual."""
+    _, found = read_headers(source)
+    sizes = found.parameter_count
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    return dtypes.get(max(sizes, key=sizes.get))

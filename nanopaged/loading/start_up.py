@@ -1,0 +1,186 @@
+"""Before the first step: what "auto" stands for, the largest steps, and the pools."""
+
+import logging
+import os
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from nanopaged.attention import TorchAttention, cdiv
+from nanopaged.batch import Batch
+from nanopaged.checks import check
+from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.loading.any_decoder import AnyDecoder
+from nanopaged.loading.checkpoint import num_positions, stored_dtype
+from nanopaged.loading.weights import load_model, optional, products
+from nanopaged.model_runner import ModelRunner
+from nanopaged.ranks import Ranks
+from nanopaged.sequence import SequenceGroup
+
+
+# torch compiles the functions again for each hidden size of any engine in this process,
+# and gives up after 8 versions.
+@torch.compiler.config.patch(recompile_limit=256)  # type: ignore
+def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
+    """A runner that is ready for its first step."""
+    ranks = Ranks(config, model_config)
+    device = pick_device(config.device)
+    threads = optional("cpu.threads") if device.type == "cpu" else None
+    if threads:
+        threads.prepare_process()
+    model_dtype = model_config.dtype
+    if model_dtype is None and config.load_format != "dummy":
+        model_dtype = stored_dtype(config.model)  # type: ignore[arg-type]
+    dtype = pick_dtype(config.dtype, model_dtype, device)
+    backend = make_backend(config.attention_backend, ranks.local_config,
+                           config.block_size, dtype, device)
+    model = load_model(config, backend, ranks)
+    max_model_len = longest_sequence(config, model_config)
+    runner = ModelRunner(config, ranks, backend, model, max_model_len)
+    if isinstance(model, AnyDecoder):
+        model.put_attention_in(runner)
+    if threads and sum(weight.numel() for weight in model.parameters()) < 2**24:
+        runner.run = threads.on_one_thread(runner.run)  # type: ignore[method-assign]
+    run_trial_steps(runner)
+    size_pools(runner)
+    num_graphs = 0
+    if runner.compiles and backend.can_be_recorded:
+        from nanopaged.gpu.graphs import Graphs
+
+        runner.graphs = Graphs(runner)
+        num_graphs = len(runner.graphs.recorded)
+    logging.getLogger("nanopaged").info(
+        "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
+        type(backend).__name__, dtype, runner.num_blocks, config.block_size, num_graphs)
+    return runner
+
+
+def longest_sequence(config: EngineConfig, model_config: Any) -> int:
+    """The most tokens a sequence may have; ValueError if more are asked for."""
+    longest = num_positions(model_config)
+    max_model_len = config.max_model_len or longest
+    check(max_model_len <= longest, "max_model_len",
+          f"at most {longest} for this model", max_model_len)
+    return max_model_len
+
+
+def run_trial_steps(runner: ModelRunner) -> None:
+    """Run steps of padding, for which the padding block is enough. On a GPU, the
+    largest steps follow. They compile everything that a step may need, and show how
+    much memory a step can take.
+    """
+    max_seqs = runner.config.max_num_seqs
+    max_tokens = runner.config.max_num_batched_tokens
+    run_padding(runner, [1])
+    if runner.is_gpu:
+        torch.cuda.empty_cache()
+        run_padding(runner, [1] * min(max_seqs, max_tokens))
+        longest = min(max_tokens, runner.max_model_len)
+        run_padding(runner, [longest] * min(max_seqs, max_tokens // longest))
+
+
+def run_padding(runner: ModelRunner, counts: list[int]) -> None:
+    """Run a step of padding, with counts[i] tokens in sequence i."""
+    num_seqs = len(counts)
+    num_blocks = sum(cdiv(count, runner.config.block_size) for count in counts)
+    params = SamplingParams(top_p=0.5)  # this takes the most memory
+    group = SequenceGroup([0], params, set(), runner.max_model_len)
+    runner.run(Batch(
+        [0] * sum(counts), counts, counts, [runner.padding_block] * num_blocks,
+        list(range(num_seqs)), receivers=group.sequences * num_seqs))
+
+
+def size_pools(runner: ModelRunner) -> None:
+    """Allocate the pools, at the requested size or at the largest that fits."""
+    config = runner.config
+    block_bytes = runner.kv_caches.nbytes  # so far there is only the padding block
+    fitting = min(runner.max_blocks, free_bytes(runner) // block_bytes)
+    # All ranks have the same block ids, so the smallest pool decides.
+    size = torch.tensor(config.num_blocks or fitting)
+    num_blocks = int(runner.ranks.all_reduce(size, "MIN"))
+    check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
+    num_swap_blocks = 0
+    if config.preemption_mode == "swap":
+        swap_bytes = int(config.swap_space * 2**30)
+        num_swap_blocks = min(runner.max_blocks, swap_bytes // block_bytes)
+    runner.make_pools(num_blocks, num_swap_blocks)
+    runner.max_model_len = min(runner.max_model_len, num_blocks * config.block_size)
+
+
+def free_bytes(runner: ModelRunner) -> int:
+    """How much memory there is for K and V."""
+    if not runner.is_gpu:
+        return 4 << 30  # what stays unused costs nothing
+    # torch keeps the memory of the largest step for later ones, so that does not count
+    # as free.
+    free, total = torch.cuda.mem_get_info(runner.device)
+    reserved = (1 - runner.config.gpu_memory_utilization) * total
+    return int(free - reserved) - (256 << 20)  # for the CUDA graphs
+
+
+def free_runner(runner: ModelRunner) -> None:
+    """Free its memory, even if the engine is still referenced."""
+    runner.free()
+    if threads := optional("cpu.threads"):
+        threads.give_memory_back()
+
+
+# -- What "auto" stands for ------------------------------------------------------------
+
+HAS_LOOPS = bool(products and products.HAS_KERNEL)  # compiled by Numba
+
+
+def pick_device(name: str) -> torch.device:
+    """A GPU if there is one; ValueError if one is asked for and there is none."""
+    has_gpu = torch.cuda.is_available()
+    check(has_gpu or name != "cuda", "device", "'cpu', because torch sees no GPU", name)
+    if name == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    # With an index, because another thread may have a different default device.
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
+    """The checkpoint's dtype, or one in which this processor is faster."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    if model_dtype not in (torch.bfloat16, torch.float16):
+        return model_dtype or torch.float32
+    if device.type == "cuda":
+        is_old = torch.cuda.get_device_properties(device).major < 8
+        return torch.float16 if is_old else model_dtype
+    has_kernel = HAS_LOOPS and model_dtype == torch.bfloat16
+    is_fast = has_kernel or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+# A backend's file is imported only if it is used, because it may need a package that is
+# missing.
+BACKENDS = {
+    "torch": "attention.TorchAttention", "numba": "cpu.attention.NumbaAttention",
+    "triton": "gpu.attention.TritonAttention", "flash": "gpu.attention.FlashAttention"}
+
+
+def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
+                 device: torch.device) -> TorchAttention:
+    """An attention backend; ValueError if it cannot run here."""
+    names = ["torch"]  # what can run here, the best one first
+    if device.type == "cuda":
+        if torch.cuda.get_device_properties(device).major >= 8:
+            names = ["triton", "flash", "torch"]
+    else:
+        if HAS_LOOPS and dtype != torch.float16:
+            names = ["numba", "torch"]
+        if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of both classes
+            names += ["triton", "flash"]
+    name = names[0] if name == "auto" else name
+    check(name in names, "attention_backend",
+          f"'auto', or one of {names} with this device and dtype", name)
+    module, _, kind = BACKENDS[name].rpartition(".")
+    try:
+        backend: Any = getattr(import_module(f"nanopaged.{module}"), kind)
+        return backend(model_config, block_size, dtype, device)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise ValueError(f"attention_backend={name!r} needs a package that is missing "
+                         f"(install it, or use 'torch'): {error}") from error

@@ -1,0 +1,125 @@
+"""What changes logits before a token is chosen, and what is reported about them.
+
+A request may bring hooks, biases and penalties, and may ban tokens. It may also ask for
+log-probabilities: of the tokens that are sampled, and of those of its prompt.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import RepetitionPenaltyLogitsProcessor
+
+from nanopaged.batch import Batch
+from nanopaged.checks import check
+from nanopaged.config import SamplingParams
+from nanopaged.sequence import Logprob, Logprobs, Sequence
+
+ROWS = 64  # so many rows of a prompt's logits are in memory at the same time
+
+
+def to_device(rows: list[Any], device: torch.device) -> Tensor:
+    """Rows of numbers as a tensor. For a GPU they go through pinned memory, because
+    otherwise the host would wait for the copy.
+    """
+    tensor = torch.from_numpy(np.array(rows))
+    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    return tensor.to(device, non_blocking=True)
+
+
+def process(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+    """Apply the changes of each request to a copy of the logits.
+
+    logits: [num_samples, vocab_size]
+    """
+    changed = [i for i, seq in enumerate(seqs) if seq.group.params.changes_logits]
+    if changed:
+        logits = logits.to(torch.float32, copy=True)
+    for i in changed:
+        group, params = seqs[i].group, seqs[i].group.params
+        token_ids = torch.tensor([seqs[i].token_ids], device=logits.device)
+        row = logits[i : i + 1]
+        try:
+            for function in params.logits_processors or []:
+                row = function(token_ids, row)
+            check(getattr(row, "shape", None) == (1, logits.shape[1]), "what "
+                  "logits_processors return", f"[1, {logits.shape[1]}] logits", row)
+            row = penalize(params, group.num_prompt_tokens, token_ids, row)
+            check(bool(row.isfinite().any()), "logits after logits_processors",
+                  "finite for at least one token", row)
+            logits[i] = row[0]
+        except Exception as error:  # only this request ends: see `Scheduler.update`
+            group.error = error
+    # Before `min_tokens`, no stop token may be sampled. (What counts is the position of
+    # the next token: len(token_ids) would leave out pending ones.)
+    banned = [(i, token) for i, seq in enumerate(seqs)
+              if seq.num_computed_tokens < seq.group.min_len
+              for token in seq.group.stop_token_ids]
+    if banned:
+        at = to_device(banned, logits.device).unbind(1)
+        logits = logits.index_put(at, logits.new_full((), -torch.inf))
+    return logits
+
+
+def penalize(params: SamplingParams, num_prompt_tokens: int, token_ids: Tensor,
+             logits: Tensor) -> Tensor:
+    """Biases and penalties, as vLLM defines them: [1, vocab_size]."""
+    bias: Any = params.logit_bias or {}
+    ids = torch.tensor([*bias], dtype=torch.int64, device=logits.device)
+    logits = logits.index_add(1, ids, logits.new_tensor([[*bias.values()]]))
+    if params.repetition_penalty != 1:
+        penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
+        logits = penalty(token_ids, logits)
+    answer = token_ids[0, num_prompt_tokens:]
+    counts = answer.bincount(minlength=logits.shape[1])
+    return (logits - params.presence_penalty * (counts > 0)
+            - params.frequency_penalty * counts)
+
+
+# -- Log-probabilities -----------------------------------------------------------------
+
+
+def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
+                    ) -> list[Logprobs]:
+    """For each row, the log-probability of its token, and then those of the most likely
+    tokens: counts[i] of them in row i.
+
+    logits: [num_rows, vocab_size]; tokens: [num_rows]
+    """
+    logprobs = logits.float().log_softmax(-1)
+    own = logprobs.gather(1, tokens[:, None])
+    own_ranks = 1 + (logprobs > own).sum(-1, keepdim=True)
+    likely = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
+    # How many values are higher than each of these. (Tied tokens have the same rank.)
+    num_higher = torch.searchsorted(-likely.values, -likely.values)
+    ids = torch.cat((tokens[:, None], likely.indices), 1).tolist()
+    values = torch.cat((own, likely.values), 1).tolist()
+    ranks = torch.cat((own_ranks, 1 + num_higher), 1).tolist()
+    reports = []
+    for count, id_row, *rows in zip(counts, ids, values, ranks, strict=True):
+        entries = map(Logprob, *rows)
+        reports.append(dict(zip(id_row[: count + 1], entries, strict=False)))
+    return reports
+
+
+def score_prompts(head: Any, states: Tensor, batch: Batch) -> None:
+    """Report the log-probabilities of prompt tokens, each from the state before it.
+
+    states: [num_tokens, hidden_size]. All their logits at once could take gigabytes, so
+    they are computed for some rows after the others.
+    """
+    if all(group.params.prompt_logprobs is None for group in batch.groups):
+        return
+    entries = states[: sum(batch.counts)].split(batch.counts)
+    for group, entry, end in zip(batch.groups, entries, batch.ends, strict=False):
+        count = group.params.prompt_logprobs
+        first = end - len(entry) + 1  # the position after the first state
+        if count is None or first >= group.num_prompt_tokens:
+            continue
+        tokens = torch.tensor(group.prompt_token_ids[first : end + 1])
+        for piece in tokens.to(states.device).split(ROWS):
+            reports = report_logprobs(
+                head(entry[: len(piece)]), piece, [count] * len(piece))
+            group.prompt_logprobs.update(enumerate(reports, first))
+            entry, first = entry[len(piece) :], first + len(piece)
