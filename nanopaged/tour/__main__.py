@@ -12,7 +12,7 @@ Write the guided tour of nanopaged, in which you learn how LLMs are served: in a
 of an hour, or in two hours. It is one HTML page that needs no network.
 
 All runs on it are real. They are made while the page is written, on this machine, with
-the small model that comes with the code. That takes about a minute and needs no GPU.
+the small model that comes with the code. That takes some ten seconds and needs no GPU.
 
 With --serve, you try prompts and settings of your own in a browser instead.
 """

@@ -1,19 +1,19 @@
 """What happened, in sentences, told by the calls that did it.
 
-While a run is recorded, its scheduler and block manager belong to the subclasses below.
-Their methods do what the engine's do, and then say what has changed. In a sentence,
-"#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns these into marks
-that light up.
+While a run is recorded, the engine has a scheduler and a block manager of the classes
+below. Their methods do what the engine's own do, and then say what has changed. In a
+sentence, "#5" is block 5 and "@0.1" is sequence 1 of request 0. The page turns these
+into marks that light up.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager, FreeList, Moves
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 from nanopaged.tour.kinds import KINDS
-from nanopaged.tour.observers import WatchedScheduler
+from nanopaged.tour.observers import Observer, WatchedScheduler
 
 Event = tuple[str, str]  # its kind, and a sentence
 
@@ -67,19 +67,21 @@ class Events:
         order = list(KINDS)
         return sorted(events, key=lambda event: order.index(event[0]))
 
-    def watch(self, scheduler: Any) -> None:
-        manager = scheduler.block_manager
-        scheduler.__class__, manager.__class__ = TracedScheduler, TracedManager
-        scheduler.events = manager.events = self
-
-    @staticmethod
-    def unwatch(scheduler: Any) -> None:
-        scheduler.__class__ = WatchedScheduler
-        scheduler.block_manager.__class__ = BlockManager
-
 
 class TracedScheduler(WatchedScheduler):
-    events: Events
+    """Goes on where a watched scheduler is, and says what it does."""
+
+    def __init__(self, scheduler: Scheduler, observers: list[Observer],
+                 events: Events) -> None:
+        super().__init__(scheduler, observers)
+        self.events = events
+        self.block_manager = TracedManager(scheduler.block_manager, events)
+
+    def reset(self) -> None:
+        if self.running:
+            self.events.say("abort", "A step has failed. All requests that have "
+                            "started are aborted, and the engine starts anew.")
+        super().reset()
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         num_moves, manager = len(batch.moves), self.block_manager
@@ -136,7 +138,7 @@ class TracedScheduler(WatchedScheduler):
         end, num_prompt_tokens = seq.num_computed_tokens, seq.group.num_prompt_tokens
         number = end - first
         if number == 0:
-            if seq.compute_end > first:
+            if seq.known_end > first:
                 self.events.say(
                     "budget", "The budget is used up, so {} must wait for the next "
                     "step.", name)
@@ -168,7 +170,9 @@ class TracedScheduler(WatchedScheduler):
 
 
 class TracedManager(BlockManager):
-    events: Events
+    def __init__(self, manager: BlockManager, events: Events) -> None:
+        vars(self).update(vars(manager))
+        self.events = events
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
         num_moves, lengths = len(moves), [len(seq.block_table) for seq in seqs]
@@ -198,10 +202,10 @@ class TracedManager(BlockManager):
             self.events.say("beam", sentence, f"@{request_id}.{number} continues the "
                             f"old {key(parent)}")
 
-    def mark_computed(self, seq: Sequence, num_tokens: int) -> None:
+    def mark_computed(self, seq: Sequence, end: int) -> None:
         contents = self.prefix_cache.contents
         old = [contents[id] for id in seq.block_table]
-        super().mark_computed(seq, num_tokens)
+        super().mark_computed(seq, end)
         for block_id, content in zip(seq.block_table, old, strict=True):
             if contents[block_id] is not content:
                 self.events.say(

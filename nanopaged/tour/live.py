@@ -14,12 +14,12 @@ import threading
 import traceback
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlencode
 
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.config import check
+from nanopaged.checks import check
 from nanopaged.tour.guide import lab
 from nanopaged.tour.page import page
 
@@ -27,10 +27,10 @@ MOST_CHARACTERS, MOST_PROMPTS, MOST_STEPS = 4000, 8, 400
 SWAP_SPACE = 0.0005  # GiB
 NUMBERS: dict[str, tuple[Any, Any, Any]] = {  # what it is at first, the least, the most
     "n": (2, 1, 8), "temperature": (0.8, 0, 10), "seed": (0, 0, 9999),
-    "max_tokens": (16, 1, 64), "steps_between": (0, 0, 50), "num_blocks": (24, 1, 256),
+    "max_tokens": (16, 1, 64), "steps_between": (0, 0, 50), "num_blocks": (24, 1, 1024),
     "max_num_batched_tokens": (16, 1, 512), "abort_after": (5, 0, MOST_STEPS)}
 CHOICES = {
-    "use_beam_search": ("no", "yes"), "block_size": ("1", "2", "4", "8", "16"),
+    "use_beam_search": ("no", "yes"), "block_size": ("1", "2", "4", "8", "16", "32"),
     "enable_prefix_caching": ("yes", "no"), "preemption_mode": ("recompute", "swap"),
     "abort_request": ("none", *map(str, range(MOST_PROMPTS)))}
 FIELDS = {name: str(first) for name, (first, *_) in NUMBERS.items()} | {
@@ -39,6 +39,16 @@ FIELDS = {name: str(first) for name, (first, *_) in NUMBERS.items()} | {
     "prompts": "JULIET: O Romeo, Romeo! wherefore art thou Romeo?\n"
                "JULIET: O Romeo, Romeo! let me go\n"
                "ROMEO: But, soft! what light through yonder window"}
+PRESETS: dict[str, dict[str, Any]] = {  # experiments: what each changes
+    "blocks of one token": {"block_size": 1, "num_blocks": 96},
+    "blocks of 32 tokens": {"block_size": 32, "num_blocks": 8},
+    "a pool of ten blocks": {"num_blocks": 10, "n": 1, "max_tokens": 12},
+    "four answers each": {"n": 4, "num_blocks": 48},
+    "no prefix cache": {"enable_prefix_caching": "no"},
+    "8 tokens a step": {"max_num_batched_tokens": 8},
+    "stop a request": {"abort_request": 0, "abort_after": 4},
+    "the same beginning": {"prompts": "ROMEO: But, soft!\nROMEO: But, soft! what"},
+    "a beam search": {"use_beam_search": "yes", "n": 3}}
 # The page loads nothing, and no other page may show it as a part of itself.
 POLICY = ("default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
           "img-src data:; form-action 'self'; base-uri 'none'; frame-ancestors 'none'")
@@ -75,21 +85,15 @@ def read_prompts(text: str) -> list[str]:
     return prompts
 
 
-def check_room(llm: LLM, prompts: list[str], n: int, max_tokens: int) -> None:
-    """ValueError if a prompt is too long for the model, or for the pool."""
+def blocks_needed(llm: LLM, prompts: list[str], n: int, max_tokens: int) -> int:
+    """How many blocks the largest request may take; ValueError if a prompt is too long.
+    """
     lengths = [len(ids) for ids in llm.get_tokenizer()(prompts).input_ids]
     longest = llm.model_config.max_position_embeddings
     check(max(lengths) + max_tokens <= longest, "the number of tokens in a prompt",
           f"at most {longest - max_tokens} (with its answer: {longest})", max(lengths))
-    room = max(llm.block_manager.max_blocks(length, [length + max_tokens] * n)
+    return max(llm.engine.block_manager.max_blocks(length, [length + max_tokens] * n)
                for length in lengths)
-    most = NUMBERS["num_blocks"][2]
-    hint = "raise it"
-    if room > most:
-        hint = f"there are at most {most}: use larger blocks"
-    check(room <= llm.block_manager.num_blocks, "num_blocks", f"at least {room} for "
-          f"these prompts ({hint}, or lower max_tokens or n, or shorten the prompts)",
-          llm.block_manager.num_blocks)
 
 
 def summary(run: lab.Run) -> str:
@@ -150,22 +154,29 @@ class Server(ThreadingHTTPServer):
 
     def respond(self, query: str) -> tuple[int, str]:
         """A status and the page. `query` is what comes after the "?" of an address."""
-        fields, status, data, told = FIELDS.copy(), 200, "", ""
+        fields, status, told = FIELDS.copy(), 200, ""
+        runs: dict[str, str] = {}  # the data of this one, and of the one before
         try:
             fields |= parse_qsl(query, keep_blank_values=True, max_num_fields=50)
-            unknown = ", ".join(sorted(fields.keys() - FIELDS.keys()))
+            before = dict(parse_qsl(fields.pop("before", ""), keep_blank_values=True))
+            unknown = ", ".join(sorted((fields | before).keys() - FIELDS.keys()))
             check(not unknown, "the address", "made of the fields below", unknown)
             with self.lock:
                 check(not self.is_ending, "the live page", "open", "one that ends")
-                data, told = self.record(fields)
+                runs["this run"], told = self.record(fields)
+                if before:
+                    runs["the run before"], _ = self.record(FIELDS | before)
         except ValueError as refused:
             status, told = 400, f"This cannot run: {refused}."
         except Exception as failed:
             traceback.print_exc()
             status, told = 500, f"The run has failed: {failed!r}."
-        return status, page("live.html", title="nanopaged, live", data=data,
-                            told=told, fields=fields, numbers=NUMBERS,
-                            choices=CHOICES)
+        before = {"before": urlencode(fields)} if runs else {}
+        presets = {name: urlencode(FIELDS | changes | before)
+                   for name, changes in PRESETS.items()}
+        return status, page("live.html", title="nanopaged, live", runs=runs, told=told,
+                            fields=fields, numbers=NUMBERS, choices=CHOICES,
+                            presets=presets, before=before)
 
     def record(self, fields: dict[str, str]) -> tuple[str, str]:
         """Serve the prompts with a new engine. Returns the trace's data and a summary;
@@ -181,11 +192,18 @@ class Server(ThreadingHTTPServer):
             SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens))
         options["block_size"] = int(options["block_size"])
         options["enable_prefix_caching"] = options["enable_prefix_caching"] == "yes"
-        with lab.engine(**options, max_num_seqs=64, swap_space=SWAP_SPACE) as llm:
-            check_room(llm, prompts, n, max_tokens)
+        options |= {"max_num_seqs": 64, "swap_space": SWAP_SPACE}
+        asked = options["num_blocks"]
+        with lab.engine(**options) as llm:
+            needed = blocks_needed(llm, prompts, n, max_tokens)
+        options["num_blocks"] = number("num_blocks", str(max(asked, needed)))
+        larger = "" if needed <= asked else (
+            f" The pool has {needed} blocks, not {asked}, because the largest of these "
+            "requests may need as many.")
+        with lab.engine(**options) as llm:
             with lab.Run(llm, "Your run") as run:
                 note = self.run(llm, prompts, params, *events)
-            return run.data(), f"{summary(run)}{note}"
+            return run.data(), f"{summary(run)}{note}{larger}"
 
     def run(self, llm: LLM, prompts: list[str], params: Any, steps_between: int,
             abort_request: str, abort_after: int) -> str:
@@ -197,7 +215,7 @@ class Server(ThreadingHTTPServer):
         for step in range(MOST_STEPS + 1):
             while coming and (len(prompts) - len(coming)) * steps_between <= step:
                 llm.add_request(coming.pop(0), params)
-            if step >= abort_after and aborted in llm.unfinished:
+            if step >= abort_after and aborted in llm.engine.scheduler.unfinished:
                 llm.abort_request(aborted)
                 aborted = ""
             is_over = not coming and not llm.has_unfinished_requests()

@@ -2,23 +2,27 @@
 
     observers(llm).append(print)
 
-The engine itself has no hooks for this. Its scheduler becomes one that tells the
-observers about each phase of the step: "begin" (without a batch), "scheduled",
-"executed" (the tokens are known) and "updated" (the sequences have them).
+The engine itself has no hooks for this. It gets a scheduler that tells the observers
+about each phase of the step: "begin" (without a batch), "scheduled", "executed" (the
+tokens are known) and "updated" (the sequences have them).
 """
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from nanopaged.batch import Batch
-from nanopaged.llm import LLM
+from nanopaged.frontend.llm import LLM
 from nanopaged.scheduler import Scheduler
 
 Observer: TypeAlias = Callable[[str, Batch | None], None]
 
 
 class WatchedScheduler(Scheduler):
-    observers: list[Observer]
+    """Goes on where another scheduler is, with the same queues and the same books."""
+
+    def __init__(self, scheduler: Scheduler, observers: list[Observer]) -> None:
+        vars(self).update(vars(scheduler))
+        self.observers = observers
 
     def tell(self, phase: str, batch: Batch | None = None) -> None:
         for observer in self.observers:
@@ -37,23 +41,9 @@ class WatchedScheduler(Scheduler):
         self.tell("updated", batch)
 
 
-class WatchedLLM(LLM):
-    observers: list[Observer]
-
-    def _reset(self) -> None:
-        super()._reset()
-        self.watch_scheduler()
-
-    def watch_scheduler(self) -> None:
-        scheduler: Any = self.scheduler
-        scheduler.__class__, scheduler.observers = WatchedScheduler, self.observers
-
-
 def observers(llm: LLM) -> list[Observer]:
     """The observers of an engine. Add to this list, or remove from it."""
-    engine: Any = llm
-    if not isinstance(engine, WatchedLLM):
-        engine.__class__, engine.observers = WatchedLLM, []
-        engine.watch_scheduler()
-    found: list[Observer] = engine.observers
-    return found
+    scheduler = llm.engine.scheduler
+    if not isinstance(scheduler, WatchedScheduler):
+        scheduler = llm.engine.scheduler = WatchedScheduler(scheduler, [])
+    return scheduler.observers

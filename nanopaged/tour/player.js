@@ -17,7 +17,6 @@ const FRAME_MS = 900;
 const HIDDEN_HERE = {"aria-hidden": "true"};   // what is hidden beside it says the same
 const MOTION_MS = 500;
 const MOVES = ["copy", "swap_out", "swap_in"];   // events that name blocks: from, to, ...
-const SPEEDS = [1, 2, 4, 0.5, 1];
 const PHASES = {
   start: ["before the run", "The state when the recording began."],
   begin: ["between steps", "Requests come and go before the next step is scheduled."],
@@ -28,12 +27,12 @@ const PHASES = {
 // The lines of the timeline, and the kinds of events that get a tick there.
 const TICKS = {
   prefix: ["prefix"], fork: ["fork"], copy: ["copy"], beams: ["beam"],
-  preemption: ["recompute", "swap_out"], "swap in": ["swap_in"], end: ["finish", "abort"],
+  preemption: ["recompute", "swap_out"], "swap in": ["swap_in"], end: ["finish"],
+  abort: ["abort"],
 };
 const ICONS = {
   first: "M3 3h2v10H3zM13 3v10L6 8z", back: "M11 3v10L4 8z", play: "M4 2v12l9-6z",
   pause: "M4 3h3v10H4zM9 3h3v10H9z", next: "M5 3v10l7-5z",
-  link: "M1 5h8v6H1zM3 7v2h4V7zM7 5h8v6H7zM9 7v2h4V7z", done: "M2 8l2-2 3 3 5-6 2 2-7 8z",
 };
 
 
@@ -42,12 +41,6 @@ const ICONS = {
 const groupOf = key => key.split(".")[0];
 const hue = group => `np-hue${Number(group) % NUM_HUES}`;
 const plural = (number, noun) => `${number.toLocaleString("en")} ${noun}${number === 1 ? "" : "s"}`;
-
-function ordinal(number) {
-  const tens = number % 100;
-  const ending = tens > 10 && tens < 14 ? "th" : {1: "st", 2: "nd", 3: "rd"}[number % 10] ?? "th";
-  return number + ending;
-}
 
 // Characters that cannot be seen, or that change the direction of what follows, by code.
 const HIDDEN = new RegExp("[\\u0000-\\u0009\\u000b-\\u001f\\u007f-\\u009f\\u061c\\u200b\\u200e"
@@ -163,8 +156,8 @@ function facts(trace, {seqs, running, waiting, total}) {
 
 class Player {
   // runs: the same requests under one or several settings, [{setting, trace, states}].
-  constructor(root, runs, isAlone) {
-    Object.assign(this, {root, runs, isAlone, limit: MOST_GROUPS, timer: null, lit: null, speed: 1});
+  constructor(root, runs, isAlone, isTwin = false) {
+    Object.assign(this, {root, runs, isAlone, isTwin, limit: MOST_GROUPS, timer: null, lit: null, speed: 1});
     this.answers = new Map();   // frame -> the choice that was made
     this.use(runs[0]);
     this.listen();
@@ -179,11 +172,11 @@ class Player {
 
   // Draw this run from now on.
   use(run) {
-    this.run = run;
-    this.trace = run.trace;
+    Object.assign(this, {run, trace: run.trace, twin: null});
     this.states = run.states;
     this.cells = this.findCells();
     this.root.replaceChildren();
+    this.root.classList.remove("np-both");
     this.build();
   }
 
@@ -240,14 +233,15 @@ class Player {
     this.detail = h("p.np-detail");
     this.panels = {};
     this.sentences = h("ol.np-sentences");
-    this.source = h("div.np-source", {role: "group", "aria-label": "Source of what happened"});
+    this.source = h("details.np-source", {"aria-label": "Source of what happened"});
+    this.source.open = !matchMedia("(max-width: 900px)").matches;
     this.root.append(
       h("header.np-head",
         h("div.np-top",
           h("p.np-title", {role: "heading", "aria-level": this.isAlone ? "1" : "3"},
             visible(this.runs[0].trace.title)), this.where),
         this.settings(), this.leftOut(), this.controls(), this.timeline(), this.question),
-      h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", "Block tables"),
+      h("div.np-main", this.panel("requests", "Requests"), this.panel("tables", `Block tables${this.isTwin ? `: ${this.run.setting}` : ""}`),
         this.panel("pools", "Physical blocks", this.detail)),
       h("div.np-story", {role: "group", "aria-label": "What happened"}, this.sentences, this.source),
       this.live);
@@ -291,10 +285,30 @@ class Player {
   // What one can switch between, and how this setting differs from the first one.
   settings() {
     this.difference = h("p.np-note", {"aria-live": "polite"});
+    this.twinButton = h("button.np-setting", {"aria-pressed": "false",
+      onclick: () => this.toggleTwin()}, "side by side");
     return this.runs.length === 1 ? null : h("div.np-settings", {role: "group",
       "aria-label": "The same requests under other settings"}, "What if: ",
       this.runs.map(run => h("button.np-setting", {"aria-pressed": String(run === this.run),
-        onclick: () => this.switchTo(run)}, run.setting)), this.difference);
+        onclick: () => this.switchTo(run)}, run.setting)),
+      this.twinButton, this.difference);
+  }
+
+  // Show another run beside this one, and let it follow; or no longer.
+  toggleTwin() {
+    const root = this.twin?.root ?? h("section.np-player.np-twin",
+      {id: `${this.root.id}-twin`, "data-opens-at": ""});
+    const [first, second] = this.runs;
+    const isShown = this.root.classList.toggle("np-both");
+    this.twinButton.setAttribute("aria-pressed", String(isShown));
+    if (isShown) {
+      this.root.querySelector(".np-main").append(root);
+      this.twin = new Player(root, [this.run === first ? second : first], false, true);
+      this.show(this.frame);
+    } else {
+      root.remove();
+      this.twin = null;
+    }
   }
 
   // At the same step: what the first run has, too, and, marked, what it has not.
@@ -317,10 +331,6 @@ class Player {
     const button = (name, label, onclick) =>
       h("button.np-button", {"aria-label": label, title: label, onclick}, icon(name));
     this.playButton = button("play", "Play (space)", () => this.toggle());
-    const speed = h("button.np-button", {title: "Speed", onclick: () => {
-      this.speed = SPEEDS[SPEEDS.indexOf(this.speed) + 1];
-      speed.textContent = `${this.speed}\u00d7`;
-    }}, "1\u00d7");
     const legend = this.ticks().map(([name, frames, hue]) => h("button", {
       class: `np-key ${hue}`, title: `Go to the next: ${name}`,
       onclick: () => this.go(frames.find(frame => frame > this.frame) ?? frames[0])},
@@ -330,7 +340,6 @@ class Player {
       button("back", "Back (left arrow)", () => this.go(this.frame - 1)),
       this.playButton,
       button("next", "Next (right arrow)", () => this.go(this.frame + 1)),
-      speed, this.copyButton = button("link", "Copy a link to this moment", () => this.copyLink()),
       this.loop = h("p.np-loop", {"aria-hidden": "true"}),
       h("div.np-legend", {role: "group", "aria-label": "Go to the next"}, legend),
       h("p.np-keys", `${this.isAlone ? "Keys" : "Click here, then"}: \u2190 \u2192 step, space `
@@ -409,7 +418,7 @@ class Player {
       ArrowRight: () => this.go(this.frame + 1),
       Home: () => this.go(0),
       End: () => this.go(this.last),
-      " ": event.target.tagName === "BUTTON" ? null : () => this.toggle(),
+      " ": /BUTTON|SUMMARY/.test(event.target.tagName) ? null : () => this.toggle(),
       ArrowUp: block && (() => focus(-1)),
       ArrowDown: block && (() => focus(1)),
     }[event.key];
@@ -446,18 +455,6 @@ class Player {
     }
   }
 
-  async copyLink() {
-    this.link();
-    try {
-      await navigator.clipboard.writeText(location.href);
-    } catch {
-      return;   // a page may have no clipboard, or may not use it
-    }
-    this.live.textContent = "The link is copied.";
-    this.copyButton.replaceChildren(icon("done"));
-    setTimeout(() => this.copyButton.replaceChildren(icon("link")), 1500);
-  }
-
   // Tell a screen reader what has happened.
   narrate() {
     const {step, phase, events} = this.trace.frames[this.frame];
@@ -476,6 +473,7 @@ class Player {
     this.view = new View(this.trace, this.state(frame));
     const {step, phase} = this.trace.frames[frame];
     const [label, meaning] = PHASES[phase];
+    this.twin?.show(this.twin.frameOf(`${step}-${phase}`) ?? this.twin.last);
     this.slider.value = frame;
     this.slider.setAttribute("aria-valuetext", `step ${step}, ${label}`);
     this.where.replaceChildren(
@@ -737,7 +735,7 @@ class Player {
       state = plural(refs, "reference");
       if (keys.some(key => groupOf(key) !== groupOf(keys[0]))) name += " np-mixed";
     }
-    const badge = refs > 0 ? `\u00d7${refs}` : rank ? ordinal(rank) : "";
+    const badge = refs > 0 ? `\u00d7${refs}` : rank ? `${rank}.` : "";
     return h("button.np-cell", {class: name, "data-block": block, "data-refs": refs, tabindex},
       h("span.np-hidden", `block ${block}, ${state}`),
       !isLarge ? null : h("span.np-in", HIDDEN_HERE,
@@ -753,7 +751,7 @@ class Player {
     const name = `${this.view.isOnDevice(block) ? "Block" : "CPU block"} ${block}`;
     const text = visible(this.view.content(block).join(""));
     const quoted = text ? ` It holds \u201c${text}\u201d.` : "";
-    if (rank) return `${name}: free and still cached, ${ordinal(rank)} to be taken.${quoted}`;
+    if (rank) return `${name}: free and still cached, number ${rank} of those to be taken.${quoted}`;
     if (refs === 0) return `${name}: free.`;
     const owners = this.view.ownersOf(block).map(({key}) => key).join(", ");
     return `${name}: ${plural(refs, "reference")}, from ${owners}; ${this.view.filled(block)} of `
@@ -768,7 +766,8 @@ class Player {
         h("span", this.sentence(sentence)))));
     if (events.length === 0) this.sentences.append(h("li", h("span", "Nothing happens here.")));
     const kinds = events.map(([kind]) => kind);
-    const notable = kinds.find(kind => !NP_KINDS[kind].minor) ?? "compute";
+    const notable = kinds.find(kind => !NP_KINDS[kind].minor)
+      ?? kinds.find(kind => kind !== "compute") ?? "compute";
     this.choose(Math.max(0, kinds.indexOf(notable)));
   }
 
@@ -791,7 +790,7 @@ class Player {
     });
     const {file, name, lines, at, paper} = NP_KINDS[kind];
     this.source.replaceChildren(
-      h("p.np-file", h("code", name), h("span", file)),
+      h("summary.np-file", h("code", name), h("span", file)),
       h("pre", {tabindex: "0"}, h("code", lines.map((line, number) =>
         h(number === at ? "mark" : "span", `${line}\n`)))),
       h("p.np-paper", /^\d/.test(paper)

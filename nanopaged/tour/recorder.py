@@ -21,8 +21,9 @@ from typing import Any, Self
 from markupsafe import Markup
 
 from nanopaged.batch import Batch
-from nanopaged.llm import LLM
-from nanopaged.tour.events import Events, key
+from nanopaged.frontend.llm import LLM
+from nanopaged.scheduler import Scheduler
+from nanopaged.tour.events import Events, TracedScheduler, key
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import TEMPLATES, check_writable, page
 from nanopaged.tour.state import Groups, State, group_state, take_state, token_texts
@@ -56,7 +57,7 @@ class Trace(AbstractContextManager["Trace"]):
         self._texts = partial(token_texts, llm.tokenizer)
         self._known: Groups = {}
         self._events = Events()
-        self._scheduler = llm.scheduler  # the one that is watched
+        self._scheduler = llm.engine.scheduler  # the one that is recorded
         self._last = ""  # the state of the last frame
         self._num_characters = self._num_steps = 0
         self._packer = zlib.compressobj(9)
@@ -65,29 +66,34 @@ class Trace(AbstractContextManager["Trace"]):
     def __enter__(self) -> Self:
         with self.llm._lock:
             self._look("start")
-            observers(self.llm).append(self._observe)
-            self._events.watch(self._scheduler)
+            watching = observers(self.llm)
+            watching.append(self._observe)
+            self._before = self.llm.engine.scheduler
+            self._use(TracedScheduler(self._before, watching, self._events))
         return self
 
     def __exit__(self, *exception: object) -> None:
         with self.llm._lock:
             observers(self.llm).remove(self._observe)
-            self._events.unwatch(self.llm.scheduler)
+            # The engine's own scheduler and manager go on where these have come to.
+            manager = self._before.block_manager
+            vars(manager).update(vars(self._scheduler.block_manager))
+            vars(self._before).update(vars(self._scheduler), block_manager=manager)
+            self._use(self._before)
             if not self.llm._in_step:  # otherwise the state is half changed
                 self._look("end")
         if self.path is not None:
             self.save(self.path)
+
+    def _use(self, scheduler: Scheduler) -> None:
+        self.llm.engine.scheduler = self._scheduler = scheduler
+        self.llm.engine.block_manager = scheduler.block_manager
 
     # -- Recording ---------------------------------------------------------------------
 
     def _observe(self, phase: str, batch: Batch | None) -> None:
         """Called by the engine, which holds its lock."""
         if phase == "begin":
-            if self._scheduler is not self.llm.scheduler:
-                self._events.say("abort", "A step has failed. All requests are "
-                                 "aborted, and the engine starts anew.")
-                self._scheduler = self.llm.scheduler
-                self._events.watch(self._scheduler)
             self._look(phase)
             self._num_steps += 1
             self._events.now = {}

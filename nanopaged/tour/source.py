@@ -13,7 +13,7 @@ from typing import Any
 
 
 def find(symbol: str) -> Any:
-    """What a symbol of the package stands for, such as "llm.LLM._step"."""
+    """What a symbol of the package stands for, such as "engine.Engine.step"."""
     found = resolve_name(f"nanopaged.{symbol}")
     found = getattr(found, "py_func", found)  # what Numba compiles
     return getattr(found, "fget", found)  # of a property

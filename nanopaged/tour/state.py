@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 from weakref import ref
 
-from nanopaged.detokenizer import token_bytes
+from nanopaged.frontend.detokenizer import token_bytes
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
 

@@ -34,16 +34,15 @@ CHAPTERS = [
     Chapter("loop", "What is the loop?", 8),
     Chapter("cache", "Why cache K and V?", 8),
     Chapter("batch", "Why a batch?", 7),
-    Chapter("blocks", "Why blocks?", 13),
-    Chapter("schedule", "Who runs?", 10),
+    Chapter("blocks", "Why blocks?", 14),
+    Chapter("schedule", "Who runs?", 11),
     Chapter("full", "What if the pool is full?", 9),
-    Chapter("prefix", "Who shares a prompt?", 12),
-    Chapter("fork", "Who shares an answer?", 7),
-    Chapter("beams", "Which answer is best?", 8),
+    Chapter("prefix", "Who shares a prompt?", 13),
+    Chapter("fork", "Who shares an answer?", 12),
     Chapter("step", "What is one step?", 12),
-    Chapter("attention", "How is attention paged?", 12),
-    Chapter("ranks", "Several GPUs?", 9),
-    Chapter("results", "What does it buy?", 10),
+    Chapter("attention", "How is attention paged?", 13),
+    Chapter("ranks", "Several GPUs?", 7),
+    Chapter("results", "What does it buy?", 11),
     Chapter("build", "Break it, then build it"),
     Chapter("gpu", "Appendix: what a GPU adds"),
     Chapter("glossary", "Glossary"),
@@ -77,7 +76,7 @@ def make_page(progress: Progress) -> str:
         sections.append({"chapter": chapter, "start": start, "end": end,
                          "html": render(read_chapter(chapter.name), values)})
         start = end
-    opening = render(read_chapter("opening"), {})
+    opening = render(read_chapter("opening"), lessons.opening())
     style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8") + figures.style()
     return page("tour.html", guide_css=Html(style), opening=opening, sections=sections,
                 platform=platform)

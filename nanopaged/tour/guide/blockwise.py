@@ -46,11 +46,11 @@ def attend(query: Floats, blocks: Floats, block_table: list[int], num_keys: int
 @contextmanager
 def looking(llm: LLM, look: Callable[..., None]) -> Iterator[None]:
     """Call `look` with what the engine's attention gets and gives, in every layer."""
-    backend: Any = llm.runner.backend
+    backend: Any = llm.engine.runner.backend
     attend_by_engine = backend.attend
 
-    def attend_and_look(q: Any, kv_cache: Any, metadata: Any) -> Any:
-        out = attend_by_engine(q, kv_cache, metadata)
+    def attend_and_look(q: Any, kv_cache: Any, metadata: Any, *how: Any) -> Any:
+        out = attend_by_engine(q, kv_cache, metadata, *how)
         look(q, kv_cache, metadata, out)
         return out
 
@@ -66,7 +66,7 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
     """Serve the prompts. Returns what `attend` gives for every token, layer and head,
     and what the engine's attention gave: [number, head_dim] each.
     """
-    backend: Any = llm.runner.backend
+    backend: Any = llm.engine.runner.backend
     expected: list[Floats] = []
     given: list[Floats] = []
 
@@ -81,7 +81,8 @@ def compare(llm: LLM, prompts: list[Any], params: SamplingParams
                     kv_head = blocks[:, :, head // backend.group_size]
                     result = attend(query, kv_head, tables, num_keys=position + 1)
                     expected.append(result)
-            del tables[: llm.block_manager.num_blocks_for(end)]  # on to the next one
+            # On to the next one.
+            del tables[: llm.engine.block_manager.num_blocks_for(end)]
 
     with looking(llm, look):
         llm.generate(prompts, params, use_tqdm=False)
@@ -92,7 +93,7 @@ def example(llm: LLM, prompt: str) -> dict[str, Any]:
     """One query of a decode: for each block the scores of its keys and one number of
     each value, and the same number of the result that the engine's kernel gave.
     """
-    scale, size = llm.runner.backend.scale, llm.config.block_size
+    scale, size = llm.engine.runner.backend.head_dim**-0.5, llm.config.block_size
     # Of the last layer of the last step:
     seen: dict[str, Any] = {"pool_size": llm.config.num_blocks}
 

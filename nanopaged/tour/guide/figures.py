@@ -5,7 +5,6 @@ colours, for light and for dark pages. Colour is never the only sign: bars carry
 numbers, lines have markers of their own, and the table below a figure has all numbers.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from math import ceil, floor, log10
@@ -78,37 +77,28 @@ class Plot:
         return Figure(title, rows, Html(chart))
 
 
-def bars(title: str, rows: Rows, caption: str, paper: Rows, y_label: str = ""
-         ) -> Figure:
-    """A bar for every row, with its columns stacked; a diamond at the paper's number.
+def bars(title: str, rows: Rows, caption: str, y_label: str = "") -> Figure:
+    """A bar for every row, with its columns stacked. Columns that end with "(paper)"
+    have the paper's numbers: each is a diamond.
     """
-    heights = [sum(row.values()) for row in rows.values()]
-    for row in paper.values():
-        heights += row.values()
+    papers = {column for row in rows.values() for column in row if "(paper)" in column}
+    own = {name: {column: row[column] for column in row if column not in papers}
+           for name, row in rows.items()}
+    heights = [max(sum(own[name].values()), *row.values())
+               for name, row in rows.items()]
     plot = Plot(rows, max(heights), y_label=y_label)
-    columns, *_ = rows.values()
+    columns, *_ = own.values()
     for series, column in enumerate(columns):
         plot.legend[column] = f"series-{series}", SQUARE
     plot.legend["the paper's"] = PAPER
     for x, (name, row) in enumerate(rows.items()):
         low = 0.0
-        for series, value in enumerate(row.values()):
+        for series, value in enumerate(own[name].values()):
             plot.bars.append((x, low, value, series))
             low += value
-        for measured in paper.get(name, {}).values():
-            edge = x + BAR_WIDTH / 2 / plot.step  # where no number is
-            plot.markers.append((edge, measured, PAPER))
-    return plot.figure(title, beside(rows, paper), caption)
-
-
-def beside(rows: Rows, paper: Rows) -> Rows:
-    """Our rows, with the paper's numbers in more columns."""
-    both: dict[str, Any] = {}
-    for name, row in rows.items():
-        both[name] = {**row}
-        for column, number in paper.get(name, {}).items():
-            both[name][f"{column} (paper)"] = number
-    return both
+        edge = x + BAR_WIDTH / 2 / plot.step  # where no number is
+        plot.markers += [(edge, row[column], PAPER) for column in papers & row.keys()]
+    return plot.figure(title, rows, caption)
 
 
 def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0,
@@ -152,17 +142,3 @@ def beam_tree(columns: list[tuple[int, list[Any]]], best: str) -> Html:
 
 def style() -> str:
     return files("nanopaged.tour.guide").joinpath("figures.css").read_text("utf-8")
-
-
-def standalone(figure: str) -> str:
-    """The picture in a figure, as an SVG file with its title."""
-    start = figure.index("<svg ") + 5
-    end = figure.rindex("</svg>")
-    svg = str(figure)[start:end].replace('"0 0 ', '"0 -24 ', 1).replace(
-        f" {HEIGHT}\"", f" {HEIGHT + 24}\"", 1)
-    attributes, content = svg.split(">", 1)
-    title = re.findall(r"<strong>(.*?)\.?</strong>", figure)[0]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" {attributes}>'
-        f'<style>{style()}</style><text class="title" x="{WIDTH / 2:g}" y="-8">{title}'
-        f"</text>{content}</svg>\n")

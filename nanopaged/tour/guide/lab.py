@@ -1,11 +1,15 @@
 """The engine of the tour, and runs that are recorded while they are made."""
 
+import time
+from collections.abc import Callable
 from typing import Any, TypeAlias
+
+import torch
 
 from nanopaged import LLM, SamplingParams
 from nanopaged.batch import Batch
 from nanopaged.block_manager import Moves
-from nanopaged.outputs import RequestOutput
+from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.tour.recorder import Trace
 from nanopaged.tour.state import State
 
@@ -63,6 +67,24 @@ class Run(Trace):
         """How many tokens of a request each step computes."""
         return [sum(seq["now"] for key, seq in state["seqs"].items()
                     if key.startswith(f"{request}.")) for state in self.scheduled()]
+
+
+def fastest(function: Callable[[], Any], device: torch.device, runs: int = 5) -> float:
+    """Seconds of the fastest run: a limit is what was reached once."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    function()  # a warm-up
+    seconds = []
+    for _ in range(runs):
+        wait()
+        began = time.perf_counter()
+        function()
+        wait()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
 
 
 def others(settings: dict[str, Values], prompts: list[Any], params: Any,

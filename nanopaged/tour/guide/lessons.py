@@ -6,19 +6,16 @@ number in the text can be wrong tomorrow.
 
 import time
 from collections.abc import Iterator
-from functools import cache as keep
-from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.attention import cdiv, place_tokens
-from nanopaged.batch import Batch
+from nanopaged.attention import locate, slot_mapping
+from nanopaged.batch import SENT, Batch
 from nanopaged.config import EngineConfig
-from nanopaged.outputs import RequestOutput
-from nanopaged.parallel import FIELDS
+from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, paper
 from nanopaged.tour.guide.lab import (
@@ -27,17 +24,30 @@ from nanopaged.tour.guide.lab import (
     Run,
     Values,
     engine,
+    fastest,
     greedy,
     others,
     watch,
 )
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.limits import fastest
-from nanopaged.tour.memory import BANDWIDTH, LIMIT, PARAMETERS, RATE, SLOTS
+from nanopaged.tour.kv import BANDWIDTH, PARAMETERS, RATE
 from nanopaged.tour.page import TEMPLATES
-from nanopaged.tour.workloads import DATA_SETS, LONGEST, draw_lengths
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
+
+
+def opening() -> Values:
+    """Three requests: the first two begin alike, and the second wants two answers."""
+    params = [SamplingParams(n=n, temperature=0.8, max_tokens=26, seed=6, stop="\n")
+              for n in (1, 2, 1)]
+    with engine(num_blocks=16) as llm:
+        run = watch(llm, "Three requests share a pool", [*STORY, "Nurse:\nO "], params)
+    state = max(run.scheduled(), key=lambda each: len(each["blocks"]))
+    step = 1 + run.scheduled().index(state)
+    picture = Html(TEMPLATES.get_template("picture.svg").render(
+        state=state, **run.header()))
+    memory = paper.RESULTS["memory"]
+    return locals()
 
 
 def loop() -> Values:
@@ -58,9 +68,9 @@ def loop() -> Values:
 
 def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
     """The positions and slots of a batch's tokens, in blocks of this size."""
-    positions, slots = place_tokens(
-        np.array(batch.block_ids), np.array(batch.counts), np.array(batch.ends), size)
-    return positions.tolist(), slots.tolist()
+    at = locate(np.array(batch.counts), np.array(batch.ends), size)
+    slots = slot_mapping(np.array(batch.block_ids), at, size)
+    return at.positions.tolist(), slots.tolist()
 
 
 def cache() -> Values:
@@ -77,15 +87,13 @@ def cache() -> Values:
             text += token
             seconds_without += seconds
         token_bytes, config = kv.token_bytes(llm), llm.model_config
-        number_bytes = llm.runner.dtype.itemsize
+        number_bytes = llm.engine.runner.dtype.itemsize
     assert text == prompt + answer
     computed_with = len(prompt) + count - 1
     lengths = range(len(prompt), len(prompt) + count)  # of the text, before each token
     computed_without = sum(lengths)
     tokens = 4096  # in each sequence of the table
-    models = kv.MODELS
-    element_bytes = kv.ELEMENT_BYTES
-    gib = kv.GIB
+    models, gib, element_bytes = kv.MODELS, kv.GIB, kv.ELEMENT_BYTES
     return locals()
 
 
@@ -98,25 +106,20 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
 
 
 def batch() -> Values:
-    speeds = tokens_per_second((1, 2, 4, 8, 16, 32))
-    most = max(speeds)
-    title = "Milliseconds per step, by the number of sequences in its batch."
-    x_label = "sequences that decode together (twice as many each time)"
-    measured = figures.lines(
-        title, {"step": {str(n): 1000 * n / speed for n, speed in speeds.items()}},
-        "The bundled model, on one core of the machine that made this page.", x_label,
-        y_label="ms")
-    some = 8
+    some, most = 8, 32
+    speeds = tokens_per_second((1, some, most))
     with engine() as llm:
-        weight_bytes = sum(each.nbytes for each in llm.runner.model.parameters())
+        weight_bytes = sum(each.nbytes for each in llm.engine.runner.model.parameters())
     buffer = torch.ones(2**25)  # no cache can hold it
     bandwidth = buffer.nbytes / fastest(buffer.sum, buffer.device)
     rate, gpu_bandwidth = RATE, BANDWIDTH
     modelled = figures.lines(
-        title, {"step": {str(n): 2000 * PARAMETERS * max(1 / BANDWIDTH, n / RATE)
+        "Milliseconds per step, by the number of sequences in its batch.",
+        {"step": {str(n): 2000 * PARAMETERS * max(1 / BANDWIDTH, n / RATE)
                          for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}},
         "Modelled: OPT-13B on an A100 that reaches four fifths of the bytes/s on its "
-        "data sheet, and half of the operations/s.", x_label, y_label="ms")
+        "data sheet, and half of the operations/s.",
+        "sequences that decode together (twice as many each time)", y_label="ms")
     return locals()
 
 
@@ -152,13 +155,12 @@ def blocks() -> Values:
     table = tables[step - 1]
     position = 2 * size + 1
     seen = step + 1
-    seen_table = tables[seen - 1]
     assert run.scheduled()[seen - 1]["seqs"]["0.0"]["computed"] > position
-    default_size = EngineConfig().block_size
-    slots = SLOTS
-    longest = LONGEST
-    lengths = DATA_SETS["ShareGPT"]
-    return locals() | paper.use_of_memory()
+    defaults, opt = EngineConfig(), kv.MODELS["OPT-13B"]
+    slots, longest, parameters = kv.SLOTS, kv.LONGEST, PARAMETERS
+    mean_in, mean_out = paper.MEAN_LENGTHS
+    memory = paper.use_of_memory(paper.RESULTS["memory"])
+    return locals()
 
 
 def ends_early(prompt: str, count: int, max_tokens: int) -> SamplingParams:
@@ -178,29 +180,12 @@ def step() -> Values:
         run = watch(llm, "A, and one step later B, which asks for two answers", STORY,
                     params, together=False)
         size = llm.config.block_size
-    first, second, third = run.batches[:3]
+    _, second, third = run.batches[:3]
     positions, slots = places(second, size)
     assert second.counts == [1, 2], "the text describes this step"
     assert third.moves, "and this one"
-    listings = [listing(batch) for batch in (first, second, third)]
-    story, temperature = STORY[0], 0.5
-    likely = likely_after(story, temperature)
+    message = listing(second)
     return locals()
-
-
-def likely_after(prompt: str, temperature: float) -> list[Values]:
-    """The likeliest next tokens: their probabilities, and those at a temperature."""
-    with engine() as llm:
-        params = SamplingParams(temperature=0, max_tokens=1,
-                                logprobs=llm.model_config.vocab_size)
-        [output] = llm.generate(prompt, params, use_tqdm=False)
-        [row] = output.outputs[0].logprobs or []
-        texts = [llm.tokenizer.decode([token]) for token in row]
-    logprobs = np.array([each.logprob for each in row.values()])
-    sharper = np.exp(logprobs / temperature)
-    columns = zip(texts, np.exp(logprobs), sharper / sharper.sum(), strict=True)
-    return [{"token": token, "probability": probability, "sharper": at_temperature}
-            for token, probability, at_temperature in islice(columns, 4)]
 
 
 def listing(batch: Batch) -> Html:
@@ -218,13 +203,9 @@ def listing(batch: Batch) -> Html:
             else:
                 names.append(f"p{position}")
     token_ids = f"token_ids = [{', '.join(names)}]"
-    lines = [token_ids, *lists(batch, FIELDS[1:])]
-    return python("\n".join(lines))
-
-
-def lists(batch: Batch, names: list[str]) -> list[str]:
-    found = {name: list(getattr(batch, name)) for name in names}
-    return [f"{name} = {items}" for name, items in found.items() if items]
+    lists = {name: list(getattr(batch, name)) for name in SENT[1:]}
+    found = [f"{name} = {items}" for name, items in lists.items() if items]
+    return python("\n".join([token_ids, *found]))
 
 
 def attention() -> Values:
@@ -241,7 +222,6 @@ def attention() -> Values:
     return locals()
 
 
-@keep  # the appendix goes on with it
 def query_over_blocks() -> dict[str, Any]:
     with engine(block_size=16, num_blocks=8, attention_backend="numba") as llm:
         # These leave the free blocks in disorder.
@@ -303,7 +283,7 @@ def prefix() -> Values:
     large = 16
     large_hits = [output.num_cached_tokens
                   for output in without["blocks of 16"].outputs]
-    gains = paper.GAINS
+    gains = paper.PREFIX_GAINS
     chain = list(looked_up(run))
     return locals()
 
@@ -330,28 +310,23 @@ def fork() -> Values:
                         SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
     copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
-    return locals()
+    return locals() | beam_search()
 
 
-def beams() -> Values:
-    with engine() as llm:
+def beam_search() -> Values:
+    with engine(num_blocks=20) as llm:
         params = SamplingParams(
             temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
         [greedily] = llm.generate(SPEECH[:22], params, use_tqdm=False)
-    with engine(num_blocks=20) as llm:
-        beams = watch(llm, "A beam search, three beams wide", [SPEECH[:22]],
-                      BeamSearchParams(
-                          beam_width=3, max_tokens=8, ignore_eos=True))
-    most_likely = greedily.outputs[0]
-    best = beams.outputs[0].outputs[0]
+        run = watch(llm, "", [SPEECH[:22]],
+                    BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))
+    most_likely, best = greedily.outputs[0], run.outputs[0].outputs[0]
     columns = [(frame["step"], list(state["seqs"].values()))
-               for frame, state in zip(beams.frames, beams.states(), strict=True)
+               for frame, state in zip(run.frames, run.states(), strict=True)
                if frame["phase"] == "updated"]
     tree = figures.beam_tree(columns, best.text)
-    asked = next(step for step, seqs in columns[1:]
-                 if len({tuple(seq["tokens"][:-1]) for seq in seqs}) == 2)
-    widths = list(paper.SAVED["Alpaca, beams"])
-    return locals() | paper.sharing()
+    sharing = paper.RESULTS["sharing"]
+    return locals()
 
 
 def full() -> Values:
@@ -365,63 +340,28 @@ def full() -> Values:
     ways = {f"swap, {pool} blocks": swap["run"]} | others(sizes, LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
-    default_size = EngineConfig().block_size
-    return locals() | paper.costs_of_preemption()
+    # What it costs to bring a sequence of OPT-13B back.
+    default_size, tokens, layers = EngineConfig().block_size, 256, 40
+    num_bytes = tokens * kv.MODELS["OPT-13B"].bytes_per_token
+    recompute_s = 2 * PARAMETERS * tokens / RATE
+    bus = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
+    swap_s = 2 * num_bytes / bus
+    most_copies = 2 * 2 * layers * tokens  # out and in, K and V, blocks of one token
+    even = paper.EVEN
+    return locals()
 
 
 def results() -> Values:
-    values: Values = {"limit": LIMIT, "sustained": paper.SUSTAINED,
-                      "default_size": EngineConfig().block_size, "real": shared_pool()}
-    values |= paper.use_of_memory() | paper.latency()
-    values |= paper.block_sizes()
-    return values
-
-
-def shared_pool() -> Values:
-    """The same requests in one pool: as many at a time as fit if each gets room for the
-    longest text, and as many as paging lets run.
-    """
-    longest, count = LONGEST // 8, 18
-    lengths = [(cdiv(p, 8), cdiv(n, 8)) for p, n in draw_lengths("ShareGPT", count)]
-    prompts = [[1 + request] * p for request, (p, _) in enumerate(lengths)]
-    params = [greedy(min(n, longest - p)) for p, n in lengths]
-    few, size = 4, EngineConfig().block_size
-    slots = few * longest
-    runs, texts = [], []
-    for most in (few, 64):
-        with engine(attention_backend="auto", block_size=size, num_blocks=slots // size,
-                    max_num_seqs=most) as llm:
-            began = time.perf_counter()
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-            runs.append({"seconds": time.perf_counter() - began,
-                         "steps": llm.stats().steps})
-            texts.append(answers(outputs))
-    assert texts[0] == texts[1]
-    contiguous, paged = runs
-    tokens = sum(map(len, texts[0]))
-    return locals()
+    rates, blocks = paper.RESULTS["rates"], paper.RESULTS["blocks"]
+    return {"limit": paper.LIMIT, "default_size": EngineConfig().block_size,
+            "rates": rates, "blocks": blocks,
+            "running": paper.running(paper.RESULTS["running"]),
+            "latency": paper.latency(paper.RESULTS["latency"])}
 
 
 def gpu() -> Values:
-    second = step()["second"]
-    pending = [-1 - sample for sample in range(len(second.samples))]
-    example = query_over_blocks()
-    blocks, result = example["blocks"], example["result"]
-    half = len(blocks) // 2
-    parts = [merged_part(blocks[:half]), merged_part(blocks[half:])]
-    log_sum = np.logaddexp(*(part["log_sum"] for part in parts))
-    for part in parts:
-        part["weight"] = np.exp(part["log_sum"] - log_sum)
-    merged = sum(part["weight"] * part["mean"] for part in parts)
-    return locals()
-
-
-def merged_part(blocks: list[Values]) -> Values:
-    """The mean of the values in some blocks, and the logarithm of its denominator."""
-    weights = np.exp(np.concatenate([block["scores"] for block in blocks]))
-    values = np.concatenate([block["values"] for block in blocks])
-    return {"blocks": len(blocks), "mean": weights @ values / weights.sum(),
-            "log_sum": np.log(weights.sum())}
+    samples = step()["second"].samples
+    return {"pending": [-1 - number for number in range(len(samples))]}
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -446,23 +386,10 @@ def ranks() -> Values:
     with engine(num_blocks=24) as llm:
         run = watch(llm, "", ["ROMEO:\n", SPEECH, "JULIET:\n"], greedy(6))
         config = llm.model_config
-    batch = run.batches[1]
     defaults = EngineConfig()
     table = run.scheduled()[1]["seqs"]["0.0"]["table"]
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     drawing = Html(TEMPLATES.get_template("ranks.svg").render(table=table))
-    # `Ranks.send` sends a number for each list, then all numbers in them.
-    sizes = [np.size(getattr(batch, name)) for name in FIELDS]
-    num_fields = len(FIELDS)
-    num_bytes = 8 * (num_fields + sum(sizes))
-    lines = lists(batch, FIELDS)
-    message = python("\n".join(lines))
-    # A token's vector, and two matrices, of which each rank has a half.
-    x, first = np.array([1, 2]), np.array([[1, -1], [1, 3]])
-    second = np.array([[1, 2], [3, 1]])
-    middle = np.maximum(x @ first, 0)
-    parts = middle[:, None] * second
-    whole = middle @ second
     large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
     element_bytes, mib = kv.ELEMENT_BYTES, 2**20
     tokens = 4096  # in each of many sequences

@@ -1,7 +1,7 @@
 """Chapters as HTML: Markdown with values, and source by symbol.
 
     The run took {{ steps }} steps.     a value of the chapter, always shown as text
-    {{ source("llm.LLM._step") }}       the source of this symbol, as it is now
+    {{ source("engine.Engine.step") }}       the source of this symbol, as it is now
     ::: Why?                            a part that opens and closes, up to a line that
     Because ...                         is only three colons
     :::

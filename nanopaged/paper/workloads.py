@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-LONGEST = 2048  # tokens in and out together: OPT's context
+from nanopaged.tour.kv import LONGEST
 
 Lengths: TypeAlias = list[tuple[int, int]]  # tokens in, tokens out
 

@@ -27,26 +27,18 @@ from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
-from nanopaged.outputs import Logprobs
+from nanopaged.paper.contiguous import POLICIES, ContiguousScheduler, power_of_two
+from nanopaged.paper.workloads import Lengths, arrivals
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import SequenceGroup
-from nanopaged.tour.contiguous import POLICIES, ContiguousScheduler, power_of_two
-from nanopaged.tour.kv import GIB, MODELS
-from nanopaged.tour.workloads import LONGEST, Lengths, arrivals
+from nanopaged.sequence import Logprobs, SequenceGroup
+from nanopaged.tour.guide.paper import LIMIT, OVERLOAD, RATE_STEP
+from nanopaged.tour.kv import BANDWIDTH, LONGEST, MODELS, PARAMETERS, RATE, SLOTS
 
-# The GPU: four fifths of the bytes/s on its data sheet, half of the operations/s.
-BANDWIDTH = 0.8 * 1.555e12
-RATE = 0.5 * 312e12
 HOST_S = 2e-3
-PARAMETERS = 13e9  # 2 bytes each, and 2 operations per token
 TOKEN_BYTES = MODELS["OPT-13B"].bytes_per_token
-SLOTS = 12 * GIB // TOKEN_BYTES  # what the paper leaves for K and V
 BUDGET = 2560  # tokens per step
 
 SYSTEMS = ("nanopaged", *POLICIES)
-LIMIT = 0.1  # s: latency per token up to which a server sustains a rate
-OVERLOAD = 4 * LIMIT  # such a server falls behind as long as requests come
-RATE_STEP = 1.25
 
 
 class Workload(NamedTuple):
@@ -121,7 +113,7 @@ def make_scheduler(system: str, block_size: int, caching: bool) -> Scheduler:
     if system in POLICIES:
         return ContiguousScheduler(config, SLOTS, POLICIES[system])
     manager = BlockManager(SLOTS // block_size, block_size, caching)
-    return Scheduler(config, manager, {})
+    return Scheduler(config, manager)
 
 
 def make_group(workload: Workload, number: int, prompt: int, output: int
@@ -131,7 +123,7 @@ def make_group(workload: Workload, number: int, prompt: int, output: int
     if not workload.likely:
         search = None
     token_ids = [0] * workload.prefix + [1 + number] * prompt
-    group = SequenceGroup(None, token_ids, params, set(), LONGEST, None, search)
+    group = SequenceGroup(token_ids, params, set(), LONGEST, None, search)
     group.request_id = str(number)
     return group
 

@@ -13,7 +13,7 @@ from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
-from nanopaged.tour.workloads import LONGEST
+from nanopaged.tour.kv import LONGEST
 
 Policy: TypeAlias = Callable[[int, int], int]  # tokens in and out -> reserved slots
 
@@ -70,7 +70,7 @@ class ContiguousScheduler(Scheduler):
 
     def __init__(self, config: EngineConfig, slots: int, policy: Policy) -> None:
         manager = BlockManager(2 * config.max_num_seqs, LONGEST, False)
-        super().__init__(config, manager, {})
+        super().__init__(config, manager)
         self.policy = policy
         self.buddies = BuddyAllocator(slots)
         self.pieces: dict[str, list[int]] = {}  # offsets, by request id
