@@ -59,5 +59,5 @@ def test_each_part_may_fail_and_each_other_is_complete(report, failures):
     expected = dict.fromkeys(run.PARTS, "complete") | dict.fromkeys(failures, "failed")
     assert code == 1 and states == expected
     for name in parts.keys() - failures:
-        assert len(parts[name]["tasks"]) > 2 and "failed" not in str(parts[name])
+        assert len(parts[name]["tasks"]) > 1 and "failed" not in str(parts[name])
     assert str(ROOT) not in json.dumps(parts) and "parts.py" in json.dumps(parts)

@@ -4,28 +4,41 @@ Speed is compared with a limit: a decode step reads all weights once, and K and 
 sequences, at the highest bandwidth that this GPU reaches, which is measured first. So
 
     seconds >= (bytes of weights + sequences * tokens * KV bytes of a token) / bandwidth
+
+Where there is no GPU, the parts run on one that is only pretended.
 """
 
-import argparse
 import json
 import os
-import random
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import cache, partial
+from importlib import import_module
+from itertools import product
+from operator import eq
 from pathlib import Path
+from statistics import median
+from unittest.mock import patch
 
 import torch
 
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+DEVICE = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import bench  # noqa: E402
+from gpu.run import write  # noqa: E402
+from nanopaged import LLM, SamplingParams, sampler  # noqa: E402
+from nanopaged.sequence import SequenceGroup  # noqa: E402
+
 # Query heads, KV heads, head_dim.
 MODELS = {
     "Qwen3-0.6B": (16, 8, 128), "Llama-3.2-1B": (32, 8, 64), "Llama-3-8B": (32, 8, 128),
@@ -33,263 +46,361 @@ MODELS = {
     "Qwen3-32B": (64, 8, 128), "Phi-3-mini": (32, 32, 96)}
 # Of Qwen3-0.6B in bfloat16: bytes of all weights, and of one token's K and V.
 WEIGHT_BYTES, TOKEN_BYTES = 1.19e9, 114_688
-# nano-vllm's own figures for its workload: output tokens/s.
-PUBLISHED = {"nano-vllm, RTX 4070 laptop": 1434, "vLLM, RTX 4070 laptop": 1362}
-
-
-def write_models(quick):
-    from conftest import write_model
-
-    for family in ("llama",) if quick else ("llama", "qwen2", "qwen3"):
-        sizes = {"num_hidden_layers": 1} if quick else {}
-        yield family, write_model(family, Path(tempfile.mkdtemp()), **sizes)
+# What single users have published for nano-vllm's workload: output tokens/s, and their
+# share of the limit. The last two are only modelled.
+PUBLISHED = {
+    "RTX 4070 laptop": "nano-vllm 1434 (67%), vLLM 1362 (63%)",
+    "A10G": "mini-sglang 3038 (62%)", "RTX 3090": "nano-vllm 4645 (63%)",
+    "RTX 4090": "nano-vllm 5990 (71%)", "RTX 5090": "nano-vllm 10369 (71%)",
+    "A100": "nano-vllm 8670 (51 to 54%), vLLM 0.20 9530 (59%)",
+    "H100": "limit 28600, a peer 15000 to 20000",
+    "H200": "limit 40300, a peer 21000 to 28500"}
+# The share of the bandwidth that attention reaches when it decodes.
+ATTENTION = {"FlashAttention 3, H100": 0.9, "FlashInfer": 0.75, "SGLang's Triton": 0.65,
+             "vLLM's Triton, H20": 0.53}
+# The tokens of each sequence in a decode step. The first shape is swept.
+SHAPES = {"256 x 600": [600] * 256, "64 x 600": [600] * 64, "8 x 4000": [4000] * 8,
+          "256 mixed": range(100, 2148, 8), "1 x 4000": [4000]}
+SAMPLERS = {"greedy": {"temperature": 0}, "drawn": {}, "top_p": {"top_p": 0.9},
+            "top_k": {"top_k": 50}}
+# Arguments of bench.py for a quick try.
+ENGINE = {"dtype": "float32", "num_blocks": 64, "max_num_seqs": 2, "max_model_len": 128,
+          "max_num_batched_tokens": 64}
+SMALL = ["--shape", "tiny", "--repeats", "1", "--requests", "2", "--prompt-len", "4",
+         "--tokens", "8", "--input-len", "4", "8", "--output-len", "4", "8",
+         "--engine", json.dumps(ENGINE)]
 
 
 def tokens(task, quick):
-    """Graphs and eager mode give the tokens of the CPU's reference, and it those of
-    transformers.
-    """
-    from conftest import Reference
-    from gpu.pretended import PretendedGpu
-    from helpers import CPU, draw_requests, generate, greedy, serve
-    from nanopaged import LLM
+    """Graphs and eager mode give the tokens of the CPU, as transformers does."""
+    from conftest import write_model
+    from helpers import CPU, draw_requests, serve
 
-    count = 3 if quick else 24
     sizes = {"block_size": 4, "num_blocks": 40, "max_model_len": 64, "max_num_seqs": 6,
              "max_num_batched_tokens": 16}
-    options = {"vocab_size": 160, "stop": (), "max_tokens": 6 if quick else 24,
-               "lengths": [1, 3, 8, 17]}
-    for family, path in write_models(quick):
-        def serve_on(requests, path=path, **changes):
+    requests = list(draw_requests(
+        5, 3 if quick else 24, vocab_size=160, stop=(), max_tokens=6 if quick else 24,
+        lengths=[1, 3, 8, 17]))
+
+    def compare(path, enforce_eager):
+        def serve_on(**changes):
             with LLM(path, **(CPU | sizes | changes)) as llm:
                 return serve(llm, requests)
 
-        requests = list(draw_requests(5, count, **options))
-        expected = serve_on(requests, attention_backend="torch")
-        for mode in ("graphs", "eager"):
-            def check(mode=mode, serve_on=serve_on, requests=requests,
-                      expected=expected):
-                gpu = nullcontext() if HAS_GPU else PretendedGpu()
-                with gpu:
-                    got = serve_on(requests, device="cuda",
-                                   enforce_eager=mode == "eager")
-                return share_equal(got, expected) | {"pretended": not HAS_GPU}
+        expected = serve_on(attention_backend="torch")
+        got = serve_on(device="cuda", enforce_eager=enforce_eager)
+        share = sum(map(eq, got, expected)) / len(requests)
+        # At a near-tie, rounding decides, so a few may differ.
+        assert share >= 0.9, f"only {share:.0%} of the answers equal the reference's"
+        return {"requests": len(requests), "share that is equal": share}
 
-            task(f"{family}, {mode}", check)
-
-        def check_transformers(path=path):
-            reference, rng = Reference(), random.Random(0)
-            prompts = [[rng.randrange(160) for _ in range(n)] for n in (1, 7, 20)]
-            prompts = [p for p in prompts if reference.is_clear(path, p, 8)]
-            wanted = [[reference.generate(path, p, 8)] for p in prompts]
-            with LLM(path, attention_backend="auto", device=DEVICE.type,
-                     dtype="float32", **sizes) as llm:
-                return share_equal(generate(llm, prompts, greedy(8)), wanted)
-
-        task(f"{family}, transformers", check_transformers)
+    for family in ("llama",) if quick else ("llama", "qwen2", "qwen3"):
+        path = write_model(family, Path(tempfile.mkdtemp()))
+        task(f"{family}, graphs", partial(compare, path, False))
+        task(f"{family}, eager", partial(compare, path, True))
 
 
-def share_equal(got, expected):
-    """The share of equal answers. At a near-tie, rounding decides, so a few may differ.
+def on_device(case, keys=None, programs=6):
+    """A function that runs Triton's kernels for a case of test_attention.py; with other
+    numbers of keys in a round, and of programs for a multiprocessor.
     """
-    pairs = zip(got, expected, strict=True)
-    share = sum(one == other for one, other in pairs) / len(expected)
-    assert share >= 0.9, f"only {share:.0%} of the answers equal the reference's"
-    return {"requests": len(expected), "share that is equal": share}
+    from test_attention import make_backend
+
+    backend = make_backend("triton", case.heads, case.block_size, case.dtype, DEVICE)
+    backend.keys_per_round = keys or backend.keys_per_round
+    backend.target_parts = backend.target_parts * programs // 6
+    return case.prepare(backend)
 
 
-def on_device(case):
-    """Output of Triton's kernels for a case of test_attention.py."""
-    import test_attention
-    from nanopaged.attention import Metadata
+def model_cases(quick):
+    """The shapes of real models, in each dtype."""
+    from test_attention import Case
 
-    test_attention.CPU = DEVICE
-    backend = test_attention.make_backend(
-        "triton", case.heads, case.block_size, case.dtype)
-    host = vars(case.metadata(backend))
-    metadata = Metadata(**{name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
-                           for name, x in host.items()})
-    new = [dense[past:] for dense, (past, _) in zip(case.dense, case.seqs, strict=True)]
-    q, cache, kv = (x.to(DEVICE) for x in (case.q, case.cache, torch.cat(new)))
-    backend.store(kv[:, 0], kv[:, 1], cache, metadata.slots)
-    return lambda: backend.attend(q, cache, metadata)
+    dtypes = [torch.bfloat16, torch.float16, torch.float32]
+    seqs = [(20, 1), (0, 5)] if quick else [(1500, 1), (3, 1), (0, 300), (200, 90)]
+    decodes = [(past, 1) for past, _ in seqs]
+    shapes = [("Qwen3-0.6B", torch.float32)] if quick else product(MODELS, dtypes)
+    for (name, dtype), kind in product(shapes, (seqs, decodes)):
+        case = partial(Case, kind, MODELS[name], 16, dtype)
+        yield f"{name}, {dtype}, {kind}", case
 
 
 def kernels(task, quick):
-    """Against float64, over the shapes of real models."""
-    import test_attention
+    """All their variants, against float64."""
+    def check(make_case):
+        case = make_case()
+        return {"error": case.worst_error(on_device(case)())}
 
-    dtypes = [torch.float32] if quick or not HAS_GPU else [
-        torch.bfloat16, torch.float16, torch.float32]
-    seqs = [(20, 1), (0, 5)] if quick else [(1500, 1), (3, 1), (0, 300), (200, 90)]
-    for name, heads in list(MODELS.items())[: 1 if quick else None]:
-        for dtype in dtypes:
-            for kind in (seqs, [(past, 1) for past, _ in seqs]):
-                def check(kind=kind, heads=heads, dtype=dtype):
-                    case = test_attention.Case(kind, heads, 16, dtype)
-                    out, expected = on_device(case)().cpu().double(), case.expected()
-                    error = (out - expected).norm(dim=1) / expected.norm(dim=1)
-                    assert error.max() < test_attention.TOLERANCE[dtype]
-                    return {"error": float(error.max())}
-
-                task(f"{name}, {dtype}, {kind}", check)
+    for name, make_case in model_cases(quick):
+        task(name, partial(check, make_case))
 
 
-def seconds_of(function, repeats, calls=10):
-    """The median time of a call, of ten at a time: waiting for them takes time, too."""
+def gpu_ms(function, repeats=20):
+    """The median time of a call, by the GPU's own clock."""
     function()
-    times = []
+    pairs = []
     for _ in range(repeats):
-        if HAS_GPU:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        function()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) for begin, end in pairs)
+
+
+def measure_bandwidth(task):
+    limits = task("limits", lambda: bench.machine_limits(DEVICE, torch.bfloat16))
+    return limits.get("bytes_per_s", 1)
+
+
+def decode_case(quick, shape):
+    from test_attention import Case
+
+    if quick:
+        return Case([(20, 1), (40, 1)], (4, 2, 16), 16, torch.float32)
+    seqs = [(length - 1, 1) for length in SHAPES[shape]]
+    return Case(seqs, MODELS["Qwen3-0.6B"], 16, torch.bfloat16)
+
+
+def attention_speed(attend, case, bandwidth, calls):
+    """Recorded, so that launches take no time. The bytes are those of K and V."""
+    attend()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for _ in range(calls):
-            function()
-        if HAS_GPU:
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - began) / calls)
-    return sorted(times)[len(times) // 2]
+            attend()
+    ms = gpu_ms(graph.replay, 2 * calls) / calls
+    num_bytes = 2 * case.ends.sum() * case.heads[1] * case.heads[2]
+    rate = float(num_bytes * case.dtype.itemsize / ms * 1e3)
+    return {"us": 1e3 * ms, "GB/s": rate / 1e9, "share of the limit": rate / bandwidth}
+
+
+def bench_args(quick, command, *words):
+    args = bench.parse([command, *words, *SMALL * quick])
+    args.model = bench.write_config(tempfile.mkdtemp(), bench.SHAPES[args.shape])
+    return args
+
+
+def run_bench(*words):
+    """What bench.py measures if it is called like that."""
+    args = bench_args(*words)
+    return bench.COMMANDS[args.command](args)
 
 
 def speed(task, quick):
-    import bench
-    import test_attention
-    from nanopaged.tour.limits import machine_limits
-
-    def measure_limits():
-        return {"bytes_per_s": 1e9} if quick else machine_limits(DEVICE, torch.bfloat16)
-
-    bandwidth = task("limits", measure_limits).get("bytes_per_s", 1)
-
-    def measure_kernel():
-        """Bytes of K and V over the time. If there are few, launches take most of it.
-        """
-        heads, dtype = (MODELS["Qwen3-0.6B"], torch.bfloat16 if HAS_GPU
-                        else torch.float32)
-        count, length = (2, 20) if quick else (256, 600)
-        case = test_attention.Case([(length, 1)] * count, heads, 16, dtype)
-        rate = 2 * count * length * heads[1] * heads[2] * case.dtype.itemsize
-        rate /= seconds_of(on_device(case), 2 if quick else 50)
-        return {"GB/s": rate / 1e9, "share of the limit": rate / bandwidth}
-
-    task("attention", measure_kernel)
-
-    def run_bench(*words):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "figures.json")
-            small = ["--shape", "tiny", "--repeats", "1"] if quick else []
-            bench.main([*words, *small, "--json", str(file)])
-            return json.loads(file.read_text())
-
-    def measure_decode():
-        sizes, length, count = ([1, 2], 16, 8) if quick else ([1, 8, 64, 256], 128, 64)
-        figures = run_bench(
-            "decode", "--batch-sizes", *map(str, sizes), "--prompt-len", str(length),
-            "--tokens", str(count))
-        for size in () if quick else sizes:
-            run = figures["nanopaged"][f"decode, batch {size}"]
-            num_bytes = WEIGHT_BYTES + size * (length + count / 2) * TOKEN_BYTES
-            run["limit, tokens/s"] = size * bandwidth / num_bytes
-            run["share of the limit"] = run["median"] / run["limit, tokens/s"]
-        return figures
-
-    def measure_workload():
-        words = ["--requests", "2"] if quick else ["--full", "--repeats", "1"]
-        return run_bench("workload", *words) | {"published": PUBLISHED}
-
-    task("decode and prefill", measure_decode)
-    task("workload", measure_workload)
-
-    def count_launches():
-        from torch.profiler import ProfilerActivity, profile
-
-        from conftest import write_model
-        from helpers import greedy
-        from nanopaged import LLM
-
-        path = write_model("qwen3", Path(tempfile.mkdtemp()))
-        with LLM(path, device=DEVICE.type, num_blocks=64) as llm:
-            llm.add_request([1, 2, 3], greedy(20))
-            for _ in range(5):
-                llm.step()
-            activity = ProfilerActivity.CUDA if HAS_GPU else ProfilerActivity.CPU
-            with profile(activities=[activity]) as profiler:
-                for _ in range(4):
-                    llm.step()
-        return {"events per step": len(profiler.events()) / 4}
-
-    task("launches", count_launches)
+    sizes = ["1", "2"] if quick else ["1", "8", "64", "256"]
+    task("decode and prefill", partial(
+        run_bench, quick, "decode", "--batch-sizes", *sizes))
 
 
-RANK = """
-import os, signal, sys
-from nanopaged.tour.observers import observers
-from nanopaged import LLM, SamplingParams
-path, size, kill = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-llm = LLM(path, tensor_parallel_size=size, device=sys.argv[4], dtype="float32",
-          num_blocks=64, max_model_len=64)
-if kill == "kill":
-    def end(phase, batch):
-        os.kill(os.getpid(), signal.SIGKILL)
-    observers(llm).append(end)
-params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-outputs = llm.generate([[1, 2, 3], [4] * 20], params, use_tqdm=False)
-print("TOKENS", [output.outputs[0].token_ids for output in outputs], flush=True)
-"""
+def workload(task, quick):
+    """nano-vllm's, three times."""
+    words = [] if quick else ["--full"]
+    task("nano-vllm's", partial(run_bench, quick, "workload", *words))
+    task("elsewhere", lambda: PUBLISHED)
+
+
+def peer(task, quick):
+    """transformers serves the same requests. They are few, because it is slow: without
+    flash-attn its continuous batching multiplies all queries by all keys.
+    """
+    words = ["--requests", "64", "--input-len", "100", "1024", "--output-len", "100",
+             "1024", "--repeats", "1", "--vs", "transformers", "--vs-batch", "64"]
+    task("both", partial(run_bench, quick, "workload", *words))
+
+
+class Tuned:
+    """A kernel that each thread launches with options of its own."""
+
+    def __init__(self, kernel):
+        self.kernel, self.local = kernel, threading.local()
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: self.kernel[grid](
+            *arguments, **options | vars(self.local))
+
+
+def sweep(task, quick):
+    """Stages x keys of a round x warps on one shape; then the best three on others, and
+    how many programs a multiprocessor gets.
+    """
+    from triton.runtime.errors import OutOfResources
+
+    import nanopaged.gpu.kernels as kernel_file
+
+    task("elsewhere", lambda: ATTENTION)
+    bandwidth = measure_bandwidth(task)
+    tuned = Tuned(kernel_file.paged_attention)
+    make_case = cache(partial(decode_case, quick))
+    prepare = cache(lambda shape, *numbers: on_device(make_case(shape), *numbers))
+
+    def attend(shape, stages, keys, warps, programs=6):
+        vars(tuned.local).update(num_stages=stages, num_warps=warps)
+        return prepare(shape, keys, programs)()
+
+    def measure(*setting):
+        case = make_case(setting[0])
+        try:
+            error = case.worst_error(attend(*setting))
+            return {"error": error} | attention_speed(
+                partial(attend, *setting), case, bandwidth, 1 if quick else 10)
+        except OutOfResources as error:
+            return {"skipped": str(error)}
+
+    def measure_all(settings):
+        names = "stages", "keys", "warps", "programs"
+        times = {}
+        for shape, numbers in settings:
+            name = ", ".join(map("{1} {0}".format, names, numbers))
+            found = task(f"{shape}: {name}", partial(measure, shape, *numbers))
+            times[numbers] = found.get("us", float("inf"))
+        return sorted(times, key=times.get)
+
+    default = (3, 16, 4) if quick else (3, 64, 4)
+    variants = [default, (3, 32, 4)] if quick else list(
+        product((2, 3, 4, 5), (32, 64, 128), (4, 8)))
+    first, *others = list(SHAPES)[: 2 if quick else None]
+    with patch.object(kernel_file, "paged_attention", tuned):
+        for variant in variants:
+            prepare(first, variant[1], 6)
+        attend(first, *default)
+        with ThreadPoolExecutor(1 if quick else os.cpu_count()) as pool:  # they compile
+            for variant in variants:
+                pool.submit(attend, first, *variant)
+        best = measure_all(product([first], variants))[:3]
+        measure_all(product(others, dict.fromkeys([default, *best])))
+        counts = [(*default, programs) for programs in (3, 6, 9, 12)]
+        measure_all(product([first, *others], counts[: 1 if quick else None]))
+
+
+# -- A decode step taken apart ---------------------------------------------------------
+
+# These four know what the engine is made of. A change of names breaks a test.
+
+
+def recorded_step(llm, size):
+    """Of so many sequences: a function that runs it, and the states that it leaves."""
+    graph, states = llm.engine.runner.graphs.recorded[size]
+    return graph.replay, states
+
+
+def compute_logits(llm, states):
+    return llm.engine.runner.model.head(states)
+
+
+def draw(logits, params):
+    group = SequenceGroup([0], SamplingParams(**params), set(), 100)
+    return sampler.sample(logits, group.sequences * len(logits))
+
+
+def time_waits(waits):
+    """In here, the seconds that the host waits for tokens are appended."""
+    def read(output, read=sampler.SamplerOutput.read):
+        began = time.perf_counter()
+        tokens = read(output)
+        waits.append(time.perf_counter() - began)
+        return tokens
+
+    return patch.object(sampler.SamplerOutput, "read", read)
+
+
+def step(task, quick):
+    """Of sequences of about 600 tokens: all of it, its pieces, the host's share, and
+    the kernels that take longest.
+    """
+    sizes, length, count = ([2, 1], 4, 2) if quick else ([256, 64, 8, 1], 570, 24)
+    bandwidth = measure_bandwidth(task)
+    args, room = bench_args(quick, "workload"), 64 if quick else 16384
+    llm = bench.make_engine(args, enable_prefix_caching=False, max_num_seqs=sizes[0],
+                            max_num_batched_tokens=room)
+    prompt = bench.random_prompt(length, llm.model_config.vocab_size)
+    params = bench.sampling(100 if quick else 400, 0.6)
+    ids = [llm.add_request(prompt, params) for _ in range(sizes[0])]
+    waits = []
+
+    def time_steps(size):
+        while len(llm.step()) < size:
+            pass
+        for _ in range(4):
+            outputs = llm.step()
+        waits.clear()
+        began = time.perf_counter()
+        for _ in range(count):
+            outputs = llm.step()
+        ms = 1e3 * (time.perf_counter() - began) / count
+        keys = size * (length + len(outputs[0].outputs[0].token_ids))
+        floor = 1e3 * (WEIGHT_BYTES + keys * TOKEN_BYTES) / bandwidth
+        return {"step_ms": ms, "floor_ms": floor, "share of the limit": floor / ms,
+                "host_ms": ms - 1e3 * sum(waits) / count, "keys": keys}
+
+    @torch.inference_mode()
+    def time_pieces(size):
+        """With the inputs of the last step: it writes the same K and V again."""
+        replay, states = recorded_step(llm, size)
+        logits = compute_logits(llm, states)
+        pieces = {"recorded": replay, "head": partial(compute_logits, llm, states)} | {
+            name: partial(draw, logits, params) for name, params in SAMPLERS.items()}
+        return {f"{name}_ms": gpu_ms(run, 2 if quick else 20)
+                for name, run in pieces.items()}
+
+    with time_waits(waits):
+        for size in sizes:
+            while len(ids) > size:
+                llm.abort_request(ids.pop())
+            task(f"step of {size}", partial(time_steps, size))
+            task(f"pieces of {size}", partial(time_pieces, size))
+            task(f"kernels of {size}", partial(profile_steps, llm))
+    llm.shutdown()
+
+
+def profile_steps(llm, steps=4):
+    """The fifteen kernels that take longest in a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    activity = ProfilerActivity.CUDA if HAS_GPU else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiler:
+        for _ in range(steps):
+            llm.step()
+        torch.cuda.synchronize()
+    rows = [(getattr(row, f"self_{'device' if HAS_GPU else 'cpu'}_time_total") / steps,
+             row.count / steps, row.key) for row in profiler.key_averages()]
+    return {"kernels_ms": sum(us for us, _, _ in rows) / 1e3,
+            "launches": sum(count for us, count, _ in rows if us),
+            "longest": [f"{us:9.1f} us {count:6.1f} x {name[:80]}"
+                      for us, count, name in sorted(rows, reverse=True)[:15]]}
 
 
 def ranks(task, quick):
-    """Two of them: answers, an end without `shutdown`, and a rank that is killed."""
+    """Two of them: their tokens, an end without `shutdown`, and a rank that is killed.
+    """
+    from conftest import write_model
+    from helpers import generate, greedy
+    from test_ranks import OPTIONS, check_end
+
     if HAS_GPU and torch.cuda.device_count() < 2:
         task("ranks", lambda: {"skipped": "there is one GPU"})
         return
-    _, path = next(write_models(True))
-    script = Path(tempfile.mkdtemp(), "rank.py")
-    script.write_text(RANK)
+    path = write_model("llama", Path(tempfile.mkdtemp()))
+    options = OPTIONS | {"device": "cuda" if HAS_GPU else "cpu"}
+    with LLM(path, **options) as llm:
+        [[expected]] = generate(llm, [[5, 6, 7]], greedy(8))
 
-    def run(size, kill="", seconds=60):
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-                    str(size)] if size > 1 else []
-        process = subprocess.Popen(
-            [sys.executable, *launcher, str(script), str(path), str(size), kill,
-             DEVICE.type], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        try:
-            out, error = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun ends its ranks then
-            process.wait()
-            raise
-        lines = [line for line in out.splitlines() if "TOKENS" in line]
-        return process.returncode, lines, error[-2000:]
+    def check(how):
+        check_end(how, str(path), options, expected, Path(tempfile.mkdtemp()))
+        return {"all ranks": "have ended"}
 
-    def check_answers():
-        one, two = run(1), run(2)
-        assert one[0] == two[0] == 0, (one, two)
-        assert one[1] == two[1] and one[1]
-        return {"ended": True}
-
-    def check_killed():
-        code, lines, _ = run(2, "kill")
-        assert code != 0 and not lines
-        return {"exit status": code}
-
-    task("answers, and an end without shutdown", check_answers)
-    task("a killed rank ends the others", check_killed)
-
-
-def machine():
-    import bench
-
-    return bench.machine() | {"CUDA": torch.version.cuda}
+    for how in ("the end of the script", "kill -9 of rank 1"):
+        task(how, partial(check, how))
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("part", choices=["tokens", "kernels", "speed", "ranks"])
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--quick", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1 if args.quick else torch.get_num_threads())
+    part, file, *quick = sys.argv[1:]
+    quick, file = bool(quick), Path(file)
+    torch.set_num_threads(1 if quick else torch.get_num_threads())
+    if quick:  # measuring them would take longer than all the rest
+        bench.machine_limits = lambda *_: {"bytes_per_s": 1e9, "flops_per_s": 1e12}
     done = {}
 
     def task(name, function):
@@ -298,20 +409,21 @@ def main():
             done[name] = function()
         except (Exception, SystemExit):  # the latter from wrong arguments
             done[name] = {"failed": traceback.format_exc()[-3000:]}
-        partial = args.file.with_suffix(".part")
-        partial.write_text(json.dumps(done))
-        partial.replace(args.file)
+        write(file, done)
         return done[name]
 
-    task("machine", machine)
+    task("machine", lambda: bench.machine() | {"CUDA": torch.version.cuda})
     # For tests of the report: "part:exception", "part:exit" or "part:hang", or several.
     words = os.environ.get("NANOPAGED_FAIL", "").split()
     failures = dict(word.split(":") for word in words)
-    if args.part in failures:
+    if part in failures:
         task("first", dict)
         {"exit": lambda: os._exit(3), "hang": lambda: time.sleep(10_000),
-         "exception": lambda: task("injected", lambda: 1 / 0)}[failures[args.part]]()
-    globals()[args.part](task, args.quick)
+         "exception": lambda: task("injected", lambda: 1 / 0)}[failures[part]]()
+    has_device = HAS_GPU or part in ("ranks", "peer")  # these can use the CPU
+    pretend = None if has_device else import_module("gpu.pretended").PretendedGpu
+    with nullcontext() if has_device else pretend():
+        globals()[part](task, quick)
     return int(any("failed" in figures for figures in done.values()))
 
 

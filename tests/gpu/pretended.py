@@ -6,10 +6,10 @@ Whatever would be launched is noted: operations, Triton's kernels (in the interp
 and compiled functions. A recorded graph repeats its operations on the same tensors.
 """
 
-import ast
 import inspect
+import re
 import time
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -23,7 +23,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from nanopaged import drawing, fused, kernels
+import conftest  # noqa: F401 (it mends the interpreter)
+from nanopaged import fused, sampler
+from nanopaged.gpu import kernels
 
 DEVICE = torch.device("cuda", 0)
 KERNELS = ("store", "paged_attention", "merge_parts")
@@ -37,6 +39,13 @@ class Pinned(torch.Tensor):
     """A tensor in pinned memory."""
 
 
+class Generator(torch.Generator):
+    """One that draws on the CPU, for whatever device it is."""
+
+    def __new__(cls, device=None):
+        return super().__new__(cls)
+
+
 class Pretended(torch.Tensor):
     """A tensor in the CPU's memory that says it is on a GPU."""
 
@@ -48,13 +57,13 @@ class Pretended(torch.Tensor):
     def __torch_function__(cls, function, types, arguments=(), options=None):
         options = options or {}
         name = function.__name__
+        if name == "_has_compatible_shallow_copy_type":  # a module moves here
+            return len(types) == len(arguments)
         gpu = PretendedGpu.current
-        flat = tree_flatten((arguments, options))[0]
-        index = tree_flatten(arguments[1:2])[0] if "etitem__" in name else ()
-        if name in WAITING or any(
-                isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in index):
+        index = tensors_of(arguments[1:2]) if "etitem__" in name else ()
+        if name in WAITING or any(x.dtype == torch.bool for x in index):
             gpu.wait(name)
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        tensors = tensors_of((arguments, options))
         # On a GPU, an index may be on the CPU, and so may a single number.
         with torch._C.DisableTorchFunctionSubclass():
             mixed = any(x.dim() and not isinstance(x, (Pretended, CausalBias))
@@ -82,6 +91,12 @@ def tensors_of(x):
     return [value for value in tree_flatten(x)[0] if isinstance(value, torch.Tensor)]
 
 
+def copy_all(source, targets):
+    for target, x in zip(targets, tensors_of(source), strict=True):
+        if target is not x:
+            target.copy_(x)
+
+
 def plain(x):
     """The same tensors, or structures of them, as ordinary ones."""
     with torch._C.DisableTorchFunctionSubclass():
@@ -96,26 +111,17 @@ def on_gpu(x):
 
 def kind_of(values):
     """The kind of device that is among these arguments, or None."""
-    for value in values:
-        if isinstance(value, torch.device):
-            return value.type
-        if isinstance(value, str) and value.split(":")[0] in ("cpu", "cuda"):
-            return value.split(":")[0]
-        if isinstance(value, torch.Tensor) and not isinstance(value, Pretended):
-            continue
-    return None
+    named = [str(x).split(":")[0] for x in values if isinstance(x, str | torch.device)]
+    return next((kind for kind in named if kind in ("cpu", "cuda")), None)
 
 
 def without_device(arguments, options):
     """The same arguments, for the CPU."""
-    cpu = torch.device("cpu")
-
     def changed(value):
-        return cpu if kind_of([value]) == "cuda" else value
+        return torch.device("cpu") if kind_of([value]) == "cuda" else value
 
-    options = {key: changed(value) for key, value in options.items()}
-    if "pin_memory" in options:
-        options["pin_memory"] = False
+    options = {key: changed(value) for key, value in options.items()
+               if key != "pin_memory"}
     return tuple(map(changed, arguments)), options
 
 
@@ -146,28 +152,22 @@ class PretendedGpu(TorchFunctionMode):
 
     def __enter__(self):
         PretendedGpu.current = self
+        replaced = [(torch.cuda, *pair) for pair in self.functions().items()]
+        replaced += [(torch, "Generator", Generator), (
+            torch.accelerator, "device_index",
+            lambda index: self.selected.add(index) or nullcontext())]
+        replaced += [(kernels, name, Kernel(self, getattr(kernels, name)))
+                     for name in KERNELS]
+        replaced += [(module, name, self.compile(inspect.unwrap(getattr(module, name))))
+                     for module in (sampler, fused) for name in fused_functions(module)]
         self.stack = ExitStack()
-        for name, value in self.functions().items():
-            self.stack.enter_context(patch.object(torch.cuda, name, value))
-        for module in (drawing, fused):
-            for name in fused_functions(module):
-                function = inspect.unwrap(getattr(module, name))
-                self.stack.enter_context(
-                    patch.object(module, name, self.compile(function)))
-        for name in KERNELS:
-            kernel = Kernel(self, getattr(kernels, name))
-            self.stack.enter_context(patch.object(kernels, name, kernel))
-        self.stack.enter_context(
-            patch.object(torch.accelerator, "device_index", self.select))
+        for place, name, value in replaced:
+            self.stack.enter_context(patch.object(place, name, value))
         return super().__enter__()
 
     def __exit__(self, *error):
         super().__exit__(*error)
         self.stack.close()
-
-    def select(self, index):
-        self.selected.add(index)
-        return nullcontext()
 
     def functions(self):
         """Those of torch.cuda that the engine calls."""
@@ -187,21 +187,10 @@ class PretendedGpu(TorchFunctionMode):
             def synchronize(self):
                 gpu.wait("an event")
 
-            def query(self):
-                return True
-
             def elapsed_time(self, end):
                 return 1e3 * (end.time - self.time)
 
-        class Stream:
-            def record_event(self, *_):
-                return Event()
-
-            def wait_stream(self, *_):
-                pass
-
-            def synchronize(self):
-                gpu.wait("a stream")
+        stream = SimpleNamespace(record_event=lambda *_: Event())
 
         class CUDAGraph:
             def __init__(self):
@@ -218,32 +207,27 @@ class PretendedGpu(TorchFunctionMode):
             def reset(self):
                 self.is_reset = True
 
-        class Recording:
-            def __init__(self, graph, pool=None, stream=None, mode="global"):
-                self.graph, gpu.capture_mode = graph, mode
-
-            def __enter__(self):
-                assert gpu.recording is None
-                gpu.recording = self.graph.operations
-
-            def __exit__(self, *_):
+        @contextmanager
+        def record(graph, pool=None, stream=None, mode="global"):
+            assert gpu.recording is None
+            gpu.recording, gpu.capture_mode = graph.operations, mode
+            try:
+                yield
+            finally:
                 gpu.recording = None
-
-        def give_back():
-            self.held = 1000  # what the first steps will take
 
         return {
             "is_available": lambda: True, "device_count": lambda: 1,
             "current_device": lambda: 0, "set_device": lambda _: None,
             "get_device_name": lambda *_: properties.name,
-            "get_device_capability": lambda *_: self.capability,
             "get_device_properties": lambda *_: properties,
             "synchronize": lambda *_: self.wait("synchronize"),
-            "empty_cache": give_back,
+            # Later, the first steps will take so much again.
+            "empty_cache": lambda: vars(self).update(held=1000),
             "mem_get_info": lambda *_: (self.free_bytes - self.held, self.free_bytes),
-            "graph_pool_handle": lambda: None, "Stream": Stream, "Event": Event,
-            "current_stream": lambda *_: Stream(), "CUDAGraph": CUDAGraph,
-            "graph": Recording}
+            "graph_pool_handle": lambda: None, "Event": Event, "graph": record,
+            "Stream": lambda: stream, "current_stream": lambda *_: stream,
+            "CUDAGraph": CUDAGraph}
 
     # -- Tensors -----------------------------------------------------------------------
 
@@ -293,8 +277,15 @@ class PretendedGpu(TorchFunctionMode):
             raise RuntimeError(f"while a graph is recorded the host waits: {why}")
         self.waits.append(why)
 
+    @contextmanager
     def launching(self):
-        return Launching(self)
+        """Operations in here run on the GPU."""
+        self.depth += 1
+        try:
+            with self.operations if self.depth == 1 else nullcontext():
+                yield
+        finally:
+            self.depth -= 1
 
     def note(self, name, repeat):
         """Something was launched."""
@@ -321,11 +312,7 @@ class PretendedGpu(TorchFunctionMode):
             result = call()
             outs = tensors_of(result)
 
-            def repeat():
-                for out, new in zip(outs, tensors_of(call()), strict=True):
-                    out.copy_(new)
-
-            self.note(name, repeat)
+            self.note(name, lambda: copy_all(call(), outs))
             return on_gpu(result)
 
         return run
@@ -333,9 +320,7 @@ class PretendedGpu(TorchFunctionMode):
 
 def fused_functions(module):
     """The names of the functions that have the decorator `fused`."""
-    body = ast.parse(inspect.getsource(module)).body
-    return [node.name for node in body if isinstance(node, ast.FunctionDef)
-            and any("fused" in ast.unparse(x) for x in node.decorator_list)]
+    return re.findall(r"^@fused\ndef (\w+)", inspect.getsource(module), re.M)
 
 
 def shape_of(x):
@@ -343,23 +328,6 @@ def shape_of(x):
         x = plain(x)
         return SimpleNamespace(shape=tuple(x.shape), stride=x.stride(), dtype=x.dtype)
     return x
-
-
-class Launching:
-    """Operations in here run on the GPU."""
-
-    def __init__(self, gpu):
-        self.gpu = gpu
-
-    def __enter__(self):
-        self.gpu.depth += 1
-        if self.gpu.depth == 1:
-            self.gpu.operations.__enter__()
-
-    def __exit__(self, *error):
-        self.gpu.depth -= 1
-        if self.gpu.depth == 0:
-            self.gpu.operations.__exit__(*error)
 
 
 class Operations(TorchDispatchMode):
@@ -384,10 +352,7 @@ class Operations(TorchDispatchMode):
 
         def repeat():
             with torch._C.DisableTorchFunctionSubclass():
-                new = tree_flatten(function(*arguments, **options))[0]
-                for out, value in zip(outs, new, strict=True):
-                    if out is not value:
-                        out.copy_(value)
+                copy_all(function(*arguments, **options), outs)
 
         self.gpu.note(name, repeat)
         return result

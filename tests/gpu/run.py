@@ -1,14 +1,13 @@
-"""One command runs everything that needs a GPU:
+"""One command runs everything that needs a GPU; nothing need be installed but packages.
 
-    pip install -e ".[test]"
     python tests/gpu/run.py --json gpu.json
     python tests/gpu/run.py --parts kernels,speed
-    python tests/gpu/run.py --quick    # tiny, also on a CPU
+    python tests/gpu/run.py --quick            # tiny, also on a CPU
 
-Each part (parts.py) is a process of its own with a time limit, ten minutes in all, and
-writes its figures after each task. If a part fails or takes too long, the report says
-so, and the other parts still run. The report names the machine and versions, and
-contains no directory's name.
+Each part (parts.py) is a process of its own with a time limit, and writes its figures
+after each task. If a part fails or takes too long, the report says so, and the other
+parts still run. The report names the machine and versions, and contains no directory's
+name. `lease.sh` runs the parts in the order that suits a quarter of an hour.
 """
 
 import argparse
@@ -26,21 +25,27 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds that each part may take; what one leaves over goes to those that follow. With
 # one GPU `ranks` does nothing, so it comes first. `kernels` compiles for 80 seconds.
-PARTS = {"ranks": 60, "tokens": 120, "kernels": 180, "speed": 240}
+PARTS = {"ranks": 60, "tokens": 160, "kernels": 160, "workload": 90, "speed": 75,
+         "step": 80, "sweep": 75, "peer": 160}
 DIRECTORY = re.compile(r"""(?<![\w.:/])/(?:[^\s/"'\\]+/)+""")
 
 
 def why_no_gpu():
     """What torch says if it cannot use a GPU; an empty string if it can."""
     words = [sys.executable, "-c", "import torch; torch.cuda.init()"]
-    result = subprocess.run(words, capture_output=True, text=True)
+    try:
+        result = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        return "torch.cuda.init() takes more than a minute"
     return result.stderr.strip().rpartition("\n")[2] if result.returncode else ""
 
 
-def run_part(name, seconds, quick):
-    """Its tasks, and its state: "complete", "failed" or "out of time"."""
+def run_part(name, seconds, quick, file):
+    """Its tasks, and its state: "complete", "failed" or "out of time". So far they are
+    in `file`, which is left if this process is killed, too.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder, "tasks.json"), Path(folder, "log")
+        file, log = file or Path(folder, "tasks"), Path(folder, "log")
         command = [sys.executable, str(Path(__file__).with_name("parts.py")), name,
                    str(file), *["--quick"] * quick]
         paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
@@ -81,10 +86,20 @@ def write(path, report):
 
 
 def show(name, part):
-    print(f"\n== {name}: {part['state']}, {part['seconds']} s")
-    for task, figures in part["tasks"].items():
-        print(f"  {task}: {json.dumps(figures)}")
-    print(part.get("output", ""), flush=True)
+    """Its state and figures, in short lines; what merely is right is counted."""
+    tasks = json.loads(json.dumps(part["tasks"]),
+                       parse_float=lambda digits: float(f"{float(digits):.4g}"))
+    tasks.pop("machine", None)
+    errors = [tasks.pop(task)["error"] for task, found in [*tasks.items()]
+              if {*found} == {"error"}]
+    right = f", {len(errors)} right, errors up to {max(errors):.1g}" if errors else ""
+    print(f"== {name}: {part['state']}, {part['seconds']} s{right}")
+    for task, found in tasks.items():
+        told = {key: value for key, value in found.items() if key != "longest"}
+        told = found.get("failed", json.dumps(told)[:800]).strip()[-800:]
+        print("\n    ".join([f"{task}: {told}", *found.get("longest", [])]), flush=True)
+    if part["state"] != "complete":
+        print("\n".join(part.get("output", "").splitlines()[-4:]), flush=True)
 
 
 def main(argv=None):
@@ -93,24 +108,29 @@ def main(argv=None):
     parser.add_argument("--parts", default=",".join(PARTS), help=", ".join(PARTS))
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--seconds", type=float, default=600, help="for all parts")
+    parser.add_argument("--seconds", type=float, help="for all parts")
     args = parser.parse_args(argv)
     names = args.parts.split(",")
     if unknown := set(names) - PARTS.keys():
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
+    not_run = {"state": "not run", "seconds": 0, "tasks": {}}
+    report = {"quick": args.quick, "parts": dict.fromkeys(names, not_run)}
+    if args.json:
+        write(args.json, report)
     if not args.quick and (reason := why_no_gpu()):
         parser.error(f"torch cannot use a GPU: {reason} (--quick needs none)")
 
-    ends = time.monotonic() + args.seconds
-    report = {"quick": args.quick, "parts": {}}
+    ends = time.monotonic() + (args.seconds or sum(map(PARTS.get, names)))
     for i, name in enumerate(names):
         # If a part hangs, it takes at most its share of what is left.
         left = (ends - time.monotonic()) * PARTS[name] / sum(map(PARTS.get, names[i:]))
-        part = run_part(name, left, args.quick)
+        file = args.json and args.json.with_suffix(f".{name}")
+        part = run_part(name, left, args.quick, file)
         report["parts"][name] = part
-        show(name, part)
         if args.json:
             write(args.json, report)
+            file.unlink(missing_ok=True)
+        show(name, part)
     return int(any(part["state"] != "complete" for part in report["parts"].values()))
 
 
