@@ -39,11 +39,15 @@ import torch
 import transformers
 from tqdm import tqdm
 
+import nanopaged
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
-from nanopaged.tour import memory
-from nanopaged.tour.guide.figures import standalone
-from nanopaged.tour.guide.paper import FIGURES
-from nanopaged.tour.limits import count_weights, machine_limits, time_floor
+from nanopaged.attention import cdiv
+from nanopaged.cpu.products import pack
+from nanopaged.model import Linear
+from nanopaged.paper import simulation
+from nanopaged.paper.figures import FIGURES, standalone
+from nanopaged.tour.guide.lab import fastest
+from nanopaged.tour.kv import token_bytes
 from nanopaged.tour.observers import observers
 from nanopaged.tour.page import check_writable
 
@@ -80,7 +84,7 @@ def make_engine(args: Args, **changes: Any) -> LLM:
     defaults = {"model": args.model, "load_format": "dummy"}
     llm = LLM(**(defaults | args.engine | changes))
     # Touch the KV pool's memory once, as a server will have done after a while.
-    llm.runner.kv_caches.zero_()
+    llm.engine.runner.kv_caches.zero_()
     return llm
 
 
@@ -126,8 +130,9 @@ class Transformers:
         logging.disable(logging.ERROR)  # no warning that psutil is missing
         config = transformers.AutoConfig.from_pretrained(args.model)
         loader: Any = transformers.AutoModelForCausalLM
-        model = loader.from_config(config, dtype=llm.runner.dtype)
-        self.model = model.to(llm.runner.device).eval()
+        model = loader.from_config(config, dtype=llm.engine.runner.dtype)
+        torch.cuda.empty_cache()  # it asks how much memory is free
+        self.model = model.to(llm.engine.runner.device).eval()
 
     def run_batch(self, prompts: list[list[int]], length: int) -> list[float]:
         """Run a batch, padded on the left. Returns the times at which tokens arrive."""
@@ -216,7 +221,7 @@ def bench_workload(args: Args) -> Figures:
     runs.sort(key=lambda run: run["seconds"])
     figures = runs[len(runs) // 2]  # the median; of two runs, the slower one
 
-    limits = machine_limits(llm.runner.device, llm.runner.dtype)
+    limits = machine_limits(llm.engine.runner.device, llm.engine.runner.dtype)
     figures = figures | limits | time_floor(requests, llm, limits)
     figures["share_of_limit"] = figures["floor_s"] / figures["seconds"]
     llm.shutdown()
@@ -235,7 +240,7 @@ def bench_workload(args: Args) -> Figures:
             run["output_tokens_per_s"] = figures["tokens_out"] / run["median"]
             run["ratio"] = run["median"] / figures["seconds"]
         rates[name] = run
-    show("transformers (ratio: nanopaged is this many times as fast)", rates)
+        show("transformers (ratio: nanopaged is this many times as fast)", {name: run})
     return figures | {"transformers": rates}
 
 
@@ -272,14 +277,20 @@ def bench_decode(args: Args) -> Figures:
     random.seed(args.seed)
     prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(most)]
     figures = {"nanopaged": measure_rates(args, prompts, partial(run_batch, llm))}
+    kv_bytes = token_bytes(llm)
     llm.shutdown()
 
-    memory_speed = machine_limits(llm.runner.device, llm.runner.dtype)["bytes_per_s"]
-    weights = sum(count_weights(llm.model_config)) * llm.runner.dtype.itemsize
+    device, dtype = llm.engine.runner.device, llm.engine.runner.dtype
+    memory_speed = machine_limits(device, dtype)["bytes_per_s"]
+    weights = sum(count_weights(llm.model_config)) * dtype.itemsize
     for size in args.batch_sizes:
         run = figures["nanopaged"][f"decode, batch {size}"]
         if "median" in run:
-            run["weights_share"] = weights * run["median"] / size / memory_speed
+            steps = run["median"] / size  # per second
+            run["weights_share"] = weights * steps / memory_speed
+            keys = size * (args.prompt_len + args.tokens / 2)
+            least = (weights + keys * kv_bytes) / memory_speed  # seconds
+            run["share_of_limit"] = least * steps
     if args.vs:
         args.temperature = 0.0
         peer = Transformers(args, llm)
@@ -333,10 +344,10 @@ class Watcher:
         self.steps: list[Figures] = []
         self.last = 0.0
         self.sent: list[int] = []  # bytes that would go to another rank
-        self.ranks = copy(llm.ranks)
+        self.ranks = copy(llm.engine.runner.ranks)
         vars(self.ranks).update(size=2, broadcast=lambda x: self.sent.append(x.nbytes))
         observers(llm).append(self.observe)
-        model: Any = llm.runner.model
+        model: Any = llm.engine.runner.model
         model.register_forward_pre_hook(lambda *_: self.note("inputs_s"))
         model.register_forward_hook(lambda *_: self.note("model_s"))
 
@@ -374,7 +385,7 @@ def bench_host(args: Args) -> Figures:
             # Admit all sequences before the first one ends, with blocks for all.
             max_num_batched_tokens=max(8192, size * (args.prompt_len // 4 + 1)),
             num_blocks=256 + size * (args.prompt_len + args.tokens) // 14)
-        llm.runs_ahead = False
+        llm.engine.steps_ahead = False
         figures[str(size)] = host_costs(llm, size, args)
         llm.shutdown()
     show("the time of a decode step outside the model, by running sequences of "
@@ -425,7 +436,7 @@ def bench_memory(args: Args) -> Figures:
     """Simulate the paper's Figures 2 and 12 to 18, and show its numbers beside ours."""
     figures: Figures = {}
     bar = progress(desc="simulated servers", unit=" servers")
-    memory.after_simulation.append(bar.update)
+    simulation.after_simulation.append(bar.update)
     for name in args.figures:
         for key, result in FIGURES[name]().items():
             show(result.title, result.rows)
@@ -434,9 +445,91 @@ def bench_memory(args: Args) -> Figures:
                 file = args.plots.joinpath(f"{key}.svg")
                 file.write_text(standalone(result.chart))
                 print(f"  drawn in {file}")
-    memory.after_simulation.clear()
+    simulation.after_simulation.clear()
     bar.close()
     return figures
+
+
+# -- what the machine can do -----------------------------------------------------------
+#
+# A step cannot be faster than its bytes over the memory's bandwidth, nor than its
+# operations over the rate of matrix products. Decoding a few sequences is bound by
+# bytes: all weights are read for each token. Prompts are bound by operations.
+
+
+def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Bytes/s and FLOP/s, measured.
+
+    Bytes: the sum of a buffer of 1 GiB, which no cache can hold. Operations: many rows
+    times a large matrix, the engine's own `Linear`, which is packed as in the engine.
+    """
+    buffer = torch.ones(2**27, dtype=torch.int64, device=device)
+    batch = 1024 if device.type == "cpu" else 8192
+    rows, columns = 8192, 2048
+    linear = Linear(columns, rows=rows).to(device, dtype)
+    linear.requires_grad_(False).weight.normal_()
+    pack(linear)
+    x = torch.randn(batch, columns).to(device, dtype)
+    sum_s = fastest(buffer.sum, device)
+    product_s = fastest(lambda: linear(x), device)
+    return {
+        "bytes_per_s": buffer.nbytes / sum_s,
+        "flops_per_s": 2 * batch * rows * columns / product_s}
+
+
+def count_weights(config: Any) -> tuple[int, int]:
+    """How many weights a decode step reads: in all layers, and in the output head."""
+    heads = config.num_attention_heads + config.num_key_value_heads
+    attention_weights = config.hidden_size * 2 * heads * config.head_dim  # q, o, k, v
+    mlp_weights = config.hidden_size * 3 * config.intermediate_size
+    layer_weights = config.num_hidden_layers * (attention_weights + mlp_weights)
+    return layer_weights, config.hidden_size * config.vocab_size
+
+
+def count_keys(num_tokens: int) -> int:
+    """How many keys the first tokens of a sequence see: 1 + 2 + ... + num_tokens."""
+    return num_tokens * (num_tokens + 1) // 2
+
+
+def time_floor(
+    requests: Requests, llm: LLM, limits: dict[str, float]) -> dict[str, float]:
+    """The least time in which this machine could serve `requests`.
+
+    Bytes: all weights once a step, in as few steps as the longest output and
+    max_num_seqs allow; K and V of the whole context for every decode, and of every
+    prompt once. Operations: 2 for every weight and token, and 4 x heads x head_dim for
+    every query and key in every layer. Activations and writes do not count, and bytes
+    and operations overlap perfectly: the floor is the larger of the two.
+    """
+    config = llm.model_config
+    layer_weights, head_weights = count_weights(config)
+    weights = layer_weights + head_weights
+    lengths = [length for _, length in requests]
+    tokens_in = sum(len(prompt) for prompt, _ in requests)
+    tokens_out = sum(lengths)
+    steps = max(*lengths, cdiv(tokens_out, llm.config.max_num_seqs))
+
+    computed = 0  # tokens, of which the last one of a request is none
+    keys = 0  # that the computed tokens see
+    prompt_keys = 0
+    for prompt, length in requests:
+        num_tokens = len(prompt) + length - 1
+        computed += num_tokens
+        keys += count_keys(num_tokens)
+        prompt_keys += count_keys(len(prompt))
+
+    weight_bytes = steps * weights * llm.engine.runner.dtype.itemsize
+    num_read = keys - prompt_keys + tokens_in  # keys, each with its value
+    kv_bytes = num_read * token_bytes(llm)
+    bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
+
+    per_key = 4 * config.num_attention_heads * config.head_dim
+    flops = 2 * layer_weights * computed
+    flops += 2 * head_weights * tokens_out  # prompts need the head only once
+    flops += config.num_hidden_layers * per_key * keys
+    flops_s = flops / limits["flops_per_s"]
+    floor_s = max(bytes_s, flops_s)
+    return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": floor_s}
 
 
 # -- the command line ------------------------------------------------------------------
@@ -497,8 +590,9 @@ def cell(value: Any, name: str = "") -> str:
 
 def machine() -> Figures:
     """The machine and the versions that the figures were measured with."""
-    packages = ("torch", "triton", "numba", "transformers", "nanopaged")
+    packages = ("torch", "triton", "numba", "transformers")
     versions = {name: version(name) for name in packages if find_spec(name)}
+    versions["nanopaged"] = nanopaged.__version__  # it need not be installed
     info = Path("/proc/cpuinfo")
     cpu = re.search("model name.*: (.*)", info.read_text() if info.exists() else "")
     return {
@@ -517,6 +611,15 @@ def at_least(low: int, kind: type = int) -> Callable[[str], Any]:
     return number
 
 
+def options(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(
+            f"must be JSON, such as '{{\"block_size\": 32}}', got {text}: {error}"
+            ) from None
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse and check the arguments, so that errors come before anything runs."""
     parser = argparse.ArgumentParser(
@@ -526,7 +629,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="workload")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--model", help="directory with a config.json")
-    parser.add_argument("--engine", type=json.loads, default={}, metavar="JSON",
+    parser.add_argument("--engine", type=options, default={}, metavar="JSON",
                         help="keyword arguments of LLM")
     parser.add_argument("--vs", choices=["transformers"], help="for workload, decode")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")

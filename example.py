@@ -12,8 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 from nanopaged import LLM, RequestOutput, SamplingParams
@@ -31,11 +30,14 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
-    with one_sentence():
-        # The first start compiles the CPU kernels, which is then kept.
-        print("Loading the model (the first start takes some 20 seconds longer) ...",
-              file=sys.stderr, flush=True)
-        llm = LLM(args.model, seed=args.seed, num_blocks=args.num_blocks)
+    # The first start compiles the CPU kernels, which is then kept.
+    print("Loading the model (the first start takes some 20 seconds longer) ...",
+          file=sys.stderr, flush=True)
+    if args.chat and not args.model:
+        print("The bundled model has only read Shakespeare. For answers, add "
+              "--model Qwen/Qwen3-0.6B", file=sys.stderr)
+    llm = LLM(args.model, seed=args.seed, num_blocks=args.num_blocks)
+    warm_up(llm)
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
     with trace(llm, args.trace) if args.trace else nullcontext():
         if args.chat:
@@ -89,19 +91,19 @@ def utf8(argument: str) -> str:
     return argument.encode("utf-8", "surrogateescape").decode("utf-8")
 
 
-@contextmanager
-def one_sentence() -> Iterator[None]:
-    """End with a sentence, not a traceback, if the model or a prompt is refused."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        sys.exit(f"example.py: {error}")
+def warm_up(llm: LLM) -> None:
+    """Compute a long prompt and a token, so that what is timed later compiles nothing
+    and finds its memory there.
+    """
+    length = min(512, llm.engine.max_model_len - 3)
+    params = SamplingParams(temperature=0, max_tokens=2)
+    llm.generate([[0] * length], params, use_tqdm=False)
+    llm.reset_prefix_cache()
 
 
 def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:
     chats = [[{"role": "user", "content": question}] for question in questions]
-    with one_sentence():
-        outputs = llm.chat(chats, params)
+    outputs = llm.chat(chats, params)
     for question, output in zip(questions, outputs, strict=True):
         print(f"\n> {question}\n{output.outputs[0].text}")
 
@@ -110,8 +112,7 @@ def stream(
     llm: LLM, prompts: list[str], params: SamplingParams
 ) -> list[RequestOutput]:
     """Answer all prompts in one batch, and print the first answer as it grows."""
-    with one_sentence():
-        growing = llm.stream(prompts, params)  # this checks them; no step runs yet
+    growing = llm.stream(prompts, params)  # this checks them; no step runs yet
     print(prompts[0], end="", flush=True)
     latest: dict[int, RequestOutput] = {}
     num_shown = 0
@@ -134,7 +135,7 @@ def stream(
 def show_prefix_cache(llm: LLM, outputs: list[RequestOutput]) -> None:
     """Send a long prompt twice. The second time, its blocks are in the cache."""
     text = "".join(f"{output.prompt}{output.outputs[0].text}" for output in outputs)
-    token_ids = llm.tokenizer(text).input_ids[: llm.runner.max_model_len - 2]
+    token_ids = llm.tokenizer(text).input_ids[: llm.engine.max_model_len - 2]
     one_token = SamplingParams(temperature=0, max_tokens=1)
     for attempt in ("first", "second"):
         started = time.perf_counter()
@@ -174,3 +175,7 @@ if __name__ == "__main__":
         # stdout once more at exit, which must not fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit("\nexample.py: interrupted")
+    except (OSError, ValueError) as error:  # the model or a prompt is refused
+        sys.exit(f"example.py: {error}")

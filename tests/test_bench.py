@@ -11,9 +11,9 @@ from functools import partial
 import pytest
 
 from helpers import ROOT
-from nanopaged.tour import memory
+from nanopaged.paper import figures, simulation
+from nanopaged.paper.workloads import draw_lengths
 from nanopaged.tour.guide import paper
-from nanopaged.tour.workloads import draw_lengths
 
 WORKLOAD = "workload --requests 3 --input-len 8 16 --output-len 4 8"
 DECODE = "decode --batch-sizes 1 2 --tokens 8 --prompt-len 16"
@@ -103,7 +103,8 @@ def test_transformers_serves_the_same_requests(command, run, monkeypatch):
 @pytest.mark.slow
 def test_memory_shows_the_papers_numbers_and_draws(run, monkeypatch, tmp_path):
     for name, seconds in {"latency": 160, "memory": 40}.items():
-        monkeypatch.setitem(paper.FIGURES, name, partial(paper.FIGURES[name], seconds))
+        monkeypatch.setitem(
+            figures.FIGURES, name, partial(figures.FIGURES[name], seconds))
     found, text = run(f"memory --plots {tmp_path}")
     assert "1.7 to 2.7" in text and found["rates"]["Orca (max)"]["nanopaged / this"] > 2
     assert found["running"]["Orca (max)"] == {"requests": 7, "requests (paper)": 7}
@@ -112,10 +113,10 @@ def test_memory_shows_the_papers_numbers_and_draws(run, monkeypatch, tmp_path):
 
 
 def test_paging_sustains_a_rate_that_overloads_orca():
-    workload = memory.Workload(draw_lengths("ShareGPT", 300))
-    ours, oracle = (memory.simulate(system, workload, 2.2, seconds=200)
+    workload = simulation.Workload(draw_lengths("ShareGPT", 300))
+    ours, oracle = (simulation.simulate(system, workload, 2.2, seconds=200)
                     for system in ("nanopaged", "Orca (oracle)"))
-    assert ours.latency < memory.LIMIT < oracle.latency
+    assert ours.latency < paper.LIMIT < oracle.latency
     assert oracle.usage["tokens"] < 45 and ours.usage["tokens"] > 60
 
 
