@@ -1,0 +1,250 @@
+"""Decoders of transformers with our attention put in: its tokens, or a refusal.
+
+families.py makes tiny models of all families, and compares tokens. What is wrong with a
+family must not show in its answers, but in an error when the engine starts.
+"""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import families
+from helpers import (
+    complete,
+    counters,
+    draw_requests,
+    generate,
+    greedy,
+    message_of,
+    serve,
+)
+from nanopaged.loading.any_decoder import AnyDecoder
+from nanopaged.loading.weights import load_model
+
+# Windows, sinks, MLA, mixtures of experts, and plain ones.
+QUICK = ["cohere2", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_oss", "granite",
+         "mixtral", "olmo3", "phi3", "qwen3_moe", "smollm3"]
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """`family(name, **fields)`: the directory of a tiny model, and the model."""
+    made = {}
+
+    def make(name, **fields):
+        key = name, str(fields)
+        if key not in made:
+            path = tmp_path_factory.mktemp(name)
+            made[key] = path, families.write_model(name, path, **fields)
+        return made[key]
+
+    return make
+
+
+# -- The same tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_family_gets_the_tokens_of_transformers(name):
+    # (YaRN stretches the 128 positions of gpt_oss, and the pool holds 144 tokens.)
+    longest = 144 if name == "gpt_oss" else 128
+    assert families.try_family(name) == ("equal", f"up to {longest} tokens")
+
+
+@pytest.mark.slow
+def test_all_families_get_their_tokens_or_a_refusal():
+    outcomes = {name: families.try_family(name) for name in families.names()}
+    kinds = [kind for kind, _ in outcomes.values()]
+    assert kinds.count("equal") >= 60
+    assert not {"wrong", "crashed"} & {*kinds}, outcomes
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_all_kinds_of_requests_get_the_same_answers_in_a_tight_pool(
+    name, mode, family, engine
+):
+    """Several answers, beams and shared prefixes, one step ahead, far past a window."""
+    path, _ = family(name)
+    prefix = [5, 6, 7, 8, 9, 10, 11, 12]
+    drawn = draw_requests(3, 10, vocab_size=160, most=3, stop=())
+    requests = [(prefix * (i % 2) + prompt, params)
+                for i, (prompt, params) in enumerate(drawn)]
+    expected = serve(engine(path, num_blocks=400, enable_prefix_caching=False,
+                            attention_backend="torch"), requests)
+    llm = engine(path, num_blocks=40, max_num_batched_tokens=9, preemption_mode=mode)
+    llm.engine.steps_ahead = 1
+    assert serve(llm, requests) == expected
+    assert counters(llm)[f"preemptions_{mode}"] > 0
+    assert counters(llm)["prefix_hit_tokens"] > 0
+
+
+def test_our_own_families_can_be_computed_by_transformers(llama, engine, reference):
+    ours, theirs = engine(llama), engine(llama, model_impl="transformers")
+    assert isinstance(theirs.engine.runner.model, AnyDecoder)
+    assert not isinstance(ours.engine.runner.model, AnyDecoder)
+    expected = [[reference.generate(llama, [5, 6, 7], 20)]]
+    assert generate(ours, [[5, 6, 7]], greedy(20)) == expected
+    assert generate(theirs, [[5, 6, 7]], greedy(20)) == expected
+
+
+def test_a_llama_that_our_own_decoder_lacks_is_computed_by_transformers(
+    make_model, engine, reference
+):
+    path = make_model("llama", seed=11, hidden_act="gelu")
+    message = message_of(lambda: engine(path, model_impl="nanopaged"))
+    assert "hidden_act in config.json must be one of ('silu',)" in message
+    expected = reference.generate(path, [5, 6, 7], 20)
+    assert complete(engine(path), [5, 6, 7], greedy(20)).token_ids == expected
+
+
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_sixteen_bits_on_a_cpu(has_instructions, family, engine, monkeypatch):
+    """Products are packed, or computed in float32 where that is faster."""
+    monkeypatch.setattr(
+        torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
+    if has_instructions and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU cannot compute bfloat16")
+    path, _ = family("granite")
+    llm = engine(path, dtype="bfloat16")
+    assert len(set(complete(llm, [5, 6, 7], greedy(20)).token_ids)) > 3
+
+
+def test_dummy_weights_need_no_checkpoint(family, engine, tmp_path):
+    path, _ = family("qwen3_moe")
+    shutil.copy(path / "config.json", tmp_path)
+    answers = [complete(engine(tmp_path, load_format="dummy", seed=seed), [5, 6, 7],
+                        greedy(8)).token_ids for seed in (0, 0, 1)]
+    assert answers[0] == answers[1] != answers[2]
+
+
+# -- CUDA graphs -----------------------------------------------------------------------
+
+
+def test_dense_families_run_in_cuda_graphs(family, engine):
+    """With windows; the host waits for nothing while a step is recorded."""
+    pytest.importorskip("triton", reason="pip install triton")
+    from gpu.pretended import PretendedGpu
+
+    path, _ = family("olmo3")
+    options = {"max_num_seqs": 3, "max_model_len": 32, "max_num_batched_tokens": 8}
+    requests = [([5, 6, 7, 8, 9, 10, 11, 12, 13, 14][:n], greedy(8)) for n in (3, 10)]
+    expected = serve(engine(path, **options), requests)
+    with PretendedGpu() as gpu:
+        llm = engine(path, device="cuda", **options)
+        assert serve(llm, requests) == expected
+        assert gpu.launches.count("graph") > 5
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "qwen3_moe"])
+def test_mixtures_of_experts_are_not_recorded(name, family, engine):
+    """Their host waits for what tokens choose, and a recorded step cannot wait."""
+    pytest.importorskip("triton", reason="pip install triton")
+    path, _ = family(name)
+    llm = engine(path, attention_backend="triton", max_num_batched_tokens=8)
+    assert not llm.engine.runner.backend.can_be_recorded
+
+
+# -- Refusals --------------------------------------------------------------------------
+
+
+class LeakyLayer(torch.nn.Module):
+    """Attends, and remembers the token before: across the sequences of a flat batch."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.attention_type = layer, "full_attention"
+
+    def forward(self, states, **more):
+        before = torch.nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
+        return self.layer(states + before, **more)
+
+
+class LeakyConfig(LlamaConfig):
+    model_type = "leaky"
+
+
+class LeakyForCausalLM(LlamaForCausalLM):
+    config_class = LeakyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers = torch.nn.ModuleList(map(LeakyLayer, self.model.layers))
+
+
+def test_what_a_layer_remembers_in_another_way_is_found_at_the_start(
+    engine, tmp_path
+):
+    AutoConfig.register("leaky", LeakyConfig, exist_ok=True)
+    AutoModelForCausalLM.register(LeakyConfig, LeakyForCausalLM, exist_ok=True)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 160}
+    torch.manual_seed(0)
+    LeakyForCausalLM(LeakyConfig(**sizes)).save_pretrained(tmp_path)
+    for dtype in ("float32", "bfloat16"):
+        message = message_of(lambda dtype=dtype: engine(tmp_path, dtype=dtype))
+        assert message.startswith("model_type in config.json must be a family that "
+                                  "remembers earlier tokens by attention alone")
+        assert "'leaky'" in message
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("falcon", "lets it be exchanged, got 'falcon'"),
+    ("mamba", "lets it be exchanged, got 'mamba'"),
+    ("llama4_text", "chunked_attention"), ("qwen3_next", "linear_attention")])
+def test_a_refusal_needs_no_weights(name, words, engine, tmp_path):
+    AutoConfig.for_model(name).save_pretrained(tmp_path)
+    assert words in message_of(lambda: engine(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("gemma2", "'softcap'"), ("jetmoe", "must be (2, 16)"), ("bert", "'later keys'")])
+def test_attention_that_ours_lacks_is_refused(name, words, family, engine):
+    message = message_of(lambda: engine(family(name)[0]))
+    assert words in message and f"got {name!r}" in message
+
+
+def test_a_window_that_only_a_mask_knows_limits_the_length(family, engine):
+    """Up to the size of a window, attention within it is full attention."""
+    path, model = family("phimoe")
+    llm = engine(path)
+    assert llm.engine.max_model_len == 8
+    tokens = complete(llm, [5, 6, 7], greedy(5)).token_ids
+    assert families.compare(model, [5, 6, 7], tokens)
+    assert "max_model_len" in message_of(lambda: complete(llm, [5] * 9, greedy(1)))
+
+
+def test_what_only_our_own_decoder_can_do_says_so(family, engine, monkeypatch):
+    path, model = family("granite")
+    message = message_of(lambda: engine(path, model_impl="nanopaged"))
+    assert "model_type in config.json must be one of ('llama'" in message
+    llm = engine(path)
+    message = message_of(lambda: llm.load_weights(model.state_dict().items()))
+    assert message == ("model_impl must be 'nanopaged' for load_weights, "
+                       "got 'transformers'")
+    ranks = SimpleNamespace(size=2, local_config=llm.model_config)
+    message = message_of(lambda: load_model(
+        llm.config, llm.engine.runner.backend, ranks))
+    assert message == ("tensor_parallel_size must be 1 for modules of transformers, "
+                       "got 2")
+
+
+def test_every_tensor_of_a_checkpoint_has_its_place(family, engine, edit_model):
+    path, _ = family("granite")
+    name = "model.layers.0.self_attn.q_proj.weight"
+    for edit in (lambda tensors: tensors.pop(name),
+                 lambda tensors: tensors.update({"model.more.weight": torch.ones(2)})):
+        message = message_of(lambda edit=edit: engine(edit_model(path, None, edit)))
+        assert "exactly the tensors that config.json calls for" in message
+
+
+def test_the_table_is_what_the_sweep_found():
+    """60 families and more; the reasons of the others are sentences."""
+    table = json.loads(families.RESULTS.read_text())
+    kinds = [kind for kind, _ in table.values()]
+    assert kinds.count("equal") >= 60 and not {"wrong", "crashed"} & {*kinds}
+    assert all(reason for _, reason in table.values())
