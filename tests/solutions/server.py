@@ -1,34 +1,31 @@
-"""An OpenAI-compatible server, at port 8000: python server.py [MODEL]
+"""An OpenAI-compatible server, at port 8000: python server.py [MODEL] [--dtype float32]
 
 Every client reads a stream of its own, in a pool of threads: whoever asks for more
 steps the engine for all. When a client goes away its streams are closed, and that
-aborts its requests. `response_format` with a JSON schema needs xgrammar.
+aborts its requests. server_requests.py says what a request may contain.
 """
 
 import json
-import sys
 import time
+from argparse import ArgumentParser
 from contextlib import aclosing, closing
-from dataclasses import fields, replace
+from weakref import ref
 
 import uvicorn
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
-from jinja2 import TemplateError
-from starlette.concurrency import iterate_in_threadpool
+from server_requests import Chat, Completion, Reader
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM
+from nanopaged.checks import check
+from nanopaged.frontend.detokenizer import token_bytes
 
 OBJECTS = {"text": "text_completion", "message": "chat.completion",
            "delta": "chat.completion.chunk"}  # by where the text is
-ERRORS = (AttributeError, ImportError, KeyError, TypeError, ValueError,
-          TemplateError)  # of a wrong request
-# What changes nothing here, whatever its value, or with this value.
-IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
-           "user"}
-NEUTRAL = {"best_of": 1, "echo": False, "logprobs": False, "modalities": ["text"],
-           "parallel_tool_calls": True, "suffix": "", "tool_choice": "none",
-           "tools": []}
+ERRORS = (ImportError, RecursionError, RequestValidationError, TypeError,
+          ValueError)  # of a wrong request
 
 
 class Events(StreamingResponse):
@@ -38,64 +35,19 @@ class Events(StreamingResponse):
 
 
 async def refuse(_, error):
-    return JSONResponse({"error": {"message": str(error), "code": None, "param": None,
+    message = str(error)
+    if isinstance(error, RequestValidationError):  # from pydantic
+        # It knows where each mistake is: ("body", "messages", 0, "role"), for example.
+        message = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}"
+                            for each in error.errors())
+    return JSONResponse({"error": {"message": message, "code": None, "param": None,
                                    "type": "invalid_request_error"}}, 400)
-
-
-def json_processor(llm, schema, num_prompt_tokens):
-    """A logits processor that lets only tokens pass that lead to a JSON text, of this
-    schema if there is one. It reads the answer anew each time, so it has no state.
-    """
-    import xgrammar
-
-    tokenizer, size = llm.get_tokenizer(), llm.model_config.vocab_size
-    info = xgrammar.TokenizerInfo.from_huggingface(
-        tokenizer, vocab_size=size, stop_token_ids=llm.eos_token_ids)
-    compiler = xgrammar.GrammarCompiler(info)
-    grammar = compiler.compile_builtin_json_grammar()
-    if schema is not None:
-        # With any whitespace, a small model might never stop writing spaces.
-        grammar = compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
-
-    def process(token_ids, logits):
-        matcher = xgrammar.GrammarMatcher(grammar)
-        for token in token_ids[0, num_prompt_tokens:].tolist():
-            matcher.accept_token(token)
-        mask = xgrammar.allocate_token_bitmask(1, size)
-        matcher.fill_next_token_bitmask(mask)
-        xgrammar.apply_token_bitmask_inplace(logits, mask.to(logits.device))
-        return logits
-
-    return process
-
-
-def read_params(llm, body, num_prompt_tokens):
-    """SamplingParams from the fields of a request; ValueError names a wrong one."""
-    body = {name: value for name, value in body.items()
-            if value is not None and name not in IGNORED
-            and repr(value) != repr(NEUTRAL.get(name))}
-    for name, ours in (("max_completion_tokens", "max_tokens"),
-                       ("top_logprobs", "logprobs")):  # the names in chats
-        if name in body:
-            body[ours] = body.pop(name)
-    if body.get("logprobs") is True:
-        body["logprobs"] = 0
-    if "logit_bias" in body:  # JSON has only strings as keys
-        body["logit_bias"] = {int(id): bias for id, bias in body["logit_bias"].items()}
-    form = body.pop("response_format", {"type": "text"})
-    if form.get("type") not in ("text", "json_object", "json_schema"):
-        raise ValueError(f"response_format must have a known type, got {form}")
-    if form["type"] != "text":
-        schema = (form.get("json_schema") or {}).get("schema")
-        body["logits_processors"] = [json_processor(llm, schema, num_prompt_tokens)]
-    unknown = sorted(body.keys() - {field.name for field in fields(SamplingParams)})
-    if unknown:
-        raise ValueError(f"{unknown[0]} is not supported")
-    return replace(llm.default_params, **body)
 
 
 def make_app(llm, name):
     app = FastAPI(exception_handlers=dict.fromkeys(ERRORS, refuse))
+    reader = Reader(llm)
+    card = {"id": name, "object": "model", "created": 0, "owned_by": "nanopaged"}
 
     @app.get("/health")
     async def health():
@@ -103,37 +55,38 @@ def make_app(llm, name):
 
     @app.get("/v1/models")
     async def models():
-        return {"object": "list", "data": [{"id": name, "object": "model"}]}
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model):
+        check(model == name, "model", repr(name), model)
+        return card
 
     @app.post("/v1/completions")
-    async def completions(request: Request, body: dict):
-        prompts = body.pop("prompt", None)
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]
-        encode = llm.get_tokenizer()
-        ids = [encode(p).input_ids if isinstance(p, str) else p for p in prompts or []]
-        return await answer(request, ids, body, "text", "text")
+    async def completions(request: Request, body: Completion):
+        return await answer(request, body, "text", "text")
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: dict):
-        ids = llm.get_tokenizer().apply_chat_template(
-            body.pop("messages", []), add_generation_prompt=True, return_dict=False)
-        body = {"max_tokens": None} | body
-        return await answer(request, [ids], body, "message", "delta")
+    async def chat(request: Request, body: Chat):
+        return await answer(request, body, "message", "delta")
 
-    async def answer(request, prompts, body, key, chunk_key):
+    def start(body):
+        check(body.model in (None, name), "model", repr(name), body.model)
+        check(body.stream or body.stream_options is None, "stream",
+              "true for stream_options", body.stream)
+        prompts, params = reader.read(body)
+        try:
+            return llm.stream(prompts, params), Answers(llm, params[0])
+        except (TypeError, ValueError) as error:  # too long, for example
+            field = "messages" if isinstance(body, Chat) else "prompt"
+            raise ValueError(f"{field} cannot be served: {error}") from error
+
+    async def answer(request, body, key, chunk_key):
         """The whole completion, or a stream of chunks."""
-        is_stream, model = body.pop("stream", False), body.pop("model", name)
-        options = dict(body.pop("stream_options", None) or {})
-        if model != name:
-            raise ValueError(f"model must be {name!r}, got {model!r}")
-        if not prompts:
-            raise ValueError("prompt must be a string or a non-empty list")
-        params = [read_params(llm, body, len(ids)) for ids in prompts]
-        answers = Answers(llm, params[0].n)
-        outputs = llm.stream(prompts, params)
-        if is_stream:
-            return Events(chunks(outputs, answers, chunk_key, options),
+        # Long prompts and grammars take time, and the event loop must not wait.
+        outputs, answers = await run_in_threadpool(start, body)
+        if body.stream:
+            return Events(chunks(outputs, answers, chunk_key, body.stream_options),
                           media_type="text/event-stream")
         async for output in iterate_in_threadpool(outputs):
             answers.take(output)
@@ -147,11 +100,13 @@ def make_app(llm, name):
         with closing(outputs):
             async for output in iterate_in_threadpool(outputs):
                 parts = answers.parts(answers.take(output), key)
-                yield f"data: {json.dumps(wrap(answers.id, parts, key))}\n\n"
-        if options.get("include_usage"):
-            end = wrap(answers.id, [], key) | {"usage": answers.usage()}
-            yield f"data: {json.dumps(end)}\n\n"
+                yield event(wrap(answers.id, parts, key))
+        if options and options.include_usage:
+            yield event(wrap(answers.id, [], key) | {"usage": answers.usage()})
         yield "data: [DONE]\n\n"
+
+    def event(content):
+        return f"data: {json.dumps(content)}\n\n"
 
     def wrap(id, parts, key):
         return {"id": id, "object": OBJECTS[key], "model": name,
@@ -163,8 +118,8 @@ def make_app(llm, name):
 class Answers:
     """The answers to one HTTP request, which may have several prompts."""
 
-    def __init__(self, llm, n):
-        self.llm, self.n = llm, n
+    def __init__(self, llm, params):
+        self.llm, self.params = llm, params
         self.id = None  # of the first prompt
         self.outputs, self.choices = {}, {}  # by prompt; by index
         self.said = {}  # by index: how many characters and tokens of it are told
@@ -175,7 +130,7 @@ class Answers:
         number = int(output.request_id) - int(self.id)
         self.outputs[number] = output
         new = {index: choice
-               for index, choice in enumerate(output.outputs, number * self.n)
+               for index, choice in enumerate(output.outputs, number * self.params.n)
                if choice != self.choices.get(index)}
         self.choices |= new
         return new
@@ -184,41 +139,69 @@ class Answers:
         """What is new in these choices."""
         parts = []
         for index, choice in sorted(choices.items()):
+            role = {} if index in self.said else {"role": "assistant"}
             start, first = self.said.get(index, (0, 0))
             self.said[index] = len(choice.text), len(choice.token_ids)
             text = choice.text[start:]
-            content = text if key == "text" else {"role": "assistant", "content": text}
+            content = text if key == "text" else role | {"content": text}
             parts.append({"index": index, key: content, "logprobs": None,
                           "finish_reason": choice.finish_reason})
             if choice.logprobs is not None:
-                parts[-1]["logprobs"] = self.logprobs(choice, first, key)
+                show = self.text_logprobs if key == "text" else self.chat_logprobs
+                parts[-1]["logprobs"] = show(choice.logprobs[first:])
         return parts
 
-    def logprobs(self, choice, first, key):
-        """In the form of completions, or in that of chats."""
-        def entry(token, logprob):
-            text = self.llm.get_tokenizer().decode([token])
-            return {"token": text, "logprob": logprob.logprob,
-                    "bytes": list(text.encode())}
+    def entries(self, row):
+        """What to say of each token: first the sampled one, then the most likely ones.
 
-        rows = [[entry(*pair) for pair in report.items()]
-                for report in choice.logprobs[first:]]
-        if key != "text":
-            return {"content": [row[0] | {"top_logprobs": row} for row in rows]}
-        return {"tokens": [row[0]["token"] for row in rows],
-                "token_logprobs": [row[0]["logprob"] for row in rows],
-                "top_logprobs": [{each["token"]: each["logprob"] for each in row}
-                                 for row in rows]}
+        Bytes that are not a whole character are shown as "\\xc3".
+        """
+        entries = {}
+        for token, logprob in row.items():
+            _, data = token_bytes(ref(self.llm.get_tokenizer()), token, False)
+            entries[token] = {"token": data.decode(errors="backslashreplace"),
+                              "logprob": logprob.logprob, "bytes": list(data)}
+        return entries
+
+    def chat_logprobs(self, rows):
+        content = []
+        for row in rows:
+            entries = self.entries(row)
+            likely = sorted(row, key=lambda token: row[token].rank)
+            top = [entries[token] for token in likely[: self.params.logprobs]]
+            sampled, *_ = entries.values()
+            content.append(sampled | {"top_logprobs": top})
+        return {"content": content}
+
+    def text_logprobs(self, rows):
+        tokens, logprobs, tops = [], [], []
+        for row in rows:
+            top = {}
+            for token, entry in self.entries(row).items():
+                # Two tokens may have the same text, and JSON has it only once.
+                text = entry["token"]
+                top[f"token_id:{token}" if text in top else text] = entry["logprob"]
+            sampled, *_ = top
+            tokens.append(sampled)
+            logprobs.append(top[sampled])
+            tops.append(top)
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
 
     def usage(self):
         outputs = self.outputs.values()
-        counts = {
-            "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
-            "completion_tokens": sum(len(choice.token_ids) for output in outputs
-                                     for choice in output.outputs)}
-        return counts | {"total_tokens": sum(counts.values())}
+        asked = sum(len(output.prompt_token_ids) for output in outputs)
+        said = sum(len(choice.token_ids) for output in outputs
+                   for choice in output.outputs)
+        cached = sum(output.num_cached_tokens for output in outputs)
+        return {"prompt_tokens": asked, "completion_tokens": said,
+                "total_tokens": asked + said,
+                "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 if __name__ == "__main__":
-    path = sys.argv[1] if sys.argv[1:] else None
-    uvicorn.run(make_app(LLM(path), path or "nanopaged"))
+    parser = ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", help="a directory, or an id of the hub")
+    parser.add_argument("--dtype", default="auto", help="as that of nanopaged.LLM")
+    options = parser.parse_args()
+    llm = LLM(options.model, dtype=options.dtype)
+    uvicorn.run(make_app(llm, options.model or "nanopaged"))

@@ -1,19 +1,25 @@
-"""The drop-in for vLLM: lm-eval's own vLLM backend beside its Hugging Face backend, on
-tasks that are made here; and the names that vLLM's scripts use.
+"""The drop-in for vLLM: the names that scripts use, and five programs, each beside an
+answer of transformers.
+
+    python as_vllm.py names|lm_eval|langchain|llama_index|outlines|trl
 """
 
 import json
+import re
 import sys
+import warnings
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import as_vllm  # noqa: F401
-import lm_eval
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
-from nanopaged.loader import BUNDLED
+from nanopaged.loading.checkpoint import BUNDLED
 
 LINES = [
     "But, soft! what light through yonder window breaks?",
@@ -25,6 +31,25 @@ LINES = [
     "The quality of mercy is not strain'd,",
     "We few, we happy few, we band of brothers;"]
 
+
+class Reference:
+    """transformers in float32, greedy."""
+
+    def __init__(self):
+        self.model = AutoModelForCausalLM.from_pretrained(BUNDLED, dtype=torch.float32)
+        self.tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+
+    def text(self, prompt, count, processors=()):
+        """The continuation of a string or of a list of token ids."""
+        ids = self.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+        found = self.model.generate(
+            torch.tensor([ids]), max_new_tokens=count, do_sample=False,
+            logits_processor=[*processors])
+        answer = found[0, len(ids) :]
+        return self.tokenizer.decode(answer, skip_special_tokens=True)
+
+
+# -- lm-eval ---------------------------------------------------------------------------
 
 def tasks(folder):
     """A multiple choice, a perplexity, and a generation."""
@@ -51,6 +76,8 @@ def tasks(folder):
 
 
 def evaluate(backend, **arguments):
+    import lm_eval
+
     with TemporaryDirectory() as folder:
         found = lm_eval.simple_evaluate(
             backend, arguments | {"pretrained": str(BUNDLED), "dtype": "float32"},
@@ -73,6 +100,106 @@ def check_lm_eval():
             assert abs(one - other) < 1e-3 and is_greedy == other_greedy, pair
     print(f"{len(LINES)} lines: choices, perplexity and texts are those of hf")
 
+
+# -- LangChain, LlamaIndex and Outlines ------------------------------------------------
+
+def check_texts(name, texts, count=24):
+    """Answers to the lines are those of transformers."""
+    reference = Reference()
+    assert texts == [reference.text(line, count) for line in LINES], texts
+    print(f"{name}: {len(texts)} texts are those of transformers")
+
+
+def check_langchain():
+    from langchain_community.llms import VLLM
+
+    llm = VLLM(model=str(BUNDLED), dtype="float32", temperature=0, max_new_tokens=24)
+    check_texts("langchain", llm.batch(LINES))
+
+
+def check_llama_index():
+    from llama_index.llms.vllm import Vllm
+
+    llm = Vllm(model=str(BUNDLED), dtype="float32", temperature=0, max_new_tokens=24)
+    check_texts("llama_index", [llm.complete(line).text for line in LINES])
+
+
+SCHEMA = {"type": "object", "additionalProperties": False,
+          "properties": {"name": {"type": "string", "maxLength": 8},
+                         "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+          "required": ["name", "age"]}
+
+
+def check_outlines():
+    """Free text, choices and expressions are those of Outlines' own backend for
+    transformers, which does not use xgrammar. It writes JSON with other spaces, so
+    answers with a schema are those of transformers with xgrammar's processor.
+    """
+    import outlines
+    import xgrammar
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    reference = Reference()
+    theirs = outlines.from_transformers(reference.model, reference.tokenizer)
+    llm = LLM(str(BUNDLED), dtype="float32", num_blocks=256)
+    ours = outlines.from_vllm_offline(llm)
+    params = SamplingParams(temperature=0, max_tokens=40)
+    options = {"sampling_params": params, "use_tqdm": False}
+    for kind in (None, Literal["Romeo", "Juliet", "nobody"],
+                 outlines.types.Regex("[A-Z][a-z]{2,5} [0-9]{2}")):
+        texts = [ours(line, kind, **options) for line in LINES]
+        assert texts == [theirs(line, kind, max_new_tokens=40, do_sample=False)
+                         for line in LINES], (kind, texts)
+    assert [ours(LINES[0], kind, **options)] == ours.batch(LINES, kind, **options)[0]
+
+    info = xgrammar.TokenizerInfo.from_huggingface(reference.tokenizer, vocab_size=512)
+    grammar = xgrammar.GrammarCompiler(info).compile_json_schema(
+        json.dumps(SCHEMA), any_whitespace=False)
+    for line in LINES:
+        text = ours(line, outlines.types.JsonSchema(SCHEMA), **options)
+        ids = reference.tokenizer.apply_chat_template(
+            [{"role": "user", "content": line}], add_generation_prompt=True,
+            return_dict=False)
+        assert text == reference.text(ids, 40, [LogitsProcessor(grammar)]), text
+        person = json.loads(text)
+        assert person.keys() == {"name", "age"} and 0 <= person["age"] <= 99, text
+    print(f"outlines: 4 kinds of {len(LINES)} texts are those of transformers")
+
+
+# -- TRL -------------------------------------------------------------------------------
+
+def check_trl():
+    """GRPO with vLLM in its own process. The log-probabilities with which tokens were
+    sampled are those of the model that is trained, also after each update.
+    """
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions, **_):
+        return [float(text.count("e")) for text in completions]
+
+    with TemporaryDirectory() as folder:
+        reference = Reference()
+        reference.model.save_pretrained(folder)
+        reference.tokenizer.save_pretrained(folder)
+        config = GRPOConfig(
+            folder + "/out", use_vllm=True, vllm_mode="colocate", use_cpu=True,
+            bf16=False, max_steps=4, per_device_train_batch_size=8, num_generations=4,
+            max_completion_length=24, learning_rate=1e-3, logging_steps=1, report_to=[],
+            save_strategy="no", vllm_max_model_length=256, vllm_enable_sleep_mode=True)
+        prompts = Dataset.from_dict({"prompt": ["ROMEO:\n", "JULIET:\n"] * 8})
+        before = reference.model.state_dict()
+        trainer = GRPOTrainer(folder, reward, config, prompts)
+        trainer.train()
+    gaps = [entry["sampling/sampling_logp_difference/max"]
+            for entry in trainer.state.log_history if "loss" in entry]
+    changes = [(before[name] - value).abs().max().item()
+               for name, value in trainer.model.state_dict().items()]
+    assert len(gaps) == 4 and max(gaps) < 1e-4 and max(changes) > 1e-3, (gaps, changes)
+    print(f"trl: log-probabilities in 4 updates differ by {max(gaps):.1e} at most")
+
+
+# -- Names -----------------------------------------------------------------------------
 
 # What vLLM's scripts write: options of LLM, options of SamplingParams, other words of
 # their programs; and whether it runs, or which word an error names.
@@ -123,9 +250,65 @@ def check_names():
         tokens = [llm.generate(**each, sampling_params=params)[0].outputs[0].token_ids
                   for each in ({"prompts": "ROMEO:"}, {"prompt_token_ids": [ids]})]
         assert tokens == [output.token_ids] * 2
+    check_structured_outputs()
+    check_new_weights()
     print(f"{len(SCRIPTS)} kinds of scripts: run, or say what is not supported")
 
 
+def check_structured_outputs():
+    """Each keeps to its form, beside a request that has none; the rest is refused."""
+    prompts = ["ROMEO:"] * 6
+    forms = {"(yes|no)": {"choice": ["yes", "no"]}, "[ab]{3}": {"regex": "[ab]{3}"},
+             "x[0-9]": {"grammar": 'root ::= "x" [0-9]'},
+             r'\{"name": "[^"]{0,8}", "age": \d\d?\}': {"json": SCHEMA},
+             r"\{.*": {"json_object": True}}
+    params = [SamplingParams(max_tokens=60, seed=1, n=3,
+                             structured_outputs=StructuredOutputsParams(**form))
+              for form in forms.values()]
+    with LLM(str(BUNDLED), num_blocks=64) as llm:
+        free = SamplingParams(temperature=0, max_tokens=24)
+        alone = llm.generate(prompts[0], free, use_tqdm=False)[0].outputs[0].text
+        outputs = llm.generate(prompts, [*params, free], use_tqdm=False)
+        assert outputs[-1].outputs[0].text == alone
+        for output, form in zip(outputs, forms, strict=False):
+            for answer in output.outputs:
+                assert re.fullmatch(form, answer.text, re.DOTALL), (form, answer.text)
+        for wrong, word in (({"regex": "("}, "parenthesis"), ({}, "one of"),
+                            ({"json": {"type": "strng"}}, "strng"),
+                            ({"regex": "a", "choice": ["a"]}, "one of"),
+                            ({"structural_tag": "a"}, "structural_tag")):
+            try:
+                form = StructuredOutputsParams(**wrong)
+                llm.generate("A", SamplingParams(structured_outputs=form))
+            except (TypeError, ValueError) as error:
+                assert word in str(error), error
+            else:
+                raise AssertionError(f"{wrong} was not refused")
+
+
+def check_new_weights():
+    """As a trainer brings them: one by one, then it resets the prefix cache."""
+    with LLM(str(BUNDLED), num_blocks=64, dtype="float32",
+             logprobs_mode="processed_logprobs") as llm:
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        worker = llm.llm_engine.model_executor.driver_worker
+        for name, weight in Reference().model.named_parameters():
+            new = weight.roll(1, 0) if "layers.0.mlp" in name else weight
+            worker.model_runner.model.load_weights([(name, new.data)])
+        params = SamplingParams(max_tokens=8, logprobs=0, seed=3)
+        old = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0]
+        assert llm.reset_prefix_cache()
+        new = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0]
+        assert old.logprobs != new.logprobs
+        try:
+            llm.generate("ROMEO:", SamplingParams(temperature=0.5, logprobs=0))
+        except TypeError as error:
+            assert "temperature" in str(error)
+        else:
+            raise AssertionError("log-probabilities are not processed")
+
+
 if __name__ == "__main__":
-    check_names()
-    check_lm_eval()
+    warnings.simplefilter("ignore")
+    globals()[f"check_{sys.argv[1]}"]()

@@ -6,37 +6,54 @@
 import gc
 import importlib.util
 import json
+import math
 import os
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import torch
 import uvicorn
+import xgrammar
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanopaged import LLM, SamplingParams
+from nanopaged.sequence import Logprob
 
 SERVER = Path(__file__).parent.parent / "server.py"
 if sys.argv[1:]:
     SERVER = Path(sys.argv[1])
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}\n{% endfor %}"
+sys.path.insert(0, str(SERVER.parent))  # for the files that it imports
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}:\n{{ m['content'] }}"
+    "{% for call in m['tool_calls'] %}{{ call['function']['arguments']['text'] }}"
+    "{% endfor %}{{ '\n' }}{% endfor %}")
 NAME = "shakespeare"
+
+
+def load_server():
+    spec = importlib.util.spec_from_file_location("openai_server", SERVER)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @contextmanager
 def serve(llm):
     """A client of a server that runs in another thread."""
-    spec = importlib.util.spec_from_file_location("openai_server", SERVER)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    config = uvicorn.Config(module.make_app(llm, NAME), port=0, log_level="warning")
+    app = load_server().make_app(llm, NAME)
+    config = uvicorn.Config(app, port=0, log_level="warning")
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
+    thread = threading.Thread(target=server.run, name="event loop")
     thread.start()
     while not server.started:
         assert thread.is_alive(), "the server did not start"
@@ -101,29 +118,6 @@ def check_chat(llm, client):
     assert [model.id for model in client.models.list()] == [NAME]
 
 
-def refusal(create, **options):
-    """What the server says of a bad request."""
-    try:
-        create(model=options.pop("model", NAME), **options)
-    except openai.BadRequestError as error:
-        return str(error)
-    raise AssertionError(f"{options} was not refused")
-
-
-def check_refusals(client):
-    for wrong, word in (
-            ({"temperature": -1}, "temperature"), ({"best_of": 2}, "best_of"),
-            ({"logprobs": -2}, "logprobs"), ({"prompt": []}, "prompt"),
-            ({"model": "gpt"}, NAME), ({"stop": 3, "stream": True}, "stop"),
-            ({"suffix": "the end"}, "suffix"), ({"echo": True}, "echo"),
-            ({"presence_penalty": 3}, "presence_penalty"),
-            ({"extra_body": {"logits_processors": [1]}}, "logits_processors")):
-        said = refusal(client.completions.create, **{"prompt": "A"} | wrong)
-        assert word in said, (wrong, said)
-    for messages in "Hello", ["Hello"]:
-        refusal(client.chat.completions.create, messages=messages)
-
-
 def check_options(llm, client):
     """Several prompts, penalties, log-probabilities, usage, and what is ignored."""
     health = urllib.request.urlopen(str(client.base_url).replace("v1/", "health"))
@@ -174,25 +168,283 @@ SCHEMA = {"type": "object", "additionalProperties": False,
 
 def check_json(llm, client):
     """Sampled answers that keep to a schema, beside others that do not change."""
-    try:
-        import xgrammar  # noqa: F401
-    except ImportError:
-        print("without xgrammar: no JSON")
-        return
-    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     alone = complete(client, "ROMEO:", max_tokens=80).choices[0].text
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(lambda: [complete(
             client, "ROMEO:", max_tokens=80).choices[0].text for _ in range(4)])
         answers = client.chat.completions.create(
             model=NAME, messages=[{"role": "user", "content": "A person:"}], n=50,
-            temperature=1, seed=3, max_tokens=80, response_format=form)
+            temperature=1, seed=3, max_tokens=80, response_format=FORM)
         assert beside.result() == [alone] * 4
     people = [json.loads(choice.message.content) for choice in answers.choices]
     assert all({*person} == {*SCHEMA["required"]} and type(person["age"]) is int
                and 0 <= person["age"] <= 99 and type(person["alive"]) is bool
                and len(person["name"]) <= 12 for person in people)
     print(f"{len(people)} answers keep to the schema, such as {people[0]}")
+
+
+# -- What a client may ask for ---------------------------------------------------------
+
+FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
+CALL = {"id": "a", "type": "function", "function": {
+    "name": "say", "arguments": '{"text": "Who?"}'}}
+TOOL = {"type": "function", "function": {"name": "say", "parameters": {}}}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+LONG = "ROMEO: " * 20
+
+
+def user(content):
+    return [{"role": "user", "content": content}]
+
+
+def text_of(answer):
+    """Of a completion, a chat, or the chunks of either."""
+    if not isinstance(answer, list):
+        return getattr(answer.choices[0], "text", None) or (
+            answer.choices[0].message.content)
+    return "".join(getattr(choice, "text", None) or choice.delta.content
+                   for chunk in answer for choice in chunk.choices)
+
+
+def top_counts(answer):
+    return {len(row.top_logprobs) for row in answer.choices[0].logprobs.content}
+
+
+# Options of a completion or, if they have messages, of a chat. Then what must hold of
+# the answer, given the greedy one to "ROMEO:" or, in chats, to "user:\nWho?\n".
+FEATURES = [
+    ({}, lambda a, text: text_of(a) == text and a.choices[0].finish_reason == "length"),
+    ({"stream": True}, lambda a, text: text_of(a) == text and len(a) > 8),
+    ({"prompt": ["ROMEO:", "A"]},
+     lambda a, text: text_of(a) == text and a.choices[1].index == 1),
+    ({"prompt": [5, 6, 7]}, lambda a, _: a.usage.prompt_tokens == 3),
+    ({"prompt": [[5, 6, 7], [8]]}, lambda a, _: a.usage.prompt_tokens == 4),
+    ({"n": 3}, lambda a, text: [c.text for c in a.choices] == [text] * 3),
+    ({"temperature": 1, "seed": 7, "prompt": ["A", "A"]},
+     lambda a, _: a.choices[0].text == a.choices[1].text),
+    ({"temperature": 1, "top_p": 1e-6}, lambda a, text: text_of(a) == text),
+    ({"stop": "e"}, lambda a, text: text_of(a) == text[: text.index("e")]),
+    ({"stop": ["xyz", "e"]}, lambda a, _: a.choices[0].finish_reason == "stop"),
+    ({"max_tokens": 3}, lambda a, _: a.usage.completion_tokens == 3),
+    ({"presence_penalty": 2}, lambda a, text: text_of(a) != text),
+    ({"frequency_penalty": 2}, lambda a, text: text_of(a) != text),
+    ({"logit_bias": {"60": 100}}, lambda a, _: len(set(text_of(a))) == 1),
+    ({"logprobs": 5, "temperature": 1, "seed": 3}, lambda a, _: {5, 6} >= {
+        len(row) for row in a.choices[0].logprobs.top_logprobs}),
+    ({"logprobs": 1, "stream": True}, lambda a, _: sum(
+        len(chunk.choices[0].logprobs.tokens) for chunk in a) == 24),
+    ({"prompt": [LONG, LONG]},
+     lambda a, _: a.usage.prompt_tokens_details.cached_tokens >= 48),
+    ({"stream": True, "stream_options": {"include_usage": True}},
+     lambda a, _: a[-1].choices == [] and a[-1].usage.completion_tokens == 24),
+    ({"extra_body": {"top_k": 1, "min_p": 0.1, "ignore_eos": True}, "temperature": 1},
+     lambda a, text: text_of(a) == text),
+    ({"user": "me", "best_of": 1, "echo": False}, lambda a, text: text_of(a) == text),
+    ({"messages": user("Who?")}, lambda a, text: text_of(a) == text
+     and a.choices[0].message.role == "assistant"),
+    ({"messages": user("Who?"), "stream": True}, lambda a, text: text_of(a) == text
+     and [c.choices[0].delta.role for c in a] == ["assistant"] + [None] * (len(a) - 1)),
+    ({"messages": [{"role": "developer", "content": "Be brief.", "tool_calls": None},
+                   *user("Who?")]}, lambda a, _: text_of(a)),
+    ({"messages": user([{"type": "text", "text": part} for part in ("W", "ho?")])},
+     lambda a, text: text_of(a) == text),
+    ({"messages": [{"role": "user", "content": None, "tool_calls": [CALL]}]},
+     lambda a, text: text_of(a) == text),
+    ({"messages": user("Who?"), "max_completion_tokens": 3},
+     lambda a, _: a.usage.completion_tokens == 3),
+    ({"messages": user("Who?"), "logprobs": True, "top_logprobs": 2, "temperature": 1,
+      "seed": 3}, lambda a, _: top_counts(a) == {2}),
+    ({"messages": user("Who?"), "logprobs": True, "top_logprobs": 0},
+     lambda a, _: top_counts(a) == {0}),
+    ({"messages": user("Who?"), "logprobs": True}, lambda a, text: text == b"".join(
+        bytes(row.bytes) for row in a.choices[0].logprobs.content).decode()),
+    ({"messages": user("Who?"), "response_format": {"type": "json_object"},
+      "max_tokens": 3}, lambda a, _: text_of(a).startswith("{")),
+    ({"messages": user("Who?"), "response_format": FORM, "max_tokens": 80},
+     lambda a, _: json.loads(text_of(a)).keys() == SCHEMA["properties"].keys()),
+    ({"messages": user("Who?"), "response_format": FORM, "max_tokens": 80,
+      "stream": True}, lambda a, _: json.loads(text_of(a))["age"] >= 0),
+    # What is still missing is refused.
+    ({"messages": user("Who?"), "tools": [TOOL]}, None),
+    ({"messages": user([IMAGE])}, None)]
+
+
+def check_features(llm, client):
+    params = SamplingParams(temperature=0, max_tokens=24)
+    works = 0
+    for options, is_right in FEATURES:
+        is_chat = "messages" in options
+        prompt = {} if is_chat else {"prompt": "ROMEO:"}
+        create = (client.chat if is_chat else client).completions.create
+        outputs = llm.generate("user:\nWho?\n" if is_chat else "ROMEO:", params, False)
+        try:
+            answer = create(**{"model": NAME, "max_tokens": 24, "temperature": 0}
+                            | prompt | options)
+            answer = list(answer) if options.get("stream") else answer
+        except openai.BadRequestError as error:
+            assert is_right is None, (options, error)
+        else:
+            assert is_right(answer, outputs[0].outputs[0].text), (options, answer)
+            works += 1
+    assert client.models.retrieve(NAME).id == NAME
+    print(f"{works} of {len(FEATURES)} features work, and the others are refused")
+
+
+def check_grammars(compilers):
+    """One compiler, which keeps its grammars, serves all requests; and it was not the
+    event loop that waited for it.
+    """
+    [(compiler, thread)] = compilers
+    assert compiler.get_cache_size_bytes() > 0 and thread.name != "event loop"
+
+
+@contextmanager
+def noted_compilers():
+    """The compilers that are made meanwhile, and the threads that make them."""
+    made, make = [], xgrammar.GrammarCompiler
+
+    def note(*arguments, **options):
+        made.append((make(*arguments, **options), threading.current_thread()))
+        return made[-1][0]
+
+    xgrammar.GrammarCompiler = note
+    try:
+        yield made
+    finally:
+        xgrammar.GrammarCompiler = make
+
+
+def check_token_texts(llm, client):
+    """Every token has its own bytes and, in completions, its own text."""
+    tokenizer, byte_of = llm.tokenizer, {c: b for b, c in bytes_to_unicode().items()}
+    chat = client.chat.completions.create(
+        model=NAME, messages=user("A"), max_tokens=1, logprobs=True, top_logprobs=512)
+    [row] = chat.choices[0].logprobs.content
+    names = tokenizer.convert_ids_to_tokens(range(512))
+    known = [bytes(byte_of.get(c, 0) for c in name)
+             for name in names if name not in tokenizer.all_special_tokens]
+    known += [token.encode() for token in tokenizer.all_special_tokens]
+    assert sorted(bytes(top.bytes) for top in row.top_logprobs) == sorted(known)
+    [top] = complete(client, "A", max_tokens=1, logprobs=512).choices[
+        0].logprobs.top_logprobs
+    assert len(top) == 512
+    assert all(tokenizer.decode([id]) in top for id in range(512)
+               if "\ufffd" not in tokenizer.decode([id]))
+
+
+def check_spaces_of_tokens():
+    """In a tokenizer like the first Llama's, where `decode([token])` drops a space, and
+    where a byte and a letter may have the same text.
+    """
+    ids = {f"<0x{byte:02X}>": byte for byte in range(256)} | {
+        "▁true": 256, "true": 257, "t": 258}
+    raw = Tokenizer(models.BPE(ids, [], byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+         decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    llm = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    answers = load_server().Answers(llm, SamplingParams(logprobs=len(ids)))
+    row = {id: Logprob(-1.0 - id, id + 1) for id in ids.values()}
+    [said] = answers.chat_logprobs([row])["content"]
+    found = {bytes(top["bytes"]) for top in said["top_logprobs"]}
+    assert found == {bytes([byte]) for byte in range(256)} | {b" true", b"true"}
+    [top] = answers.text_logprobs([row])["top_logprobs"]
+    assert len(top) == len(ids) and {"\\xc3", " true", "true", "t"} <= top.keys(), top
+
+
+# -- Wrong requests --------------------------------------------------------------------
+
+def bias(value):
+    return {"logit_bias": value}
+
+
+def message(**fields):
+    return {"messages": [fields]}
+
+
+def form(**fields):
+    return {"response_format": fields}
+
+
+# What is wrong with the body of a completion, or of a chat; and what the answer names
+# if that is not the first of these fields.
+WRONG_TEXTS = [
+    ({"prompt": 5},), ({"prompt": None},), ({"prompt": {}},), ({"prompt": []},),
+    ({"prompt": [[]]},), ({"prompt": ["A", 5]},), ({"prompt": [-1]},),
+    ({"prompt": [99999]},), ({"prompt": [1.5]},), ({"prompt": ""},),
+    ({"prompt": [5] * 5000},), ({"model": "gpt"},), ({"model": 5},),
+    ({"max_tokens": 0},), ({"max_tokens": "x"},), ({"temperature": -1},),
+    ({"temperature": math.nan},), ({"temperature": "hot"},), ({"top_p": 2},),
+    ({"n": 0},), ({"n": 10**6},), ({"n": True},), ({"seed": "x"},),
+    ({"stop": 3, "stream": True},), ({"stop": [""]},), ({"stop": [3]},),
+    ({"stop_token_ids": [99999]},), ({"logprobs": -2},), ({"logprobs": True},),
+    ({"presence_penalty": 3},), ({"frequency_penalty": math.inf},), (bias(5),),
+    (bias({"a": 1}),), (bias({"5": math.nan}),), (bias({"5": math.inf}),),
+    (bias({"5": "x"}),), (bias({"99999": 1}),), (bias({"-1": 1}),), ({"best_of": 2},),
+    ({"echo": True},), ({"suffix": "the end"},), ({"stream": "yes"},),
+    ({"stream_options": {"include_usage": True}}, "stream"),
+    ({"stream_options": 5, "stream": True},),
+    ({"stream_options": {"include_usage": 5}, "stream": True},),
+    ({"logits_processors": [1]},), ({"prompt_logprobs": 1},), ({"top_logprobs": 2},),
+    ({"colour": "red"},)]
+WRONG_CHATS = [
+    ({"messages": None},), ({"messages": []},), ({"messages": "Hello"},),
+    ({"messages": ["Hello"]},), (message(role="user"), "content"),
+    (message(role="user", content=None), "content"), (message(content="A"), "role"),
+    (message(role="wizard", content="A"), "role"),
+    (message(role="user", content=5), "content"),
+    (message(role="user", content=[IMAGE]), "content"),
+    (message(role="user", content=[{"type": "text"}]), "content"),
+    (message(role="assistant", tool_calls=5), "tool_calls"),
+    (message(role="assistant", tool_calls=[{}]), "function"),
+    (message(role="assistant", tool_calls=[
+        {"function": {"name": "a", "arguments": "{"}}]), "arguments"),
+    (message(role="assistant", tool_calls=[
+        {"function": {"name": "a", "arguments": "5"}}]), "arguments"),
+    ({"messages": [{"role": "user", "content": "long " * 5000}]},),
+    ({"logprobs": 5},), ({"top_logprobs": 2}, "logprobs"),
+    ({"top_logprobs": -1, "logprobs": True},), ({"max_completion_tokens": 0},),
+    ({"max_completion_tokens": "x"},), ({"tools": [TOOL]},), ({"tool_choice": "auto"},),
+    ({"modalities": ["audio"]},), ({"response_format": "json"},),
+    (form(type="xml"),), (form(type="json_schema"),),
+    (form(type="json_schema", json_schema={"name": "a"}),),
+    (form(type="json_schema", json_schema={"schema": 5}),),
+    (form(type="json_schema", json_schema={"schema": {"type": "strng"}}), "strng"),
+    (form(type="json_schema", json_schema={
+        "schema": {"type": "string", "pattern": "("}}), "parenthesis"),
+    (form(type="json_object") | {"min_tokens": 1}, "min_tokens"),
+    (form(type="json_object") | {"extra": 5}, "extra")]
+NO_OBJECTS = [b"", b"{", b"[]", b"5", b"[" * 10**5, b'{"prompt": "\xff"}']
+
+
+def post(client, path, data):
+    """The status, and what the server says."""
+    request = urllib.request.Request(f"{client.base_url}{path}", data, headers={
+        "Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=600) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def check_wrong_requests(llm, client):
+    """Each is a 400 that names the field, and nothing of it is left in the engine."""
+    for path, right, wrongs in (
+            ("completions", {"prompt": "A"}, WRONG_TEXTS),
+            ("chat/completions", {"messages": user("A")}, WRONG_CHATS)):
+        for wrong, *words in wrongs:
+            body = {"max_tokens": 2} | right | wrong
+            status, said = post(client, path, json.dumps(body).encode())
+            word = words[0] if words else next(iter(wrong))
+            assert status == 400 and word in said, (wrong, status, said)
+        for data in NO_OBJECTS:
+            status, said = post(client, path, data)
+            assert status == 400, (data[:20], status, said)
+    assert not llm.has_unfinished_requests()
+    number = len(WRONG_TEXTS) + len(WRONG_CHATS) + 2 * len(NO_OBJECTS)
+    print(f"{number} wrong requests: each is a 400 that names the field")
 
 
 def check_eight_clients(llm, client):
@@ -251,14 +503,18 @@ def check_that_nobody_is_left(llm, client):
 if __name__ == "__main__":
     os.environ["NO_PROXY"] = "*"
     torch.set_num_threads(1)
+    check_spaces_of_tokens()
     with LLM(device="cpu", attention_backend="torch", num_blocks=400) as engine:
         engine.tokenizer.chat_template = TEMPLATE
-        with serve(engine) as openai_client:
+        with noted_compilers() as made, serve(engine) as openai_client:
             check_answers(engine, openai_client)
             check_chat(engine, openai_client)
-            check_refusals(openai_client)
+            check_features(engine, openai_client)
+            check_wrong_requests(engine, openai_client)
             check_options(engine, openai_client)
+            check_token_texts(engine, openai_client)
             check_json(engine, openai_client)
+            check_grammars(made)
             check_eight_clients(engine, openai_client)
             check_that_nobody_is_left(engine, openai_client)
     print("server: ok")
