@@ -41,14 +41,14 @@ def test_others_in_the_batch_choose_freely(llm):
     assert bound.outputs[0].text == "no"
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("steps_ahead", [0, 1])
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_it_survives_preemption(llm, mode, runs_ahead):
+def test_it_survives_preemption(llm, mode, steps_ahead):
     params = {"prompt": ["ROMEO:\n", "JULIET:\n"] * 4, "n": 4, "temperature": 1e3,
               "max_tokens": 8}
     expected = answers(llm, **params)
     with LLM(block_size=2, num_blocks=28, preemption_mode=mode, **ENGINE) as small:
-        small.runs_ahead = runs_ahead
+        small.engine.steps_ahead = steps_ahead
         assert answers(small, **params) == expected
         stats = small.stats()
     assert stats.preemptions_swap + stats.preemptions_recompute > 0

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.attention import Metadata, place_tokens
+from nanopaged.attention import Metadata, locate, slot_mapping
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
@@ -35,7 +35,7 @@ def engine(folder=None, **options):
                 "kv_cache_dtype": "int8", "block_size": 4, "num_blocks": 64}
     llm = LLM(folder, **defaults | options)
     if folder:
-        for weight in llm.runner.model.parameters():
+        for weight in llm.engine.runner.model.parameters():
             weight.mul_(8 if weight.ndim > 1 else 1)
     return llm
 
@@ -64,7 +64,7 @@ def check_error(backend_name):
     """
     generator = torch.Generator().manual_seed(3)
     with engine(attention_backend=backend_name) as llm:
-        backend, cache = llm.runner.backend, llm.runner.kv_caches[0]
+        backend, cache = llm.engine.runner.backend, llm.engine.runner.kv_caches[0]
     kv_heads, heads, dim = backend.num_kv_heads, 4, backend.head_dim
     tables = torch.randperm(63, generator=generator)[:60].view(3, 20)
     sizes = torch.rand(3, 80, 2 * kv_heads, 1, generator=generator) * 2
@@ -77,14 +77,15 @@ def check_error(backend_name):
         # The part of each table that its sequence has filled, one after another.
         table = np.concatenate([own[: -(-end // backend.block_size)]
                                 for own, end in zip(tables.numpy(), ends, strict=True)])
-        positions, slots = place_tokens(table, counts, ends, backend.block_size)
+        at = locate(counts, ends, backend.block_size)
+        positions, slots = at.positions, slot_mapping(table, at, backend.block_size)
         new = torch.cat([own[end - count : end]
                          for own, count, end in zip(kv, counts, ends, strict=True)])
         backend.store(*new.chunk(2, 1), cache, torch.from_numpy(slots))
         step = [np.zeros_like(positions), positions, slots, backend.plan(counts, ends),
                 table, np.cumsum(counts) - 1]
         out = backend.attend(
-            q, cache, Metadata(counts, ends, *map(torch.from_numpy, step)))
+            q, cache, Metadata(counts, ends, *map(torch.from_numpy, step)), dim**-0.5)
         owners = np.repeat(range(3), counts)
         for i, (owner, position) in enumerate(zip(owners, positions, strict=True)):
             k, v = kv[owner, : position + 1].permute(1, 0, 2).chunk(2)
@@ -102,8 +103,8 @@ def count_blocks(**options):
     """How many blocks of 1024 tokens the engine takes for 4 GiB."""
     with engine(num_blocks=None, block_size=1024, max_num_seqs=1 << 14,
                 **options) as llm:
-        assert llm.runner.kv_caches.nbytes <= 1.01 * (4 << 30)
-        return llm.runner.num_blocks
+        assert llm.engine.runner.kv_caches.nbytes <= 1.01 * (4 << 30)
+        return llm.engine.runner.num_blocks
 
 
 def check_text():

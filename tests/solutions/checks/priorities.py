@@ -24,7 +24,7 @@ def engine(folder, **options):
     defaults = {"block_size": 2, "num_blocks": 64, "dtype": "float32", "device": "cpu",
                 "attention_backend": "torch", "load_format": "dummy"}
     llm = LLM(folder, **defaults | options)
-    for weight in llm.runner.model.parameters():
+    for weight in llm.engine.runner.model.parameters():
         weight.mul_(10 if weight.ndim > 1 else 1)
     return llm
 
@@ -47,7 +47,7 @@ def check_admission(folder):
 def step(llm, given_way):
     """A step's outputs. The ids of the groups that it preempts are added to the list.
     """
-    scheduler = llm.scheduler
+    scheduler = llm.engine.scheduler
     running = list(scheduler.running)
     outputs = llm.step()
     given_way += [request_id for request_id in running
@@ -83,7 +83,7 @@ def check_no_starvation(folder, mode, n):
     else:
         raise AssertionError("a request of low priority was admitted, and starved")
     assert low in given_way, "the one of low priority should have given way once"
-    for request_id in llm.scheduler.unfinished:
+    for request_id in llm.engine.scheduler.unfinished:
         llm.abort_request(request_id)
     llm.step()
     assert llm.stats().blocks_used == 0

@@ -26,9 +26,14 @@ def engine(folder, **options):
                 "attention_backend": "torch", "load_format": "dummy",
                 "max_model_len": 48}
     llm = LLM(folder, **defaults | options)
-    for weight in llm.runner.model.parameters():
+    for weight in llm.engine.runner.model.parameters():
         weight.mul_(8 if weight.ndim > 1 else 1)
     return llm
+
+
+def prefer_another(token_ids, logits):
+    """A processor that must know how many tokens there are."""
+    return logits.roll(token_ids.shape[1] % 2)
 
 
 def draw_requests(rng):
@@ -44,7 +49,8 @@ def draw_requests(rng):
                 temperature=rng.choice([0, 0, 0.5]), max_tokens=max_tokens,
                 min_tokens=rng.choice([0, max_tokens // 2]), n=rng.choice([1, 1, 2]),
                 ignore_eos=rng.random() < 0.7, logprobs=rng.choice([None, 1]),
-                stop_token_ids=rng.choice([None, [5]]), seed=rng.randrange(99))
+                stop_token_ids=rng.choice([None, [5]]), seed=rng.randrange(99),
+                logits_processors=rng.choice([None, None, None, [prefer_another]]))
 
 
 def width_of(params):
@@ -53,10 +59,10 @@ def width_of(params):
 
 def check_tables(llm):
     """After a step no sequence holds blocks for tokens that were rejected."""
-    for group in llm.scheduler.running.values():
+    for group in llm.engine.scheduler.running.values():
         for seq in group.live:
             num_tokens = len(seq.token_ids) + len(seq.pending)
-            most = llm.block_manager.num_blocks_for(num_tokens)
+            most = llm.engine.block_manager.num_blocks_for(num_tokens)
             assert len(seq.block_table) <= most, (
                 f"{len(seq.block_table)} blocks for {len(seq.token_ids)} tokens")
 
@@ -70,7 +76,7 @@ def serve(llm, requests):
         assert llm.stats().steps < last, (
             "5000 steps: does a sequence count more as computed than it has?")
     assert llm.stats().blocks_used == 0
-    assert not any(llm.block_manager.ref_counts)
+    assert not any(llm.engine.block_manager.ref_counts)
     return [[[c.token_ids, c.finish_reason, c.logprobs and [*map(list, c.logprobs)]]
              for c in outputs[request_id].outputs] for request_id in ids]
 
@@ -108,7 +114,7 @@ def check_tokens(folder, run, expected):
         preemption_mode=rng.choice(["recompute", "swap"]),
         enable_prefix_caching=rng.random() < 0.8)
     llm = engine(folder, **options)
-    llm.runs_ahead = rng.random() < 0.3
+    llm.engine.steps_ahead = int(rng.random() < 0.3)
     requests = list(draw_requests(random.Random(run)))
     for (prompt, params), found, right in zip(
             requests * 2, converse(llm, run), expected, strict=True):
