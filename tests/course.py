@@ -2,11 +2,13 @@
 
     python tests/course.py make DIR [--milestone N ..] [--seed S]
     python tests/course.py grade DIR [--milestone N ..] [--seed S] [--json FILE]
+    python tests/course.py pack FILE.zip [--milestone N ..] [--seed S]
 
 `make` writes a copy of the project in which the functions of the milestones have only
 their docstrings. `grade` takes from such a copy only the bodies of these functions. It
 puts those of one milestone at a time into the whole engine, so that a mistake costs
-only its own milestone, and runs the milestone's tests there.
+only its own milestone, and runs the milestone's tests there. `pack` writes an
+autograder for Gradescope, which grades in the same way.
 
 `COURSE.md` is the teacher's page. What follows its line "<!-- README -->" becomes the
 README of the copy. That has the table of all milestones, which is read here, too.
@@ -26,36 +28,75 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from textwrap import indent
+from unittest import mock
 from xml.etree import ElementTree
 
 from tqdm import tqdm
-
-import mutants
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "tests/COURSE.md").read_text("utf-8").partition("<!-- README -->\n")[2]
 # {number: [name, points, functions, tests]}, from the table
 ROWS = [line.strip("| ").replace("`", "").split(" | ") for line in README.splitlines()]
 MILESTONES = {int(row[0]): row[1:] for row in ROWS if row[0].isdigit()}
-IGNORED = shutil.ignore_patterns(".*", "__pycache__", "solutions", "*extensions*",
-                                 "*course*", "COURSE.md", "build.md")
-SECONDS = 120  # a process that runs for longer is killed
+NO_PROJECT = (".*", "__pycache__", "nanopaged-tour")
+IGNORED = shutil.ignore_patterns(
+    *NO_PROJECT, "solutions", "hidden", "chapters", "mutants.py", "COURSE.md",
+    "*course*", "*extensions*", "test_tour*")
+# Whoever writes the function on the left finds the same algorithm in these.
+ALSO_EMPTIED = {"paged_attention.run_program": [
+    "tour.guide.blockwise.attend", "gpu.kernels.paged_attention",
+    "gpu.kernels.merge_parts"]}
 
-BENCH = "bench.py decode --shape tiny --batch-sizes 8 --prompt-len 1500 --json out.json"
+# A process is killed after so much work, however long a busy machine takes for it. One
+# that waits does no work, so there is a limit to its patience, too.
+CPU_SECONDS, SECONDS = 300, 1800
+
 # Hypothesis draws the same examples each time, and does not look for smaller ones.
 PYTEST = """
-import pytest, sys
+import pytest, resource, sys
 from hypothesis import Phase, settings
+resource.setrlimit(resource.RLIMIT_CPU, 2 * [int(sys.argv[1])])
 settings.register_profile("course", derandomize=True, phases=[Phase.generate])
 settings.load_profile("course")
-sys.exit(pytest.main(["-Wignore", "--junitxml=../report.xml", *sys.argv[2:]]))
+sys.exit(pytest.main(["-Wignore", "--junitxml=../report.xml", *sys.argv[3:]]))
 """
+
+# Ways to break the engine, in files in which students write nothing: file, old text and
+# new text. All of them load and run a model. `course_witnesses.py` has a test for each
+# that fails on this one alone.
+STOPS, SEQUENCE = "frontend/detokenizer.py", "sequence.py"
+FAULTS = {
+    "a_stop_string_in_two_tokens": (STOPS, "- len(stop) + 1)", ")"),
+    "a_stop_string_at_the_start": (STOPS, "0 <= at <", "0 < at <"),
+    "streamed_text_stays": (STOPS, "0 if final else", "0 if self.text else"),
+    "half_characters_wait": (STOPS, '"replace", final)', '"replace", True)'),
+    "a_stop_token_has_no_text": (
+        STOPS, "seq.token_ids[:-1] if seq.ended_by_token else ", ""),
+    "a_stop_at_the_last_token": (
+        SEQUENCE, "if is_stop:", "if is_stop and not at_max_len:"),
+    "min_tokens": (SEQUENCE, "self.num_prompt_tokens + params.min_tokens",
+                   "params.min_tokens"),
+    "cumulative_logprob": (SEQUENCE, "self.cumulative_logprob += logprobs",
+                           "self.cumulative_logprob = logprobs"),
+    "logits": ("model.py", "residual, next_norm.weight", "residual, norm.weight"),
+    "copy_on_write": ("model_runner.py", "in batch.moves:", "in batch.moves[1:]:"),
+    "seeds": ("engine.py", 'f"{self.config.seed} {group.request_id}"',
+              'f"{self.config.seed}"'),
+    "stop_reason": ("frontend/outputs.py", "seq.reader.reasons.get(", "{}.get("),
+    "order_of_outputs": ("frontend/llm.py",
+                         "sorted(bar, key=lambda output: int(output.request_id))",
+                         "list(bar)"),
+    "cache_salt": ("frontend/prompts.py", "cache_salt=cache_salt)", 'cache_salt="")'),
+}
 
 
 def find(folder, function):
     """The path of a function's file, and its syntax tree."""
-    file, *names = function.split(".")
-    path = folder / "nanopaged" / f"{file}.py"
+    names = function.split(".")
+    path = folder / "nanopaged"
+    while path.is_dir():
+        path /= names.pop(0)
+        path = path if path.is_dir() else path.with_suffix(".py")
     node = ast.parse(path.read_text("utf-8"))
     for name in names:
         (node,) = (each for each in node.body if getattr(each, "name", "") == name)
@@ -70,25 +111,31 @@ def replace_body(folder, function, code):
     path.write_text("\n".join(lines) + "\n", "utf-8")
 
 
+def break_file(name):
+    """A file of the engine, and its text with this fault."""
+    file, old, new = FAULTS[name]
+    whole = (ROOT / "nanopaged" / file).read_text("utf-8")
+    assert whole.count(old) == 1, f"{name}: {old!r} is not in {file} exactly once"
+    return file, whole.replace(old, new)
+
+
 def draw_faults(seed):
-    """Three ways to break the engine, in files in which students write nothing."""
-    faults = [fault for fault in mutants.faults(None)
-              if fault[0] in ("detokenizer.py", "model.py", "sequence.py")]
-    return random.Random(seed).sample(faults, 3)
+    return random.Random(seed).sample(sorted(FAULTS), 3)
 
 
 # -- Running code that may do anything -------------------------------------------------
 
 
-def run(folder, *arguments):
-    """Run Python in a folder, and kill all processes that it leaves behind. Returns
-    its exit status, which is negative if it took too long.
+def run_pytest(folder, tests):
+    """Run tests in a folder, and kill all processes that they leave behind. Returns
+    the exit status, which is negative if it took too long.
     """
     env = os.environ | dict.fromkeys(  # a new folder, so that nothing in it is stale
         ("NUMBA_CACHE_DIR", "PYTHONPYCACHEPREFIX"), tempfile.mkdtemp(dir=folder))
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    with subprocess.Popen([sys.executable, *arguments], cwd=folder, env=env,
-                          start_new_session=True, **streams) as process:
+    command = [sys.executable, "-c", PYTEST, str(CPU_SECONDS), *shlex.split(tests)]
+    with subprocess.Popen(command, cwd=folder, env=env, start_new_session=True,
+                          **streams) as process:
         with suppress(subprocess.TimeoutExpired):
             process.wait(SECONDS)
         with suppress(OSError):  # if none is left
@@ -99,8 +146,8 @@ def run(folder, *arguments):
 def run_tests(folder, tests):
     """The share of the tests that pass, and what the others say."""
     report = folder.parent / "report.xml"
-    if run(folder, "-c", PYTEST, *shlex.split(tests)) not in (0, 1):
-        return 0, f"The tests did not run to their end within {SECONDS} seconds."
+    if run_pytest(folder, tests) not in (0, 1):
+        return 0, f"The tests did not end within {CPU_SECONDS} seconds of a processor."
     cases = list(ElementTree.parse(report).iter("testcase"))
     failed = {case.get("name"): child.get("message") for case in cases
               for child in case if child.tag in ("failure", "error", "skipped")}
@@ -108,31 +155,25 @@ def run_tests(folder, tests):
     return share, "\n".join(map(": ".join, failed.items()))
 
 
-def run_bench(folder):
-    """Tokens per second, decoding after long prompts; 0 if that fails."""
-    if run(folder, *BENCH.split()) != 0:
-        return 0
-    figures = json.loads((folder / "out.json").read_text("utf-8"))
-    return max(figures["decode"]["nanopaged"]["decode, batch 8"]["runs"])
-
-
 # -- What a student gets ---------------------------------------------------------------
 
 
-def share_of_functions(args, folder, name, functions, tests):
+def share_of_functions(args, folder, number, functions, tests):
     """The share of the points for a milestone's functions, and why it is not all."""
-    ours = run_bench(folder) if name == "speed" else None
     for function in functions.split():
         body = ast.Module(find(args.folder, function)[1].body, [])
         replace_body(folder, function, ast.unparse(body))
     share, output = run_tests(folder, tests)
-    if ours and share == 1:
-        ratio = run_bench(folder) / ours
-        return min(1, ratio / 0.5), f"{ratio:.2f} times the speed of our kernel"
-    return (0 if ours else share), output  # what is wrong cannot be fast
+    hidden = ROOT / f"tests/hidden/test_{number}.py"
+    if hidden.exists():
+        shutil.copy(hidden, folder / "tests/test_hidden.py")
+        hidden_share, _ = run_tests(folder, "pytest tests/test_hidden.py")
+        share = (share + hidden_share) / 2
+        output += f"\n{hidden_share:.0%} of the hidden tests pass."
+    return share, output
 
 
-def share_of_faults(args, folder, name, functions, tests):
+def share_of_faults(args, folder, number, functions, tests):
     """For a test that passes on the whole engine: how many broken ones it fails on."""
     answer = tests.split()[1]
     if not (args.folder / answer).exists():
@@ -144,25 +185,70 @@ def share_of_faults(args, folder, name, functions, tests):
     if share < 1:
         return 0, f"It fails on the whole engine. {output}"
     caught = []
-    for file, *_, broken in draw_faults(args.seed):
+    for file, broken in map(break_file, draw_faults(args.seed)):
         (folder / "nanopaged" / file).write_text(broken, "utf-8")
         caught.append(run_tests(folder, tests)[0] < 1)
-        shutil.copy(ROOT / "nanopaged" / file, folder / "nanopaged")
+        shutil.copy(ROOT / "nanopaged" / file, folder / "nanopaged" / file)
     return sum(caught) / len(caught), f"broken engines on which it fails: {caught}"
 
 
-# -- The two commands ------------------------------------------------------------------
+# -- The tour of the copy --------------------------------------------------------------
+
+# It cannot be made without the functions, so the copy has the page, made before.
+GUIDE = '''"""The guided tour: a page that was written while the engine was whole."""
+
+import shutil
+from pathlib import Path
+
+
+def write(directory, progress=None):
+    page = Path(__file__).with_name("index.html")
+    return Path(shutil.copy(page, directory)).resolve()
+'''
+
+
+def write_tour(copy):
+    """Write the tour's page. It runs the whole engine, and shows the copy's source."""
+    from nanopaged.tour import guide, source
+    from nanopaged.tour.guide import markdown
+
+    def source_of_copy(found):
+        module = found.__module__.removeprefix("nanopaged.")
+        path, node = find(copy, f"{module}.{found.__qualname__}")
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+        return "".join(lines[node.lineno - 1 : node.end_lineno])
+
+    def part_or_all(symbol, first, last):
+        try:
+            return part(symbol, first, last)
+        except ValueError:  # these lines are for the student to write
+            return markdown.source(symbol)
+
+    part, folder = markdown.part, copy / "nanopaged/tour/guide"
+    chapters = [each for each in guide.CHAPTERS if each.name != "build"]
+    with (mock.patch.object(source.inspect, "getsource", source_of_copy),
+          mock.patch.object(markdown, "part", part_or_all),
+          mock.patch.object(guide, "CHAPTERS", chapters)):
+        guide.write(folder)
+    (folder / "__init__.py").write_text(GUIDE, "utf-8")
+
+
+# -- The commands ----------------------------------------------------------------------
 
 
 def make(args):
-    print("Breaking the engine in three ways takes about half a minute ...", flush=True)
     shutil.copytree(ROOT, args.folder, ignore=IGNORED)
     (args.folder / "README.md").write_text(README, "utf-8")
     for number in args.milestone:
         for function in MILESTONES[number][2].split():
-            replace_body(args.folder, function, "raise NotImplementedError")
-    for number, (file, *_, broken) in enumerate(draw_faults(args.seed), 1):
-        (args.folder / f"broken_{number}_{file}").write_text(broken, "utf-8")
+            for each in [function, *ALSO_EMPTIED.get(function, [])]:
+                replace_body(args.folder, each, "raise NotImplementedError")
+    for number, name in enumerate(draw_faults(args.seed), 1):
+        file, broken = break_file(name)
+        path = args.folder / f"broken_{number}_{Path(file).name}"
+        path.write_text(broken, "utf-8")
+    print("Writing the tour takes up to a minute ...", flush=True)
+    write_tour(args.folder)
     print(f"The course is in {args.folder}. Its README.md has the milestones.")
 
 
@@ -174,7 +260,7 @@ def grade(args):
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as outside:
             folder = shutil.copytree(ROOT, Path(outside, "project"), ignore=IGNORED)
             try:
-                share, output = share_of(args, folder, name, functions, tests)
+                share, output = share_of(args, folder, number, functions, tests)
             except Exception as error:  # a file is missing, or is not Python
                 share, output = 0, f"{type(error).__name__}: {error}"
         results.append({
@@ -184,13 +270,48 @@ def grade(args):
     args.json.write_text(json.dumps({"tests": results}, indent=1), "utf-8")
 
 
+SET_UP = """\
+#!/usr/bin/env bash
+# Gradescope runs this once, when it builds the machine. Others can do the same.
+set -e
+apt-get update && apt-get install -y python3-venv
+python3 -m venv /autograder/venv
+cd /autograder/source/project
+pip() { /autograder/venv/bin/pip install "$@"; }
+pip torch --index-url https://download.pytorch.org/whl/cpu
+pip -e ".[test]"
+"""
+RUN = """\
+#!/usr/bin/env bash
+# Gradescope runs this for each submission.
+cd /autograder/source/project
+/autograder/venv/bin/python tests/course.py grade /autograder/submission \\
+    --json /autograder/results/results.json {}
+"""
+
+
+def pack(args):
+    """A ZIP file with this project, and the two scripts that Gradescope looks for."""
+    milestones = " ".join(map(str, args.milestone))
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(ROOT, Path(folder, "project"),
+                        ignore=shutil.ignore_patterns(*NO_PROJECT))
+        options = f"--seed {args.seed} --milestone {milestones}"
+        for name, text in ("setup.sh", SET_UP), ("run_autograder", RUN.format(options)):
+            Path(folder, name).write_text(text, "utf-8")
+            Path(folder, name).chmod(0o755)
+        shutil.make_archive(str(args.folder.with_suffix("")), "zip", folder)
+
+
+COMMANDS = {"make": make, "grade": grade, "pack": pack}
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("command", choices=["make", "grade"])
+    parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--milestone", type=int, choices=MILESTONES, nargs="+",
                         default=list(MILESTONES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path(os.devnull))
     args = parser.parse_args()
-    make(args) if args.command == "make" else grade(args)
+    COMMANDS[args.command](args)

@@ -22,19 +22,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 COUNT, SEED, SECONDS = 150, 1, 900
 FIRST = {
-    "attention": "attention equivalence", "beam_search": "beams",
-    "kernels": "attention", "block_manager": "block_manager scheduler",
+    "attention": "attention equivalence", "paged_attention": "attention",
+    "beam_search": "beams", "block_manager": "block_manager scheduler",
     "prefix_cache": "block_manager scheduler", "batch": "scheduler",
-    "config": "errors requests", "__init__": "requests",
-    "cpu_kernels": "attention", "cpu_attention": "attention",
-    "gpu_attention": "attention", "cpu_products": "loader equivalence",
-    "product_kernel": "loader",
-    "detokenizer": "text", "llm": "requests interrupts",
-    "serving": "requests interrupts", "loader": "loader", "model": "equivalence",
-    "fused": "equivalence", "model_runner": "equivalence gpu_path",
-    "start_up": "gpu_path errors", "outputs": "requests", "parallel": "ranks",
-    "sampler": "sampler", "drawing": "sampler",
-    "scheduler": "scheduler sharing", "sequence": "requests scheduler beams"}
+    "checks": "errors", "config": "errors requests", "engine": "requests interrupts",
+    "model": "equivalence", "fused": "equivalence", "ranks": "ranks",
+    "model_runner": "equivalence gpu_path", "sampler": "sampler", "logits": "logits",
+    "scheduler": "scheduler sharing", "sequence": "requests scheduler beams",
+    "cpu": "attention loader", "gpu": "attention gpu_path",
+    "loading": "loader gpu_path errors", "frontend": "text requests interrupts"}
+FOLDERS = ("cpu", "gpu", "loading", "frontend")
 SWAPPED = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt,
     ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is,
@@ -72,7 +69,9 @@ def change(node):
 def faults(count=COUNT):
     """File, line, old text, new text, and the whole new source of each."""
     found = []
-    for path in sorted((ROOT / "nanopaged").glob("*.py")):
+    package = ROOT / "nanopaged"
+    for path in sorted(path for folder in ("", *FOLDERS)
+                       for path in (package / folder).glob("*.py")):
         source = path.read_text()
         starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
         for function in ast.walk(ast.parse(source)):
@@ -83,7 +82,8 @@ def faults(count=COUNT):
                 if new and old:
                     start = starts[node.lineno - 1] + node.col_offset
                     broken = source[:start] + new + source[start + len(old) :]
-                    found.append((path.name, node.lineno, old, new, broken))
+                    name = path.relative_to(package).as_posix()
+                    found.append((name, node.lineno, old, new, broken))
     # Most are still chosen after a small change of the engine.
     found.sort(key=lambda f: random.Random(f"{SEED} {f[0]} {f[2:4]}").random())
     return sorted(found[:count])
@@ -96,7 +96,8 @@ def is_caught(fault):
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "results"))
         (copy / "nanopaged" / name).write_text(broken)
         env = os.environ | {"PYTHONPATH": str(copy)}
-        first = [f"tests/test_{test}.py" for test in FIRST[name[:-3]].split()]
+        known_as = name.removesuffix(".py").partition("/")[0]
+        first = [f"tests/test_{test}.py" for test in FIRST[known_as].split()]
         for tests in (first, ["tests"]):
             command = [sys.executable, "-m", "pytest", "-q", "-x", *tests]
             try:

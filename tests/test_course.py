@@ -1,22 +1,31 @@
 """The course: what its copy leaves out, and what a student gets for which code.
 
 A student's code may end the process, never end, or claim that all tests have passed.
-None of that may give points, or take any from another milestone.
+None of that may give points, or take any from another milestone. And whatever else the
+machine does, the same code gets the same points.
 """
 
 import argparse
 import ast
+import html
 import json
+import re
 import shutil
+import subprocess
+import sys
+import zipfile
 
 import pytest
 
 import course
-from helpers import ROOT
+from helpers import ROOT, run_python
+from nanopaged.tour import guide
 
-# Milestones whose tests are quick, and functions of two of them.
-BLOCKS, SCHEDULER, SAMPLING = 1, 3, 5
-SCHEDULE, DRAW = "scheduler.Scheduler.schedule", "drawing.draw"
+# Milestones whose tests are quick, and functions of some of them.
+BLOCKS, SCHEDULER, SAMPLING, TRAFFIC, BROKEN = 1, 3, 5, 7, 8
+SCHEDULE, DRAW, KERNEL = (
+    "scheduler.Scheduler.schedule", "sampler.draw", "paged_attention.run_program")
+WITNESSES = ROOT / "tests/course_witnesses.py"
 FORGED = """
 print('51 passed')
 import pathlib
@@ -31,7 +40,7 @@ def copy(tmp_path_factory):
     """What `make` writes."""
     folder = tmp_path_factory.mktemp("course") / "copy"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(course, "draw_faults", lambda seed: [])  # that takes seconds
+        patch.setattr(course, "write_tour", lambda copy: None)  # that takes a minute
         course.make(argparse.Namespace(
             folder=folder, milestone=list(course.MILESTONES), seed=1))
     return folder
@@ -50,17 +59,21 @@ def solve(student, number):
         course.replace_body(student, function, ast.unparse(body))
 
 
-def scores(student, *numbers):
+def emptied():
+    """All functions without bodies in the copy."""
+    listed = {name for row in course.MILESTONES.values() for name in row[2].split()}
+    return listed.union(*course.ALSO_EMPTIED.values())
+
+
+def scores(student, *numbers, seed=1):
     report = student.parent / "results.json"
     course.grade(argparse.Namespace(
-        folder=student, milestone=numbers, seed=1, json=report))
+        folder=student, milestone=numbers, seed=seed, json=report))
     return [test["score"] for test in json.loads(report.read_text())["tests"]]
 
 
 def test_the_copy_has_signatures_and_docstrings_and_the_tests_as_they_are(student):
-    functions = {function for row in course.MILESTONES.values()
-                 for function in row[2].split()}
-    for function in functions:
+    for function in emptied():
         path, node = course.find(student, function)
         _, whole = course.find(ROOT, function)
         assert ast.unparse(node.args) == ast.unparse(whole.args)
@@ -75,6 +88,80 @@ def test_the_copy_has_signatures_and_docstrings_and_the_tests_as_they_are(studen
         code = (student / "nanopaged" / path.name).read_text("utf-8")
         assert ast.unparse(ast.parse(code)) == ast.unparse(ast.parse(path.read_bytes()))
 
+
+def assert_no_answers(folder):
+    """One line of a function may be quoted, but not two."""
+    for function in emptied():
+        path, node = course.find(ROOT, function)
+        code = path.read_text("utf-8").splitlines()
+        lines = map(str.strip, code[node.body[0].end_lineno : node.end_lineno])
+        lines = {line for line in lines if len(line) >= 30}
+        for file in filter(course.Path.is_file, folder.rglob("*.*")):
+            text = file.read_text("utf-8", errors="replace")
+            if file.suffix == ".html":
+                text = html.unescape(re.sub("<[^>]+>", "", text))
+            quoted = [line for line in lines if line in text]
+            assert len(quoted) < 2, f"{file}: {quoted} of {function}"
+
+
+def test_the_copy_has_no_answers(student):
+    assert_no_answers(student)
+
+
+def test_the_points_add_up_to_100():
+    assert sum(int(points) for _, points, *_ in course.MILESTONES.values()) == 100
+
+
+def test_the_weeks_name_files_chapters_and_milestones_that_exist():
+    text = (ROOT / "tests/COURSE.md").read_text("utf-8").partition("<!-- README")[0]
+    rows = [line.split("|")[1:-1] for line in text.splitlines()]
+    weeks = [row[2:] for row in rows if row and row[0].strip().isdigit()]
+    titles = {chapter.title for chapter in guide.CHAPTERS}
+    handed_in = []
+    for files, chapters, _, milestones in weeks:
+        for name in re.findall(r"`(.*?)`", files):
+            assert (ROOT / "nanopaged" / name).exists()
+        assert set(re.findall(r"[A-Z][^?]*\?", chapters)) <= titles
+        handed_in += map(int, re.findall(r"\d+", milestones))
+    assert len(weeks) == 12 and sorted(handed_in) == list(course.MILESTONES)
+
+
+@pytest.mark.parametrize("name", course.FAULTS)
+def test_a_broken_engine_differs_in_one_line_of_a_file_that_students_leave(name):
+    file, broken = course.break_file(name)
+    whole = (ROOT / "nanopaged" / file).read_text("utf-8").splitlines()
+    changed = [pair for pair in zip(whole, broken.splitlines(), strict=True)
+               if pair[0] != pair[1]]
+    assert len(changed) == 1
+    ast.parse(broken)
+    assert file not in {f"{name.split('.')[0]}.py" for name in emptied()}
+
+
+def test_a_seed_draws_the_same_three_broken_engines_each_time():
+    drawn = [course.draw_faults(seed) for seed in range(20)]
+    assert drawn == [course.draw_faults(seed) for seed in range(20)]
+    assert all(len(set(three)) == 3 for three in drawn)
+    assert len(set(map(tuple, drawn))) > 10
+
+
+def test_the_autograder_has_two_scripts_and_the_whole_project(tmp_path):
+    course.pack(argparse.Namespace(
+        folder=tmp_path / "autograder.zip", seed=7, milestone=[4, 5]))
+    with zipfile.ZipFile(tmp_path / "autograder.zip") as packed:
+        packed.extractall(tmp_path)
+        modes = [packed.getinfo(name).external_attr >> 16 & 0o111
+                 for name in ("setup.sh", "run_autograder")]
+    assert all(modes), "they can be run"
+    assert {each.name for each in tmp_path.iterdir()} == {
+        "autograder.zip", "project", "run_autograder", "setup.sh"}
+    for name in ("setup.sh", "run_autograder"):
+        subprocess.run(["bash", "-n", tmp_path / name], check=True)
+    assert "--seed 7 --milestone 4 5" in (tmp_path / "run_autograder").read_text()
+    packed_course = tmp_path / "project/tests/course.py"
+    assert packed_course.read_bytes() == (ROOT / "tests/course.py").read_bytes()
+
+
+# -- Grades ----------------------------------------------------------------------------
 
 @pytest.mark.slow
 def test_each_milestone_is_graded_alone(student):
@@ -93,3 +180,101 @@ def test_hostile_code_gets_nothing(code, student, monkeypatch):
     course.replace_body(student, DRAW, code)
     (score,) = scores(student, SAMPLING)
     assert score < 4  # a few tests do without this function
+
+
+@pytest.mark.slow
+def test_code_that_only_waits_is_ended(student, monkeypatch):
+    monkeypatch.setattr(course, "SECONDS", 40)
+    solve(student, TRAFFIC)
+    course.replace_body(student, KERNEL, "import time; time.sleep(10**6)")
+    assert scores(student, TRAFFIC) == [0]
+
+
+@pytest.mark.slow
+def test_the_grade_of_a_kernel_counts_what_it_reads(student):
+    """This one is right, but takes one head after the other."""
+    solve(student, TRAFFIC)
+    assert scores(student, TRAFFIC) == [5]
+    _, node = course.find(student, KERNEL)
+    code = ast.unparse(ast.Module(node.body[1:], []))
+    code = code.replace("for g in range(group_size)", "for g in range(head, head + 1)")
+    code = code.replace("for j in ", "for head in range(group_size):\n  for j in ")
+    course.replace_body(student, KERNEL, code)
+    assert scores(student, TRAFFIC) == [3]
+
+
+@pytest.mark.slow
+def test_hidden_tests_give_half_of_the_points(student, monkeypatch, tmp_path):
+    root = tmp_path / "teacher"
+    ignored = shutil.ignore_patterns(".*", "tour", "results")
+    shutil.copytree(ROOT, root, ignore=ignored)
+    (root / "tests/hidden").mkdir()
+    (root / f"tests/hidden/test_{TRAFFIC}.py").write_text(
+        "def test_one(): pass\ndef test_two(): assert False\n")
+    monkeypatch.setattr(course, "ROOT", root)
+    solve(student, TRAFFIC)
+    assert scores(student, TRAFFIC) == [3.8]
+
+
+@pytest.mark.slow
+def test_an_empty_copy_gets_nothing(student):
+    assert sum(scores(student, *course.MILESTONES)) == 0
+
+
+@pytest.mark.slow
+def test_the_whole_engine_gets_all_points_but_those_for_own_tests_on_a_busy_machine(
+        student):
+    for number in course.MILESTONES:
+        solve(student, number)
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
+             for _ in range(4)]
+    try:
+        points = scores(student, *course.MILESTONES)
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+    assert points == [15, 15, 20, 15, 10, 10, 5, 0]
+
+
+@pytest.mark.slow
+def test_each_broken_engine_runs_and_fails_only_on_what_it_breaks(tmp_path):
+    """So a test that merely loads the model, or runs it, earns nothing."""
+    folder = tmp_path / "project"
+    shutil.copytree(ROOT, folder, ignore=course.IGNORED)
+    shutil.copy(WITNESSES, folder / "tests")
+    failed = {}
+    for name in (None, *course.FAULTS):
+        for path in (ROOT / "nanopaged").rglob("*.py"):
+            shutil.copy(path, folder / path.relative_to(ROOT))
+        if name:
+            file, broken = course.break_file(name)
+            (folder / "nanopaged" / file).write_text(broken, "utf-8")
+        _, output = course.run_tests(folder, f"pytest tests/{WITNESSES.name}")
+        failed[name] = re.findall(r"^test_(\w+): ", output, re.M)
+    expected = {name: [name] for name in course.FAULTS}
+    assert failed == {None: [], **expected}
+
+
+@pytest.mark.slow
+def test_a_test_earns_the_broken_engines_that_it_sees(student, monkeypatch):
+    text = WITNESSES.read_text("utf-8")
+    start, *tests = re.split(r"^(?=def test_)", text, flags=re.M)
+    names = [re.match(r"def test_(\w+)", test)[1] for test in tests]
+    by_name = dict(zip(names, tests, strict=True))
+    drawn = course.draw_faults(3)
+    answer = student / "tests/test_broken.py"
+    for seen, points in ((["it_loads_and_runs"], 0), (drawn[:1], 3.3), (drawn, 10)):
+        answer.write_text(start + "".join(map(by_name.get, seen)), "utf-8")
+        assert scores(student, BROKEN, seed=3) == [points]
+
+
+@pytest.mark.slow
+def test_the_tour_of_the_copy_runs_and_shows_no_answers(tmp_path):
+    folder = tmp_path / "copy"
+    course.make(argparse.Namespace(
+        folder=folder, milestone=list(course.MILESTONES), seed=1))
+    run_python("-m", "nanopaged.tour", str(tmp_path / "page"), cwd=folder,
+               PYTHONPATH=str(folder))
+    assert "What is the loop?" in (tmp_path / "page/index.html").read_text("ascii")
+    assert_no_answers(folder)
