@@ -10,6 +10,7 @@ import json
 import os
 import random
 from collections import namedtuple
+from importlib.util import find_spec
 
 import pytest
 
@@ -37,6 +38,25 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("helpers")
+
+
+def mend_interpreter():
+    """Let the interpreter of Triton before 3.7 run with numpy 2.4 or later: it takes an
+    array of one number for a number, which numpy no longer allows.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, *scope):
+        patch_tensor(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch
+
+
+if find_spec("triton"):
+    mend_interpreter()
 
 
 def pytest_collection_modifyitems(items):
@@ -264,7 +284,7 @@ def engine():
             assert not llm.has_unfinished_requests(), "the test left requests behind"
             used = llm.stats().blocks_used
             assert used == 0, f"{used} blocks leaked"
-            manager = llm.block_manager
+            manager = llm.engine.block_manager
             num_swap_blocks = len(manager.ref_counts) - manager.num_blocks
             assert len(manager.free_swap_blocks) == num_swap_blocks, "a leak on the CPU"
     finally:

@@ -74,7 +74,7 @@ def add_all(llm, prompts, params):
 def new_group(tokens, params=None, stop=(), max_model_len=10**6):
     """A request as the scheduler sees it, outside any engine."""
     params = params or SamplingParams(max_tokens=None)
-    return SequenceGroup(None, list(tokens), params, set(stop), max_model_len, None)
+    return SequenceGroup(list(tokens), params, set(stop), max_model_len)
 
 
 # -- Answers ---------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def is_swapped(group):
 
 
 def check_invariants(llm):
-    check_books(llm.scheduler, llm.block_manager)
+    check_books(llm.engine.scheduler, llm.engine.block_manager)
 
 
 def check_books(scheduler, manager):
@@ -254,8 +254,8 @@ def code_lines(source):
 
 
 def copy_package(folder):
-    """Copy the engine, without the tour, into a folder."""
-    ignored = shutil.ignore_patterns("tour")
+    """Copy the engine, without the tour and the simulation, into a folder."""
+    ignored = shutil.ignore_patterns("tour", "paper")
     shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
 
 

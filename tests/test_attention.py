@@ -11,6 +11,7 @@ import re
 import shutil
 import sys
 import threading
+from functools import cached_property
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,16 +23,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import run_python
-from nanopaged import start_up
-from nanopaged.attention import Metadata, TorchAttention, place_tokens
+from helpers import ROOT, run_python
+from nanopaged.attention import Metadata, TorchAttention, locate, slot_mapping
+from nanopaged.loading import start_up
 
 pytest.importorskip("numba", reason="pip install numba")
 pytest.importorskip("triton", reason="pip install triton")
 
-from nanopaged.cpu_attention import NumbaAttention  # noqa: E402
-from nanopaged.cpu_products import float32_product  # noqa: E402
-from nanopaged.gpu_attention import FlashAttention, TritonAttention  # noqa: E402
+from nanopaged.cpu.attention import NumbaAttention  # noqa: E402
+from nanopaged.cpu.products import float32_product  # noqa: E402
+from nanopaged.gpu.attention import FlashAttention, TritonAttention  # noqa: E402
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
 CPU = torch.device("cpu")
@@ -45,25 +46,27 @@ HEADS = [(1, 1, 16), (14, 2, 64), (4, 2, 80), (3, 3, 96), (4, 1, 256), (10, 2, 2
          (8, 1, 128), (33, 1, 16)]
 
 
-def make_backend(name, heads=(4, 2, 16), block_size=16, dtype=F32):
+def make_backend(name, heads=(4, 2, 16), block_size=16, dtype=F32, device=CPU):
     sizes = zip(("num_attention_heads", "num_key_value_heads", "head_dim"), heads,
                 strict=True)
-    return BACKENDS[name](SimpleNamespace(**dict(sizes)), block_size, dtype, CPU)
+    return BACKENDS[name](SimpleNamespace(**dict(sizes)), block_size, dtype, device)
 
 
 class Case:
     """A cache with the past of some sequences in it, and the new tokens of a step."""
 
     def __init__(self, seqs, heads=(4, 2, 16), block_size=4, dtype=F32, seed=0,
-                 temper=1.0):
+                 temper=1.0, **how):
         self.seqs, self.heads, self.block_size, self.dtype = (
             seqs, heads, block_size, dtype)
+        self.how = {"scale": heads[2] ** -0.5} | how  # and the window, and sinks
         self.counts = np.array([new for _, new in seqs])
         self.ends = np.array([past + new for past, new in seqs])
         rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
         def draw(*shape):
-            numbers = torch.randn(*shape, heads[2], generator=generator, dtype=F64)
+            precise = torch.promote_types(dtype, F32)  # float64 takes six times as long
+            numbers = torch.randn(*shape, heads[2], generator=generator, dtype=precise)
             return numbers.to(dtype)
 
         needed = -(-self.ends // block_size)
@@ -80,50 +83,67 @@ class Case:
             self.write(self.cache, row, 0, past)
 
     def write(self, cache, row, first, end):
-        for position in range(first, end):
-            block, offset = divmod(position, self.block_size)
-            cache[self.tables[row, block], :, :, offset] = self.dense[row][position]
+        block, offset = np.divmod(np.arange(first, end), self.block_size)
+        cache[self.tables[row, block], :, :, offset] = self.dense[row][first:end]
 
     def metadata(self, backend):
         sizes = -(-self.ends // self.block_size)
         rows = [row[:size] for row, size in zip(self.tables, sizes, strict=True)]
         tables = np.concatenate([*rows, self.tables[0, -1:]])  # and a strange block
-        places = place_tokens(tables, self.counts, self.ends, self.block_size)
+        at = locate(self.counts, self.ends, self.block_size)
+        places = at.positions, slot_mapping(tables, at, self.block_size)
         plan = backend.plan(self.counts, self.ends)
         ids, last = np.zeros_like(places[0]), np.cumsum(self.counts) - 1
         arrays = map(np.ascontiguousarray, (ids, *places, plan, tables, last))
-        return Metadata(self.counts, self.ends, *map(torch.from_numpy, arrays))
+        tensors = [torch.from_numpy(array).to(backend.device) for array in arrays]
+        return Metadata(self.counts, self.ends, *tensors)
 
     def run(self, backend):
         """Store K and V in the cache, then attend."""
+        return self.prepare(backend)()
+
+    def prepare(self, backend):
+        """Store K and V in the cache; returns a function that attends."""
         metadata = self.metadata(backend)
         new = [dense[past:] for dense, (past, _) in
                zip(self.dense, self.seqs, strict=True)]
-        qkv = torch.cat((self.q, torch.cat(new).flatten(1, 2)), 1)
+        qkv = torch.cat((self.q, torch.cat(new).flatten(1, 2)), 1).to(backend.device)
         # Views, not contiguous, as in the model.
         q, k, v = qkv.split([self.heads[0], self.heads[1], self.heads[1]], 1)
+        self.cache = self.cache.to(backend.device)
         backend.store(k, v, self.cache, metadata.slots)
-        return backend.attend(q, self.cache, metadata)
+        return lambda: backend.attend(q, self.cache, metadata, **self.how)
 
+    def worst_error(self, out):
+        """Of a token's result, relative to that result."""
+        error = (out.cpu().double() - self.expected).norm(dim=1)
+        worst = float((error / self.expected.norm(dim=1)).max())
+        assert worst < TOLERANCE[self.dtype]  # and so no NaN
+        return worst
+
+    @cached_property
     def expected(self):
         rows, queries = [], iter(self.q.double())
+        scale, window, sinks = map(self.how.get, ("scale", "window", "sinks"))
+        sinks = torch.full((self.heads[0],), -torch.inf) if sinks is None else sinks
         for dense, count, end in zip(self.dense, self.counts, self.ends, strict=True):
             k, v = dense.double().repeat_interleave(
                 self.heads[0] // self.heads[1], 2).unbind(1)
             for seen in range(end - count + 1, end + 1):
-                scores = torch.einsum("hd,khd->hk", next(queries), k[:seen])
-                probs = (scores / self.heads[2] ** 0.5).softmax(-1)
-                rows.append(torch.einsum("hk,khd->hd", probs, v[:seen]).flatten())
+                keys = slice(max(0, seen - window) if window else 0, seen)
+                scores = torch.einsum("hd,khd->hk", next(queries), k[keys]) * scale
+                # A sink is a key without a V.
+                scores = torch.cat((sinks[:, None].to(scores), scores), 1)
+                probs = scores.softmax(-1)[:, 1:]
+                rows.append(torch.einsum("hk,khd->hd", probs, v[keys]).flatten())
         return torch.stack(rows)
 
     def check(self, name, **changes):
-        """The largest error of a token's result, relative to that result."""
         backend = make_backend(name, self.heads, self.block_size, self.dtype)
         vars(backend).update(changes)
-        out, expected = self.run(backend), self.expected()
-        assert (out.shape, out.dtype) == (expected.shape, self.dtype)
-        error = (out.double() - expected).norm(dim=1) / expected.norm(dim=1)
-        assert error.max() < TOLERANCE[self.dtype]  # and so no NaN
+        out = self.run(backend)
+        assert (out.shape, out.dtype) == (self.expected.shape, self.dtype)
+        self.worst_error(out)
         return out
 
 
@@ -190,6 +210,27 @@ def test_what_is_wrong_with_a_sequence_stays_with_it(name, bad):
         out = case.run(make_backend(name))
         assert not out[0].isfinite().all()
         assert torch.equal(out[1:], expected[1:])
+
+
+@EACH
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 1, 5, 16, 33])
+def test_windows_sinks_and_scales(name, window, has_sinks):
+    """Windows end within blocks, rounds, parts and tiles, and between them. Kernels do
+    not even read the rounds before a window. (Torch reads them, and on a CPU it
+    computes the long chunks.)
+    """
+    seqs = [(70, 1), (0, 1), (32, 3), (0, 20), (90, 12), (33, 1), (300, 1)]
+    for seed, size in enumerate((4, 16, 32)):
+        sinks = 2 * torch.randn(4, generator=torch.Generator().manual_seed(seed))
+        case = Case(seqs, (4, 2, 16), size, seed=seed, window=window, scale=0.4,
+                    sinks=sinks if has_sinks else None)
+        for row, (past, new) in enumerate(seqs):
+            is_skipped = window and name != "torch" and new < 9
+            for position in range((past + 1 - window) // 64 * 64 if is_skipped else 0):
+                case.cache[case.tables[row, position // size], :, :,
+                           position % size] = torch.nan
+        case.check(name, target_parts=(4, 60, 1200)[seed], keys_per_round=16)
 
 
 # -- What writes to the cache ----------------------------------------------------------
@@ -295,8 +336,11 @@ def test_the_plan_of_the_docstring():
     items = backend.plan(np.array([1, 1]), np.array([1000, 100]))
     table = re.findall(r"^ +\d[ \d]+$", TritonAttention.plan.__doc__, flags=re.M)
     rows = [[int(number) for number in line.split()] for line in table]
-    assert len(rows) == 5 and items.tolist()[: len(rows)] == rows
-    assert not items[len(rows) :].any(), "the rest is empty"
+    whole, short, *parts = rows  # without parts, and then those of the first
+    assert len(parts) == 4 and items.tolist()[:5] == [*parts, short]
+    assert not items[5:].any(), "the rest is empty"
+    backend.target_parts = 1
+    assert backend.plan(np.array([1]), np.array([1000])).tolist()[0] == whole
 
 
 # -- The CPU's kernel ------------------------------------------------------------------
@@ -332,7 +376,7 @@ import os
 import sys
 import torch
 import test_attention
-from nanopaged import cpu_kernels
+from nanopaged import paged_attention
 torch.set_num_threads(2)
 outs = test_attention.small_cases()
 if (child := os.fork()) == 0:
@@ -340,7 +384,7 @@ if (child := os.fork()) == 0:
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0, "the forked process"
 torch.save(outs, sys.argv[1])
-print(type(cpu_kernels.run_program).__name__)
+print(type(paged_attention.run_program).__name__)
 """
 
 
@@ -361,7 +405,7 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
     """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder,
     and may lack GNU's OpenMP.
     """
-    copy = shutil.copytree(Path(start_up.__file__).parent, tmp_path / "nanopaged",
+    copy = shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged",
                            ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "__pycache__").touch()  # a file, so not even root can write into it
     printed = run_python(
@@ -396,6 +440,7 @@ def flash_calls(monkeypatch):
         assert len(block_table) == len(starts[0]) - 1 == len(starts[1]) - 1
         assert [max_seqlen_q, max_seqlen_k] == [x.diff().max() for x in starts]
         assert type(max_seqlen_q) is type(max_seqlen_k) is int
+        assert window_size == (-1, -1) or window_size[1] == 0
         calls.append((len(q), int(cu_seqlens_k[-1]), k.untyped_storage().data_ptr()))
         out = torch.empty_like(q)
         for i, table in enumerate(block_table):
@@ -404,8 +449,9 @@ def flash_calls(monkeypatch):
             dense = torch.stack((k[blocks].flatten(0, 1), v[blocks].flatten(0, 1)), 1)
             case = SimpleNamespace(
                 heads=(q.shape[1], k.shape[2], q.shape[2]), q=q[first:last],
-                counts=[int(last - first)], ends=[keys], dense=[dense[:keys]])
-            out[first:last] = Case.expected(case).view(-1, *q.shape[1:])
+                counts=[int(last - first)], ends=[keys], dense=[dense[:keys]],
+                how={"window": window_size[0] + 1, "scale": softmax_scale})
+            out[first:last] = Case.expected.func(case).view(-1, *q.shape[1:])
         return out
 
     package = ModuleType("flash_attn")
@@ -413,6 +459,16 @@ def flash_calls(monkeypatch):
     package.flash_attn_varlen_func = flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
     return calls
+
+
+def test_flash_leaves_sinks_to_triton(flash_calls):
+    """It has windows and scales; the other steps are Triton's anyway."""
+    how = {"window": 9, "scale": 0.5}
+    Case([(0, 40), (3, 9)], (4, 2, 80), 256, F16, **how).check("flash")
+    assert len(flash_calls) == 1
+    how["sinks"] = torch.tensor([1.0, 0.0, -1.0, 3.0])
+    Case([(0, 40), (3, 9)], (4, 2, 80), 256, F16, **how).check("flash")
+    assert len(flash_calls) == 1
 
 
 @pytest.mark.parametrize("seqs, num_calls", [

@@ -11,7 +11,7 @@ import random
 import pytest
 
 from helpers import complete, first_tokens_of, greedy
-from nanopaged.loader import BUNDLED
+from nanopaged.loading.checkpoint import BUNDLED
 
 LENGTHS = [1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33]
 NEW_TOKENS, MAX_MODEL_LEN = 16, 64
@@ -129,16 +129,20 @@ def test_a_config_means_what_it_means_to_transformers(
         assert complete(llm, prompt, greedy(12)).token_ids == expected
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3"])
-def test_a_sliding_window_limits_the_length(family, make_model, engine, reference):
-    """Within the window there is no difference; beyond it nothing is served."""
-    window = {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_sequences_may_be_longer_than_their_window(
+    family, make_model, engine, reference, draw_prompts
+):
+    """In Mistral every layer has one, in Qwen those after the first."""
+    window = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
     path = make_model(family, seed=9, **window)
-    with pytest.raises(ValueError, match="max_model_len must be at most 16"):
-        engine(path, max_model_len=17)
-    llm = engine(path, max_model_len=None)
-    expected = reference.generate(path, [5, 6, 7], 13)
-    assert complete(llm, [5, 6, 7], greedy(None)).token_ids == expected
+    prompts = draw_prompts(path, [3, 8, 40], 24)
+    for options in ({}, {"attention_backend": "torch", "max_num_batched_tokens": 11},
+                    {"block_size": 16, "max_num_batched_tokens": 7}):
+        llm = engine(path, **options)
+        outputs = llm.generate(prompts, greedy(24), use_tqdm=False)
+        assert first_tokens_of(outputs) == [
+            reference.generate(path, prompt, 24) for prompt in prompts]
 
 
 def test_the_bundled_model_and_its_tokenizer_are_those_of_transformers(

@@ -16,7 +16,7 @@ from helpers import CPU, add_all, counters, drain, greedy, tokens_of
 from nanopaged import LLM
 
 with contextlib.suppress(ImportError):
-    import nanopaged.kernels  # while Triton's interpreter is on
+    import nanopaged.gpu.kernels  # while Triton's interpreter is on
 
 VALUE_ERRORS = {
     "SamplingParams(n=0)": "n must be at least 1, got 0",
@@ -38,7 +38,7 @@ VALUE_ERRORS = {
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
     "start(attention_backend='triton')": "'auto', or one of ['numba', 'torch'] with",
-    "LLM('')": "cannot read config.json of",
+    "LLM('')": "an existing directory with a config.json, got ''",
     "start(attention_backend='flash')": "with this device and dtype, got 'flash'",
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
     "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
@@ -64,12 +64,12 @@ TYPE_ERRORS = {
     "SamplingParams(ignore_eos=1)": "ignore_eos must be bool, got 1",
     "SamplingParams(temprature=1)": "unexpected keyword argument 'temprature'",
     "BeamSearchParams(2, None)": "max_tokens must be int, got None",
-    "start(blocksize=16)": "unexpected keyword argument 'blocksize'",
+    "start(blocksize=16)": "options of LLM must be among ['model', 'dtype', 'device",
     "start(num_blocks='64')": "num_blocks must be int | None, got '64'",
     "LLM(5)": "model must be str | pathlib.Path | None, got 5",
-    "ask(None)": "prompt must be a string or a list of token ids, got None",
+    "ask(None)": "prompt must be a string, a list of token ids, a dict with",
     "ask([5, True])": "prompt must be a string or a list of token ids, got [5, True]",
-    "ask({'prompt': 'a', 'mask': [1]})": "unexpected keyword argument 'mask'",
+    "ask({'prompt': 'a', 'mask': [1]})": "a dict with names among ('prompt', 'promp",
     "ask({'prompt': [5], 'cache_salt': 5})": "cache_salt must be str | None, got 5",
     "ask([5], {'n': 2})": "sampling_params must be SamplingParams or BeamSearchParams,",
     "llm.abort_request(7)": "request_id must be a str, got 7",
@@ -120,17 +120,16 @@ def shape(name, *size):
 
 
 @pytest.mark.parametrize(("edit", "message"), [
-    (config(model_type="gpt2", rope_parameters={}), "model_type in config.json must"),
-    (config(hidden_act="gelu"), "hidden_act in config.json must be one of ('silu',)"),
+    (config(model_type="stablelm"), "model_type in config.json must be a family that"),
     (config(is_causal=False), "is_causal in config.json must be one of (None, True)"),
     (config(rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}),
      "rope_type in config.json must be one of ('default', "),
     ({"weights": lambda tensors: [tensors.pop(name) for name in (NORM, K_PROJ)]},
      f"calls for, got {{'missing': ['{K_PROJ}', '{NORM}'], 'left over': []}}"),
     (shape(EXTRA, 136, 64), f"{{'missing': [], 'left over': ['{EXTRA}']}}"),
-    (shape(K_PROJ, 64, 32), "must be [32, 64] for each rank, got [64, 32]"),
-    (shape(NORM, 1), "must be [64] for each rank, got [1]"),  # it would broadcast
-    (shape(NORM, 64, 1), "must be [64] for each rank, got [64, 1]"),
+    (shape(K_PROJ, 64, 32), "must be [32, 64], got [64, 32]"),
+    (shape(NORM, 1), "must be [64], got [1]"),  # it would broadcast
+    (shape(NORM, 64, 1), "must be [64], got [64, 1]"),
 ])
 def test_a_model_that_cannot_be_served_is_refused(edit, message, llama, edit_model):
     with pytest.raises(ValueError) as caught:

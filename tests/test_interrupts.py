@@ -154,7 +154,7 @@ def ask_for_everything(llm, prompts):
 def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
     rng = random.Random(count)
     with LLM(llama, preemption_mode=mode, **SMALL) as llm:
-        llm.runs_ahead = ahead
+        llm.engine.steps_ahead = ahead
         ask_for_everything(llm, work[0])
         assert getattr(llm.stats(), f"preemptions_{mode}") > 0
         for _ in range(count):
@@ -167,7 +167,7 @@ def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
 def test_a_second_ctrl_c_after_the_first(stride, llama, work):
     """While the first one ends the call, and while the next call starts anew."""
     def observer(phase, batch):
-        if phase == phases[moment % 4] and len(llm.scheduler.running) > 1:
+        if phase == phases[moment % 4] and len(llm.engine.scheduler.running) > 1:
             observers(llm).clear()
             struck.left = moment
             signal.raise_signal(signal.SIGINT)
@@ -225,17 +225,17 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 
 def test_ctrl_c_in_the_cpu_kernel(llama, monkeypatch):
     """Compiled code is not interrupted; Ctrl-C is seen as soon as it has returned."""
-    from nanopaged import cpu_attention
+    from nanopaged.cpu import attention
 
     def strike(*arrays):  # from the signal on, no Python runs until the kernel does
         calls = partial(signal.raise_signal, signal.SIGINT), partial(kernel, *arrays)
         deque(map(methodcaller("__call__"), calls), 0)
 
-    kernel = cpu_attention.run_programs
+    kernel = attention.run_programs
     with LLM(llama, **CPU) as llm, deadline():
         answers = generate(llm, [[5, 6, 7]], greedy(3))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(cpu_attention, "run_programs", strike)
+            patch.setattr(attention, "run_programs", strike)
             generate(llm, [[5, 6, 7]], greedy(3))
         assert generate(llm, [[5, 6, 7]], greedy(3)) == answers
 
@@ -255,7 +255,7 @@ def test_threads_get_their_own_answers_and_leave_nothing_behind(ahead, llama, wo
         next(llm.stream(work[0], greedy(COUNT)))  # and nothing more of it
 
     with ThreadPoolExecutor(4) as threads, LLM(llama, **SMALL) as llm, deadline():
-        llm.runs_ahead = ahead
+        llm.engine.steps_ahead = ahead
         list(threads.map(serve, range(4)))
         for _ in llm.stream(work[0], greedy(3)):
             assert llm.step() == []
@@ -268,7 +268,7 @@ def test_threads_get_their_own_answers_and_leave_nothing_behind(ahead, llama, wo
 @pytest.mark.parametrize("phase", ["begin", "scheduled", "executed", "updated"])
 def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work):
     def observer(now, batch):
-        if now == phase and llm.scheduler.running:
+        if now == phase and llm.engine.scheduler.running:
             struck.append(now)
             for call in (llm.step, llm.shutdown, lambda: generate(llm, [[5]], greedy()),
                          lambda: next(llm.stream([5]))):
@@ -314,13 +314,13 @@ def test_a_signal_handler_may_add_abort_and_close_at_any_line(growth, llama, wor
 def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         place, ahead, llama, work):
     def fail(now, *_):
-        if now in places and len(llm.block_manager.prefix_cache.published) > 3:
+        if now in places and len(llm.engine.block_manager.prefix_cache.published) > 3:
             raise ZeroDivisionError
 
     with LLM(llama, **SMALL) as llm, deadline():
-        llm.runs_ahead = ahead
-        places = {llm.runner.model if place == "forward pass" else place}
-        llm.runner.model.register_forward_pre_hook(fail)
+        llm.engine.steps_ahead = ahead
+        places = {llm.engine.runner.model if place == "forward pass" else place}
+        llm.engine.runner.model.register_forward_pre_hook(fail)
         observers(llm).append(fail)
         waiting = llm.add_request(work[0][3], greedy(COUNT))
         with pytest.raises(ZeroDivisionError):
@@ -328,7 +328,8 @@ def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         places.clear()
         (end,) = llm.step()
         assert (end.request_id, end.outputs[0].finish_reason) == (waiting, "abort")
-        assert not llm.block_manager.prefix_cache.published and llm.stats().steps == 0
+        assert not llm.engine.block_manager.prefix_cache.published
+        assert llm.stats().steps == 0
         assert is_sound(llm, work)
 
 

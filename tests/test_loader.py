@@ -18,8 +18,8 @@ from helpers import (
     run_python,
 )
 from nanopaged import LLM, SamplingParams
-from nanopaged.cpu_products import pack
-from nanopaged.loader import load_config, load_generation_config
+from nanopaged.cpu.products import pack
+from nanopaged.loading.checkpoint import load_config, load_generation_config
 
 PROMPT = [5, 9, 44, 7, 12, 150]
 TIED = {"tie_word_embeddings": True}
@@ -94,7 +94,7 @@ def to_float16_in_part(tensors):
     ids=lambda value: getattr(value, "__name__", str(value)))
 def test_log_probabilities_are_those_of_transformers(
         family, fields, edit, make_model, edit_model, reference, engine, monkeypatch):
-    monkeypatch.setattr("nanopaged.loader.pack", id)  # so that the weights can be seen
+    monkeypatch.setattr("nanopaged.cpu.products.pack", id)  # so weights can be seen
     path = make_model(family, seed=31, **fields)
     path = edit_model(path, weights=edit) if edit else path
     num_files = len(list(path.glob("*.safetensors")))
@@ -111,7 +111,7 @@ def test_log_probabilities_are_those_of_transformers(
     silent = complete(llm, PROMPT, greedy(4))
     assert silent.token_ids == completion.token_ids
     assert silent.logprobs is silent.cumulative_logprob is None
-    model, is_tied = llm.runner.model, TIED.items() <= fields.items()
+    model, is_tied = llm.engine.runner.model, TIED.items() <= fields.items()
     is_one = model.lm_head.weight is model.model.embed_tokens.weight
     assert is_one == (is_tied and edit not in (add_head_and_angles, add_other_head))
 
@@ -122,8 +122,8 @@ def test_without_bfloat16_instructions_only_what_is_stored_is_bfloat16(
     """Weights, K and V. What is left of a difference is that of K and V."""
     path = edit_model(make_model(family, seed=31, **TIED), weights=to_bfloat16)
     llm = engine(path, dtype="bfloat16")
-    assert llm.runner.kv_caches.dtype == torch.bfloat16
-    assert {x.dtype for x in llm.runner.model.parameters() if x.ndim == 2} == {
+    assert llm.engine.runner.kv_caches.dtype == torch.bfloat16
+    assert {x.dtype for x in llm.engine.runner.model.parameters() if x.ndim == 2} == {
         torch.bfloat16}
     completion = complete(llm, PROMPT, greedy(4, logprobs=160))
     ids = PROMPT + completion.token_ids
@@ -207,14 +207,14 @@ def test_loading_takes_the_memory_of_the_model_and_of_one_tensor(make_model, tmp
 
 
 def test_random_weights_depend_on_the_seed_alone(llama, tmp_path, monkeypatch):
-    monkeypatch.setattr("nanopaged.loader.pack", id)  # so that the weights can be seen
+    monkeypatch.setattr("nanopaged.cpu.products.pack", id)  # so weights can be seen
     (tmp_path / "config.json").write_text((llama / "config.json").read_text())
 
     def weights(seed):
         options = {"load_format": "dummy", "seed": seed, "device": "cpu"}
         with LLM(tmp_path, dtype="float32", num_blocks=8, **options) as llm:
             assert len(complete(llm, PROMPT, greedy(4)).token_ids) == 4
-            return dict(llm.runner.model.named_parameters())
+            return dict(llm.engine.runner.model.named_parameters())
 
     first, again, other = weights(1), weights(1), weights(2)
     for name, weight in first.items():
@@ -299,8 +299,12 @@ def test_wrong_weights_change_nothing(llama, engine):
         assert llm.reset_prefix_cache()
         assert generate(llm, [prompt], greedy(8)) == expected
     wrong_kind = tensors | {name: tensors[name].numpy()}
-    with pytest.raises(TypeError, match="up_proj.weight must be a tensor"):
+    with pytest.raises(TypeError, match="up_proj.weight must be a dense tensor"):
         llm.load_weights(wrong_kind.items())
+    for change in (torch.Tensor.long, torch.Tensor.to_sparse):
+        with pytest.raises(TypeError, match="a dense tensor of floating-point"):
+            llm.load_weights((tensors | {name: change(tensors[name])}).items())
+    assert generate(llm, [prompt], greedy(8)) == expected
     stream = llm.stream([prompt], greedy(8))
     next(stream)
     stream.close()  # it is aborted, although no step has seen that yet

@@ -54,9 +54,9 @@ answers, here, size = [], Path(__file__).parent, int(os.environ["WORLD_SIZE"])
 for path, options, runs_ahead, seed in json.loads((here / "engines.json").read_text()):
     options["tensor_parallel_size"] = size
     with suppress(StopIteration), LLM(path, **options) as llm:
-        llm.runs_ahead = runs_ahead
+        llm.engine.steps_ahead = runs_ahead
         answers.append([serve(llm, draw(seed)), counters(llm)])
-        llm.ranks.send(Batch(samples=[0]))
+        llm.engine.runner.ranks.send(Batch(samples=[0]))
 dist.is_initialized = is_initialized
 report = [answers, listening(), os.environ.get("GLOO_SOCKET_IFNAME")]
 (here / os.environ["RANK"]).write_text(json.dumps(report))
@@ -187,8 +187,13 @@ def has_ended(pid):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ENDS)
 def test_every_end_of_a_script_ends_all_its_ranks(how, llama, reference, tmp_path):
+    expected = reference.generate(llama, [5, 6, 7], 8)
+    check_end(how, llama, OPTIONS, expected, tmp_path)
+
+
+def check_end(how, path, options, expected, folder):
     """For torchrun, a machine is a launcher with its ranks. Here each has one rank."""
-    (tmp_path / "script.py").write_text(ENDING)
+    (folder / "script.py").write_text(ENDING)
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
     machines = [[*TORCHRUN, "2"]]
@@ -196,16 +201,15 @@ def test_every_end_of_a_script_ends_all_its_ranks(how, llama, reference, tmp_pat
         machines = [[*LAUNCHER, "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint",
                      endpoint] for node in "01"]
     launchers = [subprocess.Popen(
-        [sys.executable, *options, "script.py", llama, json.dumps(OPTIONS), how],
-        cwd=tmp_path, start_new_session=True, stdout=subprocess.PIPE,
+        [sys.executable, *words, "script.py", path, json.dumps(options), how],
+        cwd=folder, start_new_session=how == "Ctrl-C", stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, encoding="utf-8",
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-        for options in machines]
+        for words in machines]
     pids = [launcher.pid for launcher in launchers]
     try:
-        expected = reference.generate(llama, [5, 6, 7], 8)
         assert json.loads(launchers[0].stdout.readline()) == expected
-        ranks = [int((tmp_path / rank).read_text()) for rank in "01"]
+        ranks = [int((folder / rank).read_text()) for rank in "01"]
         pids += ranks
         if "machine" in how:
             os.kill(launchers[int(how[-1])].pid, signal.SIGKILL)

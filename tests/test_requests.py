@@ -34,8 +34,8 @@ def work(llama, reference, draw_prompts):
 @pytest.fixture(params=[False, True], ids=["in turn", "one step ahead"])
 def llm(request, llama, engine):
     llm = engine(llama, max_num_seqs=8)
-    assert not llm.runs_ahead, "only on a GPU"
-    llm.runs_ahead = request.param
+    assert not llm.engine.steps_ahead, "only on a GPU"
+    llm.engine.steps_ahead = request.param
     return llm
 
 
@@ -63,14 +63,14 @@ def test_each_step_reports_one_more_token_of_each_request(llm, work):
 
 
 def test_one_step_ahead_a_step_is_launched_before_the_last_is_read(llm, monkeypatch):
-    events, execute, update = [], llm.runner.execute, llm.scheduler.update
-    monkeypatch.setattr(llm.runner, "execute", lambda *arguments:
+    events, execute, update = [], llm.engine.runner.execute, llm.engine.scheduler.update
+    monkeypatch.setattr(llm.engine.runner, "execute", lambda *arguments:
                         events.append("launch") or execute(*arguments))
-    monkeypatch.setattr(llm.scheduler, "update", lambda *arguments:
+    monkeypatch.setattr(llm.engine.scheduler, "update", lambda *arguments:
                         events.append("read") or update(*arguments))
     complete(llm, [5, 6, 7], greedy(3))
-    assert events[:4] == (["launch", "launch", "read", "launch"] if llm.runs_ahead
-                          else ["launch", "read", "launch", "read"])
+    ahead, in_turn = ["launch", "launch", "read", "launch"], ["launch", "read"] * 2
+    assert events[:4] == (ahead if llm.engine.steps_ahead else in_turn)
 
 
 def test_a_stream_that_is_left_takes_its_requests_with_it(llm, work):
@@ -181,7 +181,7 @@ def test_stats_count_what_happened(llm, work):
     assert (end.blocks_used, end.preemptions_recompute) == (0, 0)
     # All full blocks are kept. One step ahead, the last may not be known in time.
     num_full = sum((length + COUNT - 1) // 4 for length in LENGTHS[:3])
-    assert num_full - 3 * llm.runs_ahead <= end.blocks_cached <= num_full
+    assert num_full - 3 * llm.engine.steps_ahead <= end.blocks_cached <= num_full
 
 
 # -- Text ------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_progress_bar_is_made_only_if_it_is_wanted(
     llm = engine(text_model)
     llm.generate(["the", "a block"], greedy())
     assert "2/2" in capfd.readouterr().err
-    monkeypatch.setattr("nanopaged.llm.tqdm", None)
+    monkeypatch.setattr("nanopaged.frontend.llm.tqdm", None)
     llm.generate(["the", "a block"], greedy(), use_tqdm=False)
     assert capfd.readouterr().err == ""
 

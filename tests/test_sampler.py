@@ -16,8 +16,15 @@ from transformers import MinPLogitsWarper
 
 from helpers import chi_square, floats, new_group
 from nanopaged import SamplingParams
-from nanopaged.drawing import RESOLUTION, draw, draw_tokens, lowest_kept
-from nanopaged.sampler import sample
+from nanopaged.sampler import (
+    RESOLUTION,
+    DrawParams,
+    draw,
+    highest_logits,
+    keep_likely,
+    lowest_kept,
+    sample,
+)
 
 INF = math.inf
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
@@ -73,7 +80,7 @@ def check_frequencies(tokens, probs):
     ({"min_p": 1, "top_p": 0.9}, {1}), ({"min_p": 0.4, "top_p": 0.5}, {1, 3}),
     # Temperature comes first: 0.16 / 0.275 is 0.58.
     ({"temperature": 0.5, "top_p": 0.57}, {1})], ids=str)
-def test_the_drawing_are_kept(limits, tokens):
+def test_the_likely_tokens_are_kept(limits, tokens):
     params = SamplingParams(**limits)
     drawn = tokens_at(LOGITS, [sequence(params, seed) for seed in range(400)])
     assert set(drawn) == tokens
@@ -109,25 +116,19 @@ def test_the_draws_of_neighbours_are_independent():
         check_frequencies(5 * first + other, probs)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, 128, 129, 300, 1000])
-def test_numbers_draw_the_first_bucket_and_token_whose_sums_exceed_them(vocab_size):
+@pytest.mark.parametrize("vocab_size", [1, 2, 127, 300, 1000])
+def test_numbers_draw_the_first_token_whose_sum_exceeds_them(vocab_size):
     logits = random_logits(1, vocab_size, scale=3)
-    numbers = torch.linspace(0, 1 - RESOLUTION, 53, dtype=torch.float64)
-    first, second = torch.cartesian_prod(numbers, numbers).split(1, 1)
-    drawn = draw_tokens(logits.expand(53**2, -1), torch.full((53**2, 1), 0.8), first,
-                        second)
-    buckets = (logits[0].double() / 0.8).softmax(-1).split(128)
-    sums = torch.stack([bucket.sum() for bucket in buckets]).cumsum(-1)
-    for one, two, token in zip(first, second, drawn.tolist(), strict=True):
-        bucket = int((sums > one).byte().argmax())
-        within = (buckets[bucket] / buckets[bucket].sum()).cumsum(-1)
-        exact = 128 * bucket + int((within > two).byte().argmax())
-        nearest = min((sums - one).abs().min(), (within - two).abs().min())
-        assert token == exact or nearest < 1e-6
+    numbers = torch.linspace(0, 1 - RESOLUTION, 2000, dtype=torch.float64)[:, None]
+    drawn = draw(logits.expand(2000, -1), torch.full((2000, 1), 0.8), numbers)
+    sums = (logits[0].double() / 0.8).softmax(-1).cumsum(-1)
+    for number, token in zip(numbers, drawn.tolist(), strict=True):
+        exact = int((sums > number).byte().argmax())
+        assert token == exact or (sums - number).abs().min() < 1e-6
 
 
-@pytest.mark.parametrize("distance", [1, 50, 150])  # in one bucket of 128, or not
-def test_very_undrawing_can_be_drawn(distance):
+@pytest.mark.parametrize("distance", [1, 50, 150])
+def test_very_unlikely_tokens_can_be_drawn(distance):
     """By about one number of 2**31: first, between two others, and last."""
     rarely = -30.5 * math.log(2)
     for row, start in [([rarely, 0.0], 0.0), ([0.0, rarely, 0.0], 0.5 - 4 * RESOLUTION),
@@ -135,7 +136,7 @@ def test_very_undrawing_can_be_drawn(distance):
         logits = torch.full((1, 400), -INF)
         logits[0, : len(row) * distance : distance] = torch.tensor(row)
         numbers = start + RESOLUTION * torch.arange(8).double()[:, None]
-        drawn = draw_tokens(logits.expand(8, -1), torch.ones(8, 1), numbers, numbers)
+        drawn = draw(logits.expand(8, -1), torch.ones(8, 1), numbers)
         count = drawn.tolist().count(row.index(rarely) * distance)
         assert 1 <= count <= 3
 
@@ -160,35 +161,37 @@ def test_no_number_draws_an_excluded_token(noise, monkeypatch):
     for place in range(0, 1000, 37):
         logits = torch.full((4, 1000), -INF)
         logits[:, [place, (place * 7 + 200) % 1000]] = 0.0
-        drawn = draw_tokens(logits, torch.ones(4, 1), numbers, numbers)
+        drawn = draw(logits, torch.ones(4, 1), numbers)
         assert (logits.gather(1, drawn[:, None]) == 0).all()
     weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 0.0]]).expand(4, -1)
-    assert draw(weights.log(), numbers).flatten().tolist() == [1, 1, 3, 3]
+    assert draw(weights.log(), torch.ones(4, 1), numbers).tolist() == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("kind", ["smooth", "steep", "tied", "bfloat16"])
-def test_limits_keep_what_sorting_and_transformers_keep(kind):
+def test_limits_keep_what_float64_and_transformers_keep(kind):
     """Tied tokens, too, stay or go together. 2,500 rows, with and without top_k."""
     logits = random_logits(2500, 300, scale=20 if kind == "steep" else 2)
     logits = logits.round() if kind == "tied" else logits
     logits = logits.bfloat16() if kind == "bfloat16" else logits
     heat, top_p = torch.rand(2, 2500, 1, generator=torch.Generator().manual_seed(1))
-    zero, most, heat = torch.zeros(2500, 1), torch.full((2500, 1), 2.0**31), heat + 0.1
-    for top_k in (0, 20):
-        top = logits.sort(descending=True).values[:, : top_k or None]
+    heat, whole = heat + 0.1, torch.ones(2500, 1)
+    for top_k in (300, 20):
+        top = logits.sort(descending=True).values[:, :top_k]
         probs = (top.double() / heat).softmax(-1)
         before = probs.cumsum(-1) - probs
         expected = top.float().masked_fill(before >= top_p, INF).amin(-1, keepdim=True)
         clear = ((before - top_p).abs() > 1e-5).all(-1)  # other rows depend on rounding
-        values = top if top_k else logits
-        found = lowest_kept(values, heat, zero + top_k if top_k else most, top_p, zero)
+        rows = DrawParams(whole, heat, top_k * whole, top_p, 0 * whole)
+        found = lowest_kept(highest_logits(logits, top_k), rows).float()
         assert clear.sum() > 2000 and torch.equal(found[clear], expected[clear])
+    drawers = [SamplingParams(min_p=0.1)]
+    rows = DrawParams(whole, heat, 300 * whole, 2 * whole, 0.1 * whole)
+    left = keep_likely(logits, drawers, rows) > -INF
     scores = logits.float() / heat
     kept = MinPLogitsWarper(0.1)(None, scores) > -INF
-    lowest = lowest_kept(logits, heat, most, zero + 2, zero + 0.1)
     gaps = scores - scores.amax(-1, keepdim=True) - math.log(0.1)
     clear = (gaps.abs() > 1e-5).all(-1)
-    assert clear.sum() > 2000 and torch.equal((logits >= lowest)[clear], kept[clear])
+    assert clear.sum() > 2000 and torch.equal(left[clear], kept[clear])
 
 
 def test_extreme_logits_and_temperatures_draw_possible_tokens():

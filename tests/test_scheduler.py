@@ -20,10 +20,9 @@ from helpers import check_books, is_swapped, waiting
 from nanopaged import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
-from nanopaged.outputs import Logprob
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import SequenceGroup
+from nanopaged.sequence import Logprob, SequenceGroup
 
 
 def next_token(past, index):
@@ -44,7 +43,7 @@ class World:
                  num_swap_blocks=0, longest=None, ahead=False):
         config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=budget)
         self.manager = BlockManager(num_blocks, block_size, caching, num_swap_blocks)
-        self.scheduler = Scheduler(config, self.manager, {})
+        self.scheduler = Scheduler(config, self.manager)
         self.budget, self.size, self.seats = budget, block_size, seats
         self.longest = longest or num_blocks * block_size
         self.ahead, self.launched = ahead, None
@@ -56,7 +55,7 @@ class World:
     def add(self, prompt, max_tokens=4, *, n=1, stop=(), beams=None, salt=None):
         params = SamplingParams(n=n, max_tokens=max_tokens, cache_salt=salt,
                                 logprobs=3 * n if beams else None)
-        group = SequenceGroup(None, list(prompt), params, set(stop), self.longest, None,
+        group = SequenceGroup(list(prompt), params, set(stop), self.longest, None,
                               beams)
         group.request_id = str(len(self.groups))
         most = self.manager.max_blocks(len(prompt), [group.max_len] * params.n)
@@ -331,7 +330,7 @@ def simulate(seed, num_requests):
         if rng.random() < 0.4:
             add_random(rng, world)
         elif world.is_busy and rng.random() < 0.02:
-            world.scheduler.abort(rng.choice([g for g in world.groups if g.live]))
+            world.scheduler.end_live(rng.choice([g for g in world.groups if g.live]))
         elif world.is_busy:
             world.step()
     world.finish()

@@ -48,7 +48,7 @@ class Stress:
 
     def __init__(self, path, options, runs_ahead, requests, rng):
         self.llm, self.requests, self.rng = LLM(path, **options), requests, rng
-        self.llm.runs_ahead = runs_ahead
+        self.llm.engine.steps_ahead = runs_ahead
         observers(self.llm).append(self.check)
         # The streams, and the numbers of requests by their id or that of their stream.
         self.streams, self.under_way = [], {}
@@ -58,10 +58,10 @@ class Stress:
         if phase in ("scheduled", "updated"):
             check_invariants(self.llm)
         if phase == "scheduled":
-            device = self.llm.block_manager.num_blocks
+            device = self.llm.engine.block_manager.num_blocks
             self.seen["copied"] += sum(max(move) < device for move in batch.moves)
             kinds = {"beams" if group.beam_params else len(group.live) > 1
-                     for group in self.llm.scheduler.running.values()}
+                     for group in self.llm.engine.scheduler.running.values()}
             self.seen["all kinds in one step"] += len(kinds) == 3
 
     def run(self):
@@ -80,7 +80,7 @@ class Stress:
 
     def go_on(self):
         streams = [key for key in self.under_way if isinstance(key, int)]
-        swapped = [key for key, group in waiting(self.llm.scheduler).items()
+        swapped = [key for key, group in waiting(self.llm.engine.scheduler).items()
                    if is_swapped(group) and key in self.under_way]
         if self.under_way and self.rng.random() < (0.2 if swapped else 0.05):
             self.give_up(self.rng.choice(swapped or list(self.under_way)))
@@ -101,8 +101,8 @@ class Stress:
         self.given_up.add(number)
         if isinstance(key, str):  # its last output comes with the next step
             self.llm.abort_request(key)
-            group = waiting(self.llm.scheduler).get(key)
-            place = "running" if key in self.llm.scheduler.running else "waiting"
+            group = waiting(self.llm.engine.scheduler).get(key)
+            place = "running" if key in self.llm.engine.scheduler.running else "waiting"
             place = "swapped" if group and is_swapped(group) else place
             self.seen[f"aborted while {place}"] += 1
         else:

@@ -18,8 +18,10 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from helpers import HALF, add_all, complete, drain, greedy, tokens_of
-from nanopaged import SamplingParams, detokenizer, loader
-from nanopaged.detokenizer import Detokenizer, token_bytes
+from nanopaged import SamplingParams
+from nanopaged.frontend import detokenizer
+from nanopaged.frontend.detokenizer import Detokenizer, token_bytes
+from nanopaged.loading import checkpoint
 
 CHARACTERS = "ab  stheé€你的热情😀\u0301\n"
 
@@ -128,7 +130,7 @@ def test_words_are_joined_as_their_tokenizer_joins_them(decoder):
 
 
 def test_the_example_at_the_top_of_the_file_is_true():
-    bundled, ids = loader.load_tokenizer(loader.BUNDLED), [0]
+    bundled, ids = checkpoint.load_tokenizer(checkpoint.BUNDLED), [0]
     row = r'(\d+) +"(.+)" +([0-9A-F ]+?)   +([0-9A-F]*) +"(.+)"'
     for token, name, data, waiting, text in re.findall(row, detokenizer.__doc__):
         ids.append(int(token))
@@ -262,7 +264,7 @@ def test_tokens_that_the_tokenizer_does_not_know_have_no_text(
     answer = complete(engine(path), [4, 5, len(tokenizer) + 3], params)
     assert sum(token >= len(tokenizer) for token in answer.token_ids) > 5
     assert answer.text == tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    assert loader.load_tokenizer(path).clean_up_tokenization_spaces is False
+    assert checkpoint.load_tokenizer(path).clean_up_tokenization_spaces is False
 
 
 class Broken:
@@ -271,6 +273,7 @@ class Broken:
     def __init__(self, tokenizer, token=None):
         self.tokenizer, self.token, self.decoded = tokenizer, token, []
         self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
+        self.added_tokens_decoder = {}
 
     def decode(self, ids, **options):
         if self.token in ids:

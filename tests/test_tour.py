@@ -79,7 +79,7 @@ def random_requests(seed, count):
 
 def read_engine(llm):
     """What the engine holds, read here without the recorder's own functions."""
-    manager, scheduler = llm.block_manager, llm.scheduler
+    manager, scheduler = llm.engine.block_manager, llm.engine.scheduler
     seqs, filled = {}, set()
     for request_id, group in scheduler.unfinished.items():
         for i, seq in enumerate(group.sequences):
@@ -141,7 +141,7 @@ def record(llm, requests, seed):
     {}, {"preemption_mode": "swap"}, {"enable_prefix_caching": False}], ids=str)
 def test_the_state_of_every_frame_is_the_engines(small, options, ahead):
     llm = small(**options)
-    llm.runs_ahead = ahead
+    llm.engine.steps_ahead = ahead
     seed = len(options) + ahead
     run, phases = record(llm, random_requests(seed, 60), seed)
     states = run.states()
@@ -178,7 +178,7 @@ def test_after_an_error_in_a_step_the_trace_goes_on_and_then_nothing_is_left_of_
     llm.step()
     with trace(llm) as run:
         with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(llm.runner, "execute", lambda batch: 1 / 0)
+            patch.setattr(llm.engine.runner, "execute", lambda batch: 1 / 0)
             llm.step()
         drain(llm)
         llm.generate([[4, 5, 6]], greedy(2), use_tqdm=False)
@@ -187,8 +187,8 @@ def test_after_an_error_in_a_step_the_trace_goes_on_and_then_nothing_is_left_of_
     assert last["seqs"]["0.0"]["table"] == [] and last["finished"] == ["0", "1"]
     steps = [frame["step"] for frame in run.frames]
     assert steps == sorted(steps) and observers(llm) == []
-    assert not any(callable(value) for owner in (llm.scheduler, llm.block_manager)
-                   for value in vars(owner).values())
+    for owner in (llm.engine.scheduler, llm.engine.block_manager):
+        assert not any(map(callable, vars(owner).values()))
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_the_run(
@@ -222,7 +222,7 @@ def test_a_beam_event_says_whose_continuations_are_the_new_beams(llama, engine):
     llm = engine(llama)
     seen = [[]]
     observers(llm).append(lambda phase, batch: phase == "updated" and seen.append([
-        seq.token_ids for group in llm.scheduler.running.values()
+        seq.token_ids for group in llm.engine.scheduler.running.values()
         for seq in group.sequences]))
     with trace(llm) as run:
         params = BeamSearchParams(3, 12, ignore_eos=True)

@@ -20,6 +20,7 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.tour import live, trace
 from nanopaged.tour.__main__ import main
 from nanopaged.tour.guide import lab
+from nanopaged.tour.recorder import unpack
 from test_tour import HOSTILE, data_of
 
 SHORT = {"prompts": "ROMEO: Ay me\r\n\r\nROMEO: Ay", "n": "2", "max_tokens": "4"}
@@ -72,25 +73,57 @@ def test_the_page_plays_the_run_that_the_engine_makes(server, mode, beams):
     assert f"Steps: {llm.stats().steps}." in page and "was to be" not in page
 
 
-def test_a_hint_about_the_pool_is_right_at_once_and_a_late_stop_is_told(server):
+def test_a_pool_that_is_too_small_gets_the_least_that_works_and_a_late_stop_is_told(
+        server):
     prompts = "Ay\nAy me\nROMEO: Ay me, ay me, ay me"
     fields = SHORT | {"prompts": prompts, "max_tokens": 9}
     _, page = get(server, fields | {"num_blocks": 1})
-    room = re.search(r"at least (\d+) for", said(page))[1]
+    room = re.search(r"The pool has (\d+) blocks, not 1, because", page)[1]
+    with lab.engine(num_blocks=int(room) - 1) as llm, pytest.raises(
+            ValueError, match=f"at least {room} for"):
+        llm.generate(prompts.split("\n"), SamplingParams(n=2, max_tokens=9))
     status, page = get(server, fields | {
         "num_blocks": room, "abort_request": 2, "abort_after": 400})
     assert status == 200 and "Request 2 ended before it was to be stopped." in page
-    assert get(server, fields | {"num_blocks": int(room) - 1})[0] == 400
+    assert "The pool has" not in page
+
+
+@pytest.mark.parametrize("name", live.PRESETS)
+def test_every_experiment_runs_as_it_is_called(server, name):
+    _, page = get(server)
+    [query] = re.findall(f'<a href="/([^"]*)#result">{name}</a>', page)
+    status, page = get(server, f"/{html.unescape(query)}")
+    assert status == 200 and "The pool has" not in page
+    *states, header = data_of(page)
+    kinds = {kind for frame in header["frames"] for kind, _ in frame["events"]}
+    changes = live.PRESETS[name]
+    assert header["block_size"] == changes.get("block_size", 4)
+    assert header["num_blocks"] == changes.get("num_blocks", 24)
+    assert ("abort" in kinds) == ("abort_after" in changes)
+    assert ("beam" in kinds) == ("use_beam_search" in changes)
+    assert ("prefix" in kinds) or name in ("no prefix cache", "blocks of 32 tokens")
+
+
+def test_a_run_stands_beside_the_one_before(server):
+    _, first = get(server, SHORT)
+    [before] = re.findall('name="before" value="([^"]*)"', first)
+    larger = SHORT | {"block_size": 8, "before": html.unescape(before)}
+    status, page = get(server, larger)
+    runs = re.findall('data-setting="(.*?)">([^<]*)<', page)
+    names = [name for name, _ in runs]
+    assert status == 200 and names == ["this run", "the run before"]
+    assert [unpack(data)[-1]["block_size"] for _, data in runs] == [8, 4]
+    assert get(server, SHORT | {"before": "top_k=1"})[0] == 400
 
 
 @pytest.mark.parametrize("wrong, sentence", [
     ({"n": "9"}, "n must be a whole number from 1 to 8, got '9'."),
     ({"temperature": "nan"}, "temperature must be a number from 0 to 10, got 'nan'."),
     ({"max_tokens": ""}, "max_tokens must be a whole number from 1 to 64, got ''."),
-    ({"block_size": "3"}, "block_size must be one of 1, 2, 4, 8, 16, got '3'."),
-    ({"num_blocks": "6", "n": "8", "prompts": "ab"}, "num_blocks must be at least .*"),
-    ({"n": "8", "block_size": "1", "prompts": "a" * 99, "max_tokens": "64"},
-     r"num_blocks must be .* \(there are at most 256: use larger blocks, .*"),
+    ({"block_size": "3"}, "block_size must be one of 1, 2, 4, 8, 16, 32, got '3'."),
+    ({"num_blocks": "0"}, "num_blocks must be a whole number from 1 to 1024, got '0'."),
+    ({"n": "8", "block_size": "1", "prompts": "a" * 900, "max_tokens": "64"},
+     r"num_blocks must be a whole number from 1 to 1024, got '1\d\d\d'."),
     ({"preemption_mode": HOSTILE}, "preemption_mode must be one of recompute, .*"),
     ({"prompts": " \n"}, "the number of prompts must be from 1 to 8, got 0."),
     ({"prompts": "\n\n\n" + "a\n" * 9}, "the number of prompts .*, got 9."),
@@ -106,6 +139,9 @@ def test_wrong_input_is_one_sentence_and_is_kept(server, wrong, sentence, monkey
     assert status == 400 and re.fullmatch(f"This cannot run: {sentence}", said(page))
     kept = html.unescape(re.search(r"(?s)<textarea[^>]*>\n(.*?)</textarea>", page)[1])
     assert kept == wrong.get("prompts", f"{HOSTILE}\nx")
+    focused = re.search(r'name="(\w+)"[^>]* autofocus', page)
+    assert not focused or focused[1] in wrong or "'1\\d" in sentence
+    assert focused or {"abort_request", "top_k"} & wrong.keys() or "steps" in sentence
     numbers = {"n", "temperature", "max_tokens", "num_blocks"} & wrong.keys()
     assert all(f'name="{name}" value="{wrong[name]}"' in page for name in numbers)
     assert page.count("</script") == 1
