@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # A lent GPU, for a quarter of an hour in all: `bash tests/gpu/lease.sh 1`; then, if all
-# is right, `bash tests/gpu/lease.sh 2`. On an H100 the first takes about 250 seconds,
-# and at most 520; the second at most 240. All figures go to files in $OUT as soon as
-# they are measured, and the most important ones to the terminal; the state of each part
-# comes last. With QUICK=1 everything is tiny and needs no GPU.
+# is right, `bash tests/gpu/lease.sh 2`. On an H100 the first takes about 250 seconds, at
+# most 520; the second at most 240. Figures go to files in $OUT as soon as they are there,
+# and the most important ones to the terminal. With QUICK=1 all is tiny, without a GPU.
 set -u
 call=${1:-}
 [[ $call == [12] ]] || { echo "usage: [QUICK=1] [OUT=DIR] bash $0 1|2" >&2; exit 2; }
