@@ -26,9 +26,6 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     """A runner that is ready for its first step."""
     ranks = Ranks(config, model_config)
     device = pick_device(config.device)
-    threads = optional("cpu.threads") if device.type == "cpu" else None
-    if threads:
-        threads.prepare_process()
     model_dtype = model_config.dtype
     if model_dtype is None and config.load_format != "dummy":
         model_dtype = stored_dtype(config.model)  # type: ignore[arg-type]
@@ -36,6 +33,9 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     backend = make_backend(config.attention_backend, ranks.local_config,
                            config.block_size, dtype, device)
     model = load_model(config, backend, ranks)
+    threads = optional("cpu.threads") if device.type == "cpu" else None
+    if threads:
+        threads.prepare_process()  # not before: what loading frees is not needed again
     max_model_len = longest_sequence(config, model_config)
     runner = ModelRunner(config, ranks, backend, model, max_model_len)
     if isinstance(model, AnyDecoder):

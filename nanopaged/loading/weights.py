@@ -173,7 +173,8 @@ def write(place: Place, read: Callable[[str], Tensor], ranks: Ranks) -> None:
     is_added_up = getattr(place.module, "divided", None) == 1
     if place.kind == "bias" and is_added_up and ranks.rank > 0:
         shares = [torch.zeros_like(share) for share in shares]
-    value, target = torch.cat(shares), getattr(place.module, place.kind)
+    value = torch.cat(shares) if len(shares) > 1 else shares[0]
+    target = getattr(place.module, place.kind)
     if target.is_mkldnn:  # it is packed, and only a new one can be
         place.module.weight = nn.Parameter(value.to(target.dtype), requires_grad=False)
         products.pack(place.module)
