@@ -377,6 +377,8 @@ import sys
 import torch
 import test_attention
 from nanopaged import paged_attention
+from nanopaged.cpu import threads
+threads.prepare_process()  # as an engine does, so that a fork is safe
 torch.set_num_threads(2)
 outs = test_attention.small_cases()
 if (child := os.fork()) == 0:
