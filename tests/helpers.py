@@ -43,6 +43,19 @@ def greedy(max_tokens=16, **more):
     return SamplingParams(**(defaults | more))
 
 
+class Column:
+    """A sequence by `__len__` and `__getitem__` only, as the columns of a data set."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+
 def draw_requests(seed, count=12, *, vocab_size=500, lengths=range(1, 40), most=5,
                   max_tokens=24, stop=("e", "th"), more=lambda rng: {}):
     """Random prompts and parameters: greedy, sampled (up to `most` each) and beams.

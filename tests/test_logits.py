@@ -13,6 +13,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from helpers import (
+    Column,
     complete,
     counters,
     drain,
@@ -258,18 +259,6 @@ def test_options_that_are_unknown_or_wrong_are_named():
 
 
 def test_numbers_of_numpy_and_any_sequence_of_prompts(llama, engine):
-    """The second, say, is a column of a dataset."""
-
-    class Column:
-        def __init__(self, rows):
-            self.rows = rows
-
-        def __len__(self):
-            return len(self.rows)
-
-        def __getitem__(self, index):
-            return self.rows[index]
-
     llm = engine(llama)
     expected = generate(llm, [[5, 6, 7], [8, 9]], greedy(4))
     params = greedy(np.int64(4), temperature=np.float32(0), seed=np.int32(1))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from helpers import (
+    Column,
     add_all,
     complete,
     drain,
@@ -35,19 +36,6 @@ TEXT = "the block table"
 
 
 # -- What is passed as a prompt --------------------------------------------------------
-
-
-class Column:
-    """A sequence by `__len__` and `__getitem__` only, as the columns of a data set."""
-
-    def __init__(self, rows):
-        self.rows = rows
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return self.rows[index]
 
 
 # {name: (what is passed, with the tokenizer; how many prompts TEXT it is)}

@@ -65,9 +65,9 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
             parameter.normal_(float(is_norm), 0.02, generator=generator)
     elif isinstance(model, CausalLM):
         load_checkpoint(model, config.model, ranks)  # type: ignore[arg-type]
-    packed = [module for name, module in model.named_modules()
-              if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
     if products:
+        packed = [module for name, module in model.named_modules()
+                  if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
         for linear in packed:
             products.pack(linear)
         products.pad_if_faster(packed)
