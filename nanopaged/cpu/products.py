@@ -1,14 +1,13 @@
 """Matrix products on CPUs, each at the speed at which memory delivers the weights."""
 
 from functools import partial
-from importlib.util import find_spec
 from time import perf_counter
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-HAS_KERNEL = find_spec("numba") is not None
+from nanopaged.cpu import product_kernel, threads
 
 
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -16,22 +15,26 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     instructions this is float32, even if the weights, K and V are bfloat16.
     """
     is_slow = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
-    is_split = HAS_KERNEL and is_slow and dtype == torch.bfloat16
-    return torch.float32 if is_split else dtype
+    return torch.float32 if is_slow and dtype == torch.bfloat16 else dtype
 
 
 def pack(linear: nn.Linear) -> None:
-    """On a CPU, let `linear` compute its product faster. If that needs a reordered
-    weight, its old one is gone.
+    """On a CPU, let `linear` compute its product faster:
+
+    - bfloat16 weights without instructions for bfloat16: `float32_product`
+    - other weights that oneDNN can reorder: `packed_product`. The old weight is gone
+    - all others: as before
     """
-    weight, product = linear.weight.detach(), float32_product
-    if compute_dtype(weight.dtype, weight.device) == weight.dtype:
-        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
+    weight = linear.weight.detach()
+    if compute_dtype(weight.dtype, weight.device) != weight.dtype:
+        product = float32_product
+    else:
         reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
+        has_bfloat16 = torch.cpu._is_avx512_bf16_supported()
         dtypes = (torch.float32, torch.bfloat16) if has_bfloat16 else (torch.float32,)
         if reorder is None or not weight.is_cpu or weight.dtype not in dtypes:
             return
-        weight, product = reorder(weight, None), packed_product
+        product, weight = packed_product, reorder(weight, None)
         linear.weight = nn.Parameter(weight, requires_grad=False)
     linear.forward = partial(product, weight=weight, bias=linear.bias)  # type: ignore
 
@@ -85,8 +88,6 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     inputs = x.float().flatten(0, -2)
     if len(inputs) <= 32 and inputs.shape[1] % 2 == 0:
-        from nanopaged.cpu import product_kernel, threads
-
         out = inputs.new_empty(len(inputs), len(weight))
         # NumPy has no bfloat16, and the kernel takes pairs.
         pairs = weight.view(torch.uint16).numpy().view("uint32")

@@ -154,8 +154,9 @@ def load_generation_config(name: str | Path, model_config: Any, tokenizer: Any =
 
 # -- Tensors ---------------------------------------------------------------------------
 
-def read_headers(source: str | Path) -> tuple[Path, Any]:
-    """Where the weights are, and what their files say of them.
+def find_tensors(source: str | Path) -> dict[str, tuple[Path, Any]]:
+    """The file of each tensor, and what its header says: {"lm_head.weight": (path,
+    info), ...}, where `info` has a dtype and a shape.
 
     If a checkpoint has several files, an index says which tensor is in which file. Any
     other file is ignored, and is not downloaded.
@@ -168,22 +169,15 @@ def read_headers(source: str | Path) -> tuple[Path, Any]:
             index = json.loads((path / names[1]).read_text())["weight_map"]
             snapshot_download(str(source), allow_patterns=[*set(index.values())])
     with reading(f"the weights in {path}"):
-        return path, get_local_safetensors_metadata(path)
-
-
-def find_tensors(source: str | Path) -> tuple[dict[str, Path], dict[str, list[int]]]:
-    """The file of each tensor, {"lm_head.weight": path, ...}, and its shape."""
-    path, found = read_headers(source)
-    places = found.weight_map
-    with reading(f"the weights in {path}"):
-        shapes = {name: found.files_metadata[place].tensors[name].shape
-                  for name, place in places.items()}
-    return {name: path / place for name, place in places.items()}, shapes
+        found = get_local_safetensors_metadata(path)
+        return {name: (path / file, found.files_metadata[file].tensors[name])
+                for name, file in found.weight_map.items()}
 
 
 def stored_dtype(source: str | Path) -> Any:
-    """The dtype of most weights, for a config that has none; None if it is unusual."""
-    _, found = read_headers(source)
-    sizes = found.parameter_count
+    """The dtype of the largest tensor, for a config that has none; None if it is
+    unusual.
+    """
+    infos = [info for _, info in find_tensors(source).values()]
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    return dtypes.get(max(sizes, key=sizes.get))
+    return dtypes.get(max(infos, key=lambda info: info.parameter_count).dtype)

@@ -128,9 +128,6 @@ def free_runner(runner: ModelRunner) -> None:
 
 # -- What "auto" stands for ------------------------------------------------------------
 
-HAS_LOOPS = bool(products and products.HAS_KERNEL)  # compiled by Numba
-
-
 def pick_device(name: str) -> torch.device:
     """A GPU if there is one; ValueError if one is asked for and there is none."""
     has_gpu = torch.cuda.is_available()
@@ -150,7 +147,7 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     if device.type == "cuda":
         is_old = torch.cuda.get_device_properties(device).major < 8
         return torch.float16 if is_old else model_dtype
-    has_kernel = HAS_LOOPS and model_dtype == torch.bfloat16
+    has_kernel = products and model_dtype == torch.bfloat16
     is_fast = has_kernel or torch.cpu._is_avx512_bf16_supported()
     return torch.bfloat16 if is_fast else torch.float32
 
@@ -170,7 +167,7 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
         if torch.cuda.get_device_properties(device).major >= 8:
             names = ["triton", "flash", "torch"]
     else:
-        if HAS_LOOPS and dtype != torch.float16:
+        if products and dtype != torch.float16:
             names = ["numba", "torch"]
         if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of both classes
             names += ["triton", "flash"]

@@ -65,13 +65,18 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
             parameter.normal_(float(is_norm), 0.02, generator=generator)
     elif isinstance(model, CausalLM):
         load_checkpoint(model, config.model, ranks)  # type: ignore[arg-type]
-    if products:
-        packed = [module for name, module in model.named_modules()
-                  if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
-        for linear in packed:
-            products.pack(linear)
-        products.pad_if_faster(packed)
+    pack_products(model)
     return model
+
+
+def pack_products(model: nn.Module) -> None:
+    """On a CPU, let the model compute its matrix products faster."""
+    if products:
+        linears = [module for name, module in model.named_modules()
+                   if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
+        for linear in linears:
+            products.pack(linear)
+        products.pad_if_faster(linears)
 
 
 def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
@@ -80,10 +85,12 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
     A file is mapped into memory, so no more is read than is copied. It is opened again
     for each tensor. Otherwise everything read from it would stay in memory.
     """
-    files, shapes = find_tensors(source)
+    found = find_tensors(source)
+    shapes = {name: info.shape for name, (_, info) in found.items()}
 
     def read(name: str) -> Tensor:
-        with reading(str(files[name])), safe_open(files[name], "pt") as tensors:
+        file, _ = found[name]
+        with reading(str(file)), safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
     for place in match_tensors(model, shapes, ranks, str(source)):
@@ -103,17 +110,16 @@ def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
     for place in match_tensors(model, shapes, ranks, "load_weights"):
         write(place, weights.__getitem__, ranks)
-    if products and not model.lm_head.weight.is_mkldnn:
-        products.pack(model.lm_head)  # its weight may be another one now
+    pack_products(model)
 
 
 class Place(NamedTuple):
     """A parameter of the model, and the tensors of the checkpoint that it stacks."""
 
-    module: nn.Module
+    module: Any
     kind: str  # "weight" or "bias"
     names: list[str]
-    divided: int | None  # see `Linear`
+    divided: int | None  # the dimension of the tensors that ranks divide
 
 
 def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks,
@@ -121,27 +127,28 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
     """Where the tensors with these names and shapes belong; ValueError if one is
     missing, is left over, or does not fit.
     """
-    head, embeddings = model.lm_head, model.model.embed_tokens
+    head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     # A head in the checkpoint counts, even if config.json says that it is tied.
-    is_tied = ranks.local_config.tie_word_embeddings and "lm_head.weight" not in shapes
-    is_shared = head.weight is embeddings.weight
+    is_tied = ranks.local_config.tie_word_embeddings and head not in shapes
+    if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
+        model.lm_head.weight = nn.Parameter(
+            model.lm_head.weight.clone(), requires_grad=False)
     places: list[Place] = []
     expected: dict[str, list[int]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name == "lm_head.weight" and is_tied and is_shared:
-            continue
+    # (If the head is the same parameter as the embeddings, only those are listed.)
+    for name, parameter in model.named_parameters():
         # For example model.layers.0.self_attn.qkv_proj.weight. It stacks three matrices
         # of the checkpoint: `stacked` has the names q_proj, k_proj and v_proj, and
         # how many rows each of them has.
-        *_, own_name, kind = name.split(".")
-        module = model.get_submodule(name.removesuffix(f".{kind}"))
+        path, _, kind = name.rpartition(".")
+        module, own_name = model.get_submodule(path), path.rpartition(".")[2]
         stacked = getattr(module, "stacked", {own_name: len(parameter)})
-        divided = getattr(module, "divided", None)
-        if module is head and is_tied:  # packed apart from the embeddings
-            stacked, name = {own_name: len(parameter)}, "model.embed_tokens.weight"
-        if divided is not None and divided >= parameter.ndim:
-            divided = None  # a bias has no columns
         names = [name.replace(own_name, each) for each in stacked]
+        if is_tied and names == [head]:
+            names = [embeddings]
+        divided = getattr(module, "divided", None)
+        if kind == "bias" and divided == 1:
+            divided = None  # it has no columns
         places.append(Place(module, kind, names, divided))
         for each, num_rows in zip(names, stacked.values(), strict=True):
             expected[each] = [num_rows, *parameter.shape[1:]]
@@ -157,26 +164,23 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
     for name, shape in expected.items():
         check(list(shapes[name]) == shape, f"the shape of {name} in {source}", shape,
               list(shapes[name]))
-    if is_shared and not is_tied:  # from here on nothing is wrong
-        head.weight = nn.Parameter(torch.empty_like(head.weight), requires_grad=False)
     return places
 
 
 def write(place: Place, read: Callable[[str], Tensor], ranks: Ranks) -> None:
     """Give a parameter this rank's share of its tensors."""
-    shares = [read(name) for name in place.names]
-    if place.divided is not None:
-        shares = [tensor.tensor_split(ranks.size, place.divided)[ranks.rank]
-                  for tensor in shares]
-    # The bias after a matrix whose columns are divided is not divided. The ranks'
-    # results are added up, so only rank 0 may add it.
-    is_added_up = getattr(place.module, "divided", None) == 1
-    if place.kind == "bias" and is_added_up and ranks.rank > 0:
+    module, kind, names, divided = place
+    shares = [read(name) for name in names]
+    if divided is not None:
+        shares = [each.tensor_split(ranks.size, divided)[ranks.rank] for each in shares]
+    # The results of a matrix whose columns are divided are added up, so only rank 0 may
+    # add its bias.
+    is_added_up = getattr(module, "divided", None) == 1
+    if kind == "bias" and is_added_up and ranks.rank > 0:
         shares = [torch.zeros_like(share) for share in shares]
     value = torch.cat(shares) if len(shares) > 1 else shares[0]
-    target = getattr(place.module, place.kind)
-    if target.is_mkldnn:  # it is packed, and only a new one can be
-        place.module.weight = nn.Parameter(value.to(target.dtype), requires_grad=False)
-        products.pack(place.module)
-    else:
-        target.copy_(value)  # in place: CUDA graphs have its address
+    target = getattr(module, kind)
+    if target.is_mkldnn:  # a packed weight cannot be overwritten
+        target = torch.empty(value.shape, dtype=target.dtype)
+        module.weight = nn.Parameter(target, requires_grad=False)
+    target.copy_(value)  # in place: CUDA graphs have its address
