@@ -120,7 +120,7 @@ class EngineConfig(Checked):
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
         CPU without them keeps bfloat16 weights, K and V, which take half the memory,
         and computes in float32: decoding is faster, and long prompts are slower, than
-        with "float32".
+        with "float32". For a float16 checkpoint, a CPU takes bfloat16 or float32.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
     num_blocks: None means as many as can be used and fit into `gpu_memory_utilization`

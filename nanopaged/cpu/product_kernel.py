@@ -11,7 +11,7 @@ from nanopaged.paged_attention import FASTMATH
 @threads.keep
 @njit(nogil=True)
 def run_products(out, *others):
-    """Compute out = x W^T; `run_four` has the arguments."""
+    """Compute out = x W^T. `run_four` explains the arguments."""
     quarter = (out.shape[1] + 3) // 4
     for n in prange(quarter):
         run_four(np.int64(n), quarter, out, *others)
@@ -28,7 +28,8 @@ def run_four(n, quarter, out, even, odd, weight):
     Reading W from memory takes most of the time, so three things are done at once:
     four rows of W, far from each other, because a processor that notices several
     streams fetches more ahead; two rows of x, so that each number of W that has arrived
-    is used twice; and two numbers of W, which need not be moved apart.
+    is used twice; and the two numbers of a pair, each multiplied where it lies. For
+    this, x comes as even and odd numbers.
     """
     last, last_row = len(weight) - 1, len(out) - 1
     # Indices past the last row repeat it.

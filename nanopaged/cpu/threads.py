@@ -35,40 +35,49 @@ def run(kernel: Any, is_large: bool, *arrays: Any) -> None:
 
 @cache
 def with_threads(kernel: Any) -> Any:
-    """The same kernel, in which `prange` divides its range among threads."""
-    source = getattr(kernel, "py_func", kernel)
+    """The same kernel, in which `prange` divides its range among threads.
+
+    (The plain one does not even enter OpenMP, so a forked process can run it.)
+    """
+    source = getattr(kernel, "py_func", kernel)  # if Numba is disabled: plain Python
     function = FunctionType(source.__code__, source.__globals__)
-    function.__qualname__ += "_with_threads"  # so it has its own place in the cache
+    function.__qualname__ += "_with_threads"  # its name in Numba's cache on disk
     return keep(njit(parallel=True, nogil=True)(function))
 
 
 def keep(kernel: Any) -> Any:
-    """Keep the compiled code on disk for the next start. Do nothing if no folder can be
-    written to (RuntimeError), or if Numba is disabled (AttributeError).
+    """Keep the compiled code on disk, as `njit(cache=True)` does. But do nothing if no
+    folder can be written to (RuntimeError), or if Numba is disabled (AttributeError).
     """
     with suppress(RuntimeError, AttributeError):
         kernel.enable_caching()
     return kernel
 
 
-def on_one_thread(function: Any) -> Any:
-    """The same function on a single thread, for small models. They gain nothing from
-    more, and on a busy machine threads that wait for each other take very long.
-    """
-    def run(*arguments: Any) -> Any:
-        before = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return function(*arguments)
-        finally:
-            torch.set_num_threads(before)
+def prepare(runner: Any) -> None:
+    """Get a runner on a CPU ready, when its model has been loaded. (What loading frees
+    is not needed again, so malloc should not keep it.)
 
-    return run
+    A small model runs on a single thread. It gains nothing from more, and on a busy
+    machine threads that wait for each other take very long.
+    """
+    prepare_process()
+    if sum(weight.numel() for weight in runner.model.parameters()) < 2**24:
+        runner.run = partial(run_on_one_thread, runner.run)
+
+
+def run_on_one_thread(function: Any, *arguments: Any) -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return function(*arguments)
+    finally:
+        torch.set_num_threads(before)
 
 
 @cache  # once in a process
 def prepare_process() -> None:
-    """Change what malloc and fork do. An engine on a CPU calls this when it starts."""
+    """Change what malloc and fork do."""
     if sys.platform == "linux":
         # Let glibc's malloc keep freed memory, because the next step needs it again. By
         # default large pieces go back to the system, and getting them again takes a
@@ -77,12 +86,12 @@ def prepare_process() -> None:
         libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
     if sys.platform != "win32":
-        # A forked process has one thread. torch would wait for those its parent had,
+        # A forked process has one thread. torch would wait for its parent's threads,
         # and GNU's OpenMP would end the process.
         os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
 
 
 def give_memory_back() -> None:
-    """Return the memory that malloc has kept to the system."""
+    """Return to the system what malloc has kept."""
     if sys.platform == "linux":
         ctypes.CDLL(None).malloc_trim(0)

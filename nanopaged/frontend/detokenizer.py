@@ -56,20 +56,23 @@ class Detokenizer:
     """The text of one sequence."""
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str],
-                 skip_special_tokens: bool = True, prompt: str | None = None,
-                 reasons: dict[int, Any] | None = None) -> None:
+                 skip_special_tokens: bool = True, prompt: str | None = None) -> None:
         self.tokenizer = tokenizer
-        # For whoever reports the answer: the prompt, and the reason that each stop
-        # token of the request gives.
-        self.prompt, self.reasons = prompt, reasons or {}
         self.skip_special_tokens = skip_special_tokens
-        self.stops = sorted(stops)  # so the shorter of two at the same place wins
+        # For `LLM`: the text of the prompt, and where changes of the request go.
+        self.prompt = prompt
+        self.outbox: dict[str, Any] = {}
+        # Sorted: of two at the same place, the shorter comes first, and wins.
+        self.stops = sorted(stops)
         self.stopped_by: str | None = None
+        # Special tokens that are stop strings. They have to be read to be found.
+        known = tokenizer.added_tokens_decoder if tokenizer and self.stops else {}
+        self.shown = {id for id, token in known.items() if token.content in self.stops}
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
         self.text = ""
-        # The prompt may end within a character. So its end is read like the answer, and
-        # then its text is dropped.
+        # The prompt may end within a character. So its end is read like the answer (16
+        # tokens are more than one character has), and then its text is dropped.
         self.num_read = max(0, len(prompt_ids) - 16)  # tokens
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""
@@ -95,8 +98,9 @@ class Detokenizer:
         data = bytearray(self.waiting)
         try:
             for token in token_ids[self.num_read :]:
-                first, later = token_bytes(
-                    ref(self.tokenizer), token, self.skip_special_tokens)
+                is_shown = may_stop and token in self.shown
+                first, later = token_bytes(ref(self.tokenizer), token,
+                                           self.skip_special_tokens and not is_shown)
                 data += later if self.has_begun else first
                 self.has_begun |= bool(later)
         except Exception:  # this text ends here, but other requests go on

@@ -63,7 +63,6 @@ class LLM(AbstractContextManager["LLM"]):
         # that it sends.
         self._runner.ranks.serve(self._runner.run)
         self.engine = Engine(self.config, self._runner)
-        self._outboxes: dict[SequenceGroup, Changed] = {}  # of unfinished requests
         self._outbox: Changed = {}  # of all requests from `add_request`
         self._lock: Any = threading.RLock()
         self._in_step = False  # it stays True after a step that has failed
@@ -129,8 +128,9 @@ class LLM(AbstractContextManager["LLM"]):
         return groups[0].request_id
 
     def step(self) -> list[RequestOutput]:
-        """Return the current output of each request from `add_request` that has
-        changed, after a step if none has. (`generate` and `stream` report their own.)
+        """Run a step, unless a request has changed already. Return the current output
+        of each request from `add_request` that has changed. (`generate` and `stream`
+        report their own.)
         """
         return self._collect(self._outbox)
 
@@ -153,7 +153,8 @@ class LLM(AbstractContextManager["LLM"]):
     def _submit(self, groups: list[SequenceGroup], outbox: Changed) -> None:
         """Queue requests, all at once. What they report will be in this outbox."""
         self._check_open()
-        self._outboxes.update(dict.fromkeys(groups, outbox))
+        for group in groups:
+            group.reader.outbox = outbox
         self.engine.add(groups)
 
     def _outputs_of(self, groups: list[SequenceGroup], final_only: bool = False
@@ -170,7 +171,6 @@ class LLM(AbstractContextManager["LLM"]):
                     yield output
         finally:  # an error, Ctrl-C, or a stream that is closed or garbage-collected
             for group in groups:
-                self._outboxes.pop(group, None)
                 self.engine.abort(group.request_id)
 
     def _collect(self, outbox: Changed,
@@ -199,15 +199,12 @@ class LLM(AbstractContextManager["LLM"]):
         self._in_step = True
         changed = act()
         for request_id, group in changed.items():
-            # After an interruption here, one that has ended is in its outbox already.
-            self._outboxes.get(group, {})[request_id] = group
-            if not group.live:
-                self._outboxes.pop(group, None)
+            group.reader.outbox[request_id] = group
         changed.clear()
         self._in_step = False
 
     def _reset_if_idle(self) -> bool:
-        """Reset the engine, unless requests are unfinished. Call it in `_exclusive`."""
+        """Reset the engine, unless requests are unfinished."""
         self._run(self.engine.reset_if_idle)
         return not self.engine.num_unfinished
 

@@ -45,24 +45,23 @@ class RequestOutput:
 # -- From requests to outputs ----------------------------------------------------------
 
 def request_output(group: SequenceGroup) -> RequestOutput:
-    """What the caller sees of a request so far."""
     scores: Any = None
     if group.params.prompt_logprobs is not None:
         scores = [None, *group.prompt_logprobs.values()]
     return RequestOutput(
         group.request_id, group.reader.prompt, list(group.prompt_token_ids),
+        # (A beam has the index of its parent, so here they are counted again.)
         [completion_output(seq, index) for index, seq in enumerate(group.sequences)],
         not group.live, group.num_cached_tokens, scores)
 
 
 def completion_output(seq: Sequence, index: int) -> CompletionOutput:
-    """What the caller sees of a sequence so far."""
     params, is_final = seq.group.params, seq.finish_reason is not None
-    seq.reader.finds_stop(seq, is_final)
+    seq.reader.finds_stop(seq, is_final)  # it reads what is new
     text = seq.reader.visible(is_final)
     stop_reason: str | int | None = seq.reader.stopped_by
-    if seq.finish_reason == "stop":
-        stop_reason = stop_reason or seq.reader.reasons.get(seq.token_ids[-1])
+    if seq.ended_by_token and seq.token_ids[-1] in (params.stop_token_ids or []):
+        stop_reason = seq.token_ids[-1]
     has_logprobs = params.logprobs is not None
     return CompletionOutput(
         index, text, seq.token_ids[seq.group.num_prompt_tokens :],

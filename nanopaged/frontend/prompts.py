@@ -30,6 +30,7 @@ def as_prompts(given: Any) -> list[Any]:
         fits = [*map(len, rows)] == [*map(len, masks)] and not given.keys() & {*NAMES}
         check(fits, "prompt", f"input_ids without {NAMES}, and with a mask of the same "
               "length, if any", given)
+        # A mask is 0 where a row is padded. The padding is dropped.
         return [list(compress(*pair)) for pair in zip(rows, masks, strict=True)]
     if isinstance(given, str | Mapping):
         return [given]
@@ -61,7 +62,7 @@ def as_message(given: Any) -> dict[str, Any]:
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
           "such lists", given, TypeError)
-    message: dict[str, Any] = dict(given)
+    message: dict[str, Any] = deepcopy(dict(given))
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     for part in parts:
@@ -70,13 +71,12 @@ def as_message(given: Any) -> dict[str, Any]:
     if isinstance(content, list):
         message["content"] = "\n".join(part["text"] for part in parts)
     try:
-        message["tool_calls"] = calls = deepcopy(message["tool_calls"])
-        for call in calls or []:
+        for call in message.get("tool_calls") or []:
             if isinstance(arguments := call["function"].get("arguments"), str):
                 call["function"]["arguments"] = json.loads(arguments)
     except Exception as error:
-        check("tool_calls" not in message, "tool_calls", "a list of calls, with "
-              f"arguments in JSON ({error!r})", message.get("tool_calls"))
+        check(False, "tool_calls", "a list of calls, with "
+              f"arguments in JSON ({error!r})", message["tool_calls"])
     return message
 
 
@@ -93,6 +93,7 @@ def make_groups(llm: Any, prompts: Any, params: Any) -> list[SequenceGroup]:
         try:
             groups.append(make_group(llm, param, **as_dict(prompt)))
         except (TypeError, ValueError) as error:
+            # (A subclass, such as UnicodeEncodeError, takes other arguments.)
             kind = TypeError if isinstance(error, TypeError) else ValueError
             where = f"prompts[{number}]: " if len(prompts) > 1 else ""
             raise kind(f"{where}{error}") from error
@@ -104,9 +105,9 @@ def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any 
     """A request that can be served; ValueError or TypeError if it never can be."""
     ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
     if isinstance(ids, str):
-        ids.encode()  # an error for half a character
+        ids.encode()  # an error for a lone surrogate
         ids = llm.get_tokenizer()(ids).input_ids
-    ids = plain([*ids]) if isinstance(ids, list | tuple) else [None]
+    ids = plain([*ids]) if isinstance(ids, list | tuple) else [None]  # an error below
     check({*map(type, ids)} <= {int}, "prompt", "a string or a list of token ids",
           given, TypeError)
     params = llm.default_params if params is None else params
@@ -126,9 +127,9 @@ def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any 
           "because of max_num_seqs or the vocabulary", params.n)
     if cache_salt is not None:
         params = replace(params, cache_salt=cache_salt)
-    reasons = {id: id for id in params.stop_token_ids or []}
-    reasons |= special_stops(llm, params)
-    stop_ids = {*eos_ids, *reasons}
+    if params.stop:
+        llm.get_tokenizer()  # an error if there is none
+    stop_ids = {*eos_ids, *(params.stop_token_ids or [])}
 
     all_ids = [*ids, *stop_ids, *(params.logit_bias or {})]
     wrong = [id for id in all_ids if not 0 <= id < vocab_size]
@@ -138,18 +139,7 @@ def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any 
           f"at least 1 and less than max_model_len={longest}", len(ids))
     text = prompt if isinstance(prompt, str) else None
     reader = Detokenizer(llm.tokenizer, ids, params.stop_strings,
-                         params.skip_special_tokens, text, reasons)
+                         params.skip_special_tokens, text)
     group = SequenceGroup(ids, params, stop_ids, longest, reader, beam_params)
     llm.engine.check_fits(group)
     return group
-
-
-def special_stops(llm: Any, params: SamplingParams) -> dict[int, Any]:
-    """The special tokens among the stop strings: {id: text}. If these tokens are
-    skipped, the text does not have them.
-    """
-    if not params.stop:
-        return {}
-    known = llm.get_tokenizer().added_tokens_decoder  # an error if there is none
-    return {id: token.content for id, token in known.items() if token.special
-            and token.content in params.stop_strings and params.skip_special_tokens}

@@ -21,18 +21,18 @@ from nanopaged.attention import cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 
+# Fields of configs, as transformers' `attribute_map` names them for every family.
 COPIED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "layer_types",
           "head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window",
           "max_position_embeddings", "rope_parameters", "eos_token_id", "dtype")
 FAMILY = ("a family that remembers earlier tokens by attention alone, and lets it be "
           "exchanged")
-# Arguments of attention that change nothing here: positions are in Q and K already.
+# Arguments of attention that change nothing here: Q and K are rotated already.
 HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 
 
 class Sizes(SimpleNamespace):
-    """What the engine wants to know of a config. Families use different names for it.
-    """
+    """What the engine wants to know of a config, and the `config` itself."""
 
 
 def sizes_of(config: Any) -> Sizes:
@@ -40,10 +40,12 @@ def sizes_of(config: Any) -> Sizes:
     is_open = family and family._supports_attention_backend and not family._is_stateful
     check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
     text = config.get_text_config(decoder=True)
-    text.allow_global_per_layer_attribute_access = True  # `attend` finds other sizes
-    sizes = Sizes(source=config, **{name: getattr(text, name, None) for name in COPIED})
+    # Sizes may be read even if layers differ in them. `attend` refuses those.
+    text.allow_global_per_layer_attribute_access = True
+    sizes = Sizes(config=config, **{name: getattr(text, name, None) for name in COPIED})
     num_heads = sizes.num_attention_heads
     sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
+    # Multi-head latent attention (DeepSeek) rotates a part of each head.
     mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
     sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
     return sizes
@@ -54,24 +56,22 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
            s_aux: Tensor | None = None, **more: Any) -> tuple[Tensor, None]:
     """What a layer of transformers calls; q, k, v: [1, heads, num_tokens, head_dim]."""
     is_causal = getattr(layer, "is_causal", True)
-    more |= {"a mask": attention_mask, "later keys": not is_causal}
+    more |= {"a mask": attention_mask, "later keys": not is_causal}  # for the error
     unknown = [name for name, value in more.items()
                if name not in HARMLESS and value is not None and value is not False]
-    name, step, v_dim = type(layer).__name__, layer.step, v.shape[-1]
+    name, shared, v_dim = type(layer).__name__, layer.shared, v.shape[-1]
     check(not unknown, f"attention in {name}", "without what ours lacks", unknown)
-    v = nn.functional.pad(v, (0, max(0, k.shape[-1] - v_dim)))  # MLA's is narrower
+    v = nn.functional.pad(v, (0, max(0, k.shape[-1] - v_dim)))  # DeepSeek's is narrower
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    shape = step.backend.num_kv_heads, step.backend.head_dim
+    shape = shared.backend.num_kv_heads, shared.backend.head_dim
     check(k.shape[1:] == v.shape[1:] == shape, f"K and V in {name}",
           f"{shape}, as in all other layers", tuple(k.shape[1:]))
-    kv_cache = next(step.kv_caches, None)  # of this call, as layers may run twice
-    check(kv_cache is not None, "num_hidden_layers", "the number of calls of attention "
-          "in a step", "fewer")
-    step.windows.add(sliding_window)
-    step.backend.store(k, v, kv_cache, step.metadata.slots)
-    how = scaling, sliding_window or None, s_aux
-    out = step.backend.attend(q, kv_cache, step.metadata, *how).view(1, *q.shape)
-    return out[..., :v_dim], None
+    kv_cache = next(shared.kv_caches)  # one for each call: a layer may run twice
+    shared.windows.add(sliding_window)
+    shared.backend.store(k, v, kv_cache, shared.metadata.slots)
+    out = shared.backend.attend(
+        q, kv_cache, shared.metadata, scaling, sliding_window or None, s_aux)
+    return out.view(1, *q.shape)[..., :v_dim], None
 
 
 transformers.AttentionInterface.register("nanopaged", attend)
@@ -83,39 +83,42 @@ class AnyDecoder(nn.Module):
         options = {"dtype": backend.dtype, "attn_implementation": "eager"}
         auto = transformers.AutoModelForCausalLM
         if config.load_format == "dummy":
-            self.model = auto.from_config(sizes.source, **options).eval()
+            self.model = auto.from_config(sizes.config, **options).eval()
         else:
             self.model, info = auto.from_pretrained(
-                config.model, config=sizes.source, output_loading_info=True, **options)
+                config.model, config=sizes.config, output_loading_info=True, **options)
             wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
             check(not wrong, f"the weights in {config.model}",
                   "exactly the tensors that config.json calls for", wrong)
         self.model.to(backend.device)
         self.sizes, self.decoder = sizes, self.model.get_decoder()
-        self.decode = self.decoder.forward
-        self.step: Any = SimpleNamespace(backend=backend, windows=set())  # for `attend`
+        self.decode = self.decoder.forward  # `give_states` will take its place
+        # What `attend` needs. It gets only its layer, so every module has it.
+        self.shared: Any = SimpleNamespace(backend=backend, windows=set())
         for module in self.modules():
-            vars(module)["step"] = self.step
-        # The host waits for what tokens choose, and CUDA graphs cannot wait.
+            vars(module)["shared"] = self.shared
+        # In a mixture of experts, the host waits to learn which ones the tokens chose,
+        # and a CUDA graph cannot wait.
         names = str(self.model).lower()
         if "moe" in names or "expert" in names:
             backend.can_be_recorded = False
 
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
-        self.step.kv_caches, self.step.metadata = iter(kv_caches), metadata
+        self.shared.kv_caches, self.shared.metadata = iter(kv_caches), metadata
         self.output = self.decode(
             token_ids[None], position_ids=metadata.positions[None], use_cache=False)
         return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def head(self, x: Tensor) -> Tensor:
-        return self.model(inputs_embeds=x[None]).logits[0]  # type: ignore[no-any-return]
-
     def give_states(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """In place of the decoder, while the head is computed: some families scale it,
-        and some look at more than the states.
-        """
+        """Stand in for the decoder: return states that have been computed."""
         self.output["last_hidden_state"] = inputs_embeds
         return self.output
+
+    def head(self, x: Tensor) -> Tensor:
+        """The rest of the model, after its decoder: some families scale logits, and
+        some look at more than the states. `give_states` stands in for the decoder.
+        """
+        return self.model(inputs_embeds=x[None]).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
     def put_attention_in(self, runner: Any) -> None:
@@ -123,10 +126,11 @@ class AnyDecoder(nn.Module):
         compute both at once, in blocks and in two steps; ValueError if they differ.
         """
         size, vocab_size = runner.config.block_size, self.sizes.vocab_size
-        length = min(2 * size + 2, 66, runner.max_model_len)
+        length = min(2 * size + 2, 66, runner.max_model_len)  # few, but several blocks
         ids = torch.arange(2 * length, device=runner.device).view(2, -1) % vocab_size
-        num_blocks, logits = cdiv(length, size), []
-        runner.make_pools(2 * num_blocks, 0)
+        num_blocks = cdiv(length, size)
+        runner.make_pools(2 * num_blocks, 0)  # for this comparison alone
+        logits = []
         try:
             wanted = self.model(ids, use_cache=False).logits.float()
             self.model.set_attn_implementation("nanopaged")
@@ -143,12 +147,13 @@ class AnyDecoder(nn.Module):
             raise ValueError(f"model_type in config.json must be {FAMILY}, got "
                              f"{self.sizes.model_type!r} ({error})") from error
         runner.make_pools(0, 0)
-        # A family may tell its window to the mask alone, and then we do not know it.
+        # A family may tell its window to the mask alone, and we ignore that. Up to the
+        # length of the window it makes no difference.
         window, types = self.sizes.sliding_window, self.sizes.layer_types
         is_used = types is None or "sliding_attention" in types
-        if window and is_used and window not in self.step.windows:
+        if window and is_used and window not in self.shared.windows:
             runner.max_model_len = min(runner.max_model_len, window)
-        # 16 bits are rounded, so a few tokens may even meet other experts.
-        most = 1e-3 if runner.dtype == torch.float32 else 0.2
-        check(bool(errors[:, : runner.max_model_len].mean() < most),
+        # (In 16 bits, rounding may even send a token to another expert.)
+        tolerance = 1e-3 if runner.dtype == torch.float32 else 0.2
+        check(bool(errors[:, : runner.max_model_len].mean() < tolerance),
               "model_type in config.json", FAMILY, self.sizes.model_type)

@@ -28,10 +28,10 @@ KNOWN = {
     "layer_types": (None, "full_attention", "sliding_attention")}
 # What our own decoder can compute. Transformers' modules compute the others.
 OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
-# What generation_config.json calls our parameters.
-DEFAULTS = {name: name for name in (
+# Our names of the parameters in generation_config.json.
+OUR_NAMES = {name: name for name in (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-DEFAULTS["max_new_tokens"] = "max_tokens"
+OUR_NAMES["max_new_tokens"] = "max_tokens"
 # Texts that show whether two tokenizers agree.
 SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f(x):\n  a_b")
 REPAIR = "repair it or download it again"
@@ -53,8 +53,8 @@ def find_file(name: str | Path, file: str) -> Any:
 
 
 def load_config(name: str | Path, model_impl: str = "auto") -> Any:
-    """The config, as transformers reads it, or the `Sizes` of a model that its modules
-    compute; ValueError if neither can run it.
+    """The config, as transformers reads it, or, for a model that transformers' modules
+    compute, its `Sizes`. ValueError if neither we nor they can run it.
     """
     # An id of the hub is "name" or "owner/name"; anything else is a path.
     is_path = isinstance(name, Path) or str(name).count("/") > 1
@@ -68,8 +68,8 @@ def load_config(name: str | Path, model_impl: str = "auto") -> Any:
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
     facts = config.get_text_config(decoder=True).to_dict()
-    # In transformers 5, all fields about positions are in this one. A family may have
-    # several of them, for several types of layers.
+    # In transformers 5, `rope_parameters` has all fields about positions. If a family
+    # has several types of layers, there may be such a dict for each type.
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
@@ -87,29 +87,18 @@ def load_config(name: str | Path, model_impl: str = "auto") -> Any:
     return config
 
 
-def num_positions(config: Any) -> int:
-    """How many positions the model can tell apart. Some ways to rotate Q and K stretch
-    those that it was trained on.
-    """
-    trained: int = config.max_position_embeddings
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type") not in ("linear", "yarn"):
-        return trained
-    original = rope.get("original_max_position_embeddings") or trained
-    return max(trained, int(original * rope.get("factor", 1)))
-
-
 def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer; None for a directory without one."""
     path = Path(name)
     if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
         return None
     with reading(f"the tokenizer of {name}"):
-        # With clean-up, the text of a token would depend on the tokens after it.
+        # With clean-up, the text of a token would depend on the tokens that follow.
         tokenizer = AutoTokenizer.from_pretrained(
             name, clean_up_tokenization_spaces=False)
         file = find_file(name, "tokenizer.json")
         plain: Any = Tokenizer.from_file(str(file)) if file else None
+    # A wrong tokenizer_class replaces rules of tokenizer.json by its own.
     for text in SAMPLES if plain else ():
         found = tokenizer.encode(text, add_special_tokens=False)
         stored = plain.encode(text, add_special_tokens=False).ids
@@ -136,14 +125,14 @@ def load_generation_config(name: str | Path, model_config: Any, tokenizer: Any =
         if fields.get("top_p") == 0:
             fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
         params = SamplingParams(**{
-            ours: fields.pop(theirs) for theirs, ours in DEFAULTS.items()
+            ours: fields.pop(theirs) for theirs, ours in OUR_NAMES.items()
             if fields.get(theirs) is not None})
     eos = fields["eos_token_id"]
     eos = [*(eos if isinstance(eos, list) else [eos]),
            getattr(tokenizer, "eos_token_id", None)]
     eos_ids = [id for id in dict.fromkeys(eos) if id in range(model_config.vocab_size)]
-    # The engine ignores the other fields. With one of these values, a field has no
-    # effect anywhere, so it needs no warning.
+    # The engine ignores the other fields. With one of these values (True equals 1), a
+    # field asks for nothing that is missing here.
     ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
                and not field.endswith(("_token_id", "_version"))]
     if ignored:

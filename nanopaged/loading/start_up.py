@@ -12,15 +12,15 @@ from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.loading.any_decoder import AnyDecoder
-from nanopaged.loading.checkpoint import num_positions, stored_dtype
+from nanopaged.loading.checkpoint import stored_dtype
 from nanopaged.loading.weights import load_model, optional, products
 from nanopaged.model_runner import ModelRunner
 from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
 
 
-# torch compiles the functions again for each hidden size of any engine in this process,
-# and gives up after 8 versions.
+# torch compiles what is `@fused` again for each hidden size of any engine in this
+# process, and gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     """A runner that is ready for its first step."""
@@ -33,15 +33,12 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     backend = make_backend(config.attention_backend, ranks.local_config,
                            config.block_size, dtype, device)
     model = load_model(config, backend, ranks)
-    threads = optional("cpu.threads") if device.type == "cpu" else None
-    if threads:
-        threads.prepare_process()  # not before: what loading frees is not needed again
     max_model_len = longest_sequence(config, model_config)
     runner = ModelRunner(config, ranks, backend, model, max_model_len)
     if isinstance(model, AnyDecoder):
         model.put_attention_in(runner)
-    if threads and sum(weight.numel() for weight in model.parameters()) < 2**24:
-        runner.run = threads.on_one_thread(runner.run)  # type: ignore[method-assign]
+    if not runner.is_gpu and (threads := optional("cpu.threads")):
+        threads.prepare(runner)
     run_trial_steps(runner)
     size_pools(runner)
     num_graphs = 0
@@ -58,11 +55,16 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
 
 def longest_sequence(config: EngineConfig, model_config: Any) -> int:
     """The most tokens a sequence may have; ValueError if more are asked for."""
-    longest = num_positions(model_config)
+    longest = model_config.max_position_embeddings
+    # In two ways to rotate Q and K, this may be the length before it was stretched.
+    rope = model_config.rope_parameters or {}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * rope.get("factor", 1)))
     max_model_len = config.max_model_len or longest
     check(max_model_len <= longest, "max_model_len",
           f"at most {longest} for this model", max_model_len)
-    return max_model_len
+    return int(max_model_len)
 
 
 def run_trial_steps(runner: ModelRunner) -> None:
@@ -112,15 +114,14 @@ def free_bytes(runner: ModelRunner) -> int:
     """How much memory there is for K and V."""
     if not runner.is_gpu:
         return 4 << 30  # what stays unused costs nothing
-    # torch keeps the memory of the largest step for later ones, so that does not count
-    # as free.
+    # (torch keeps the memory of the largest step, so that is not free.)
     free, total = torch.cuda.mem_get_info(runner.device)
     reserved = (1 - runner.config.gpu_memory_utilization) * total
     return int(free - reserved) - (256 << 20)  # for the CUDA graphs
 
 
 def free_runner(runner: ModelRunner) -> None:
-    """Free its memory, even if the engine is still referenced."""
+    """Free a runner's memory, and return it to the system."""
     runner.free()
     if threads := optional("cpu.threads"):
         threads.give_memory_back()
@@ -139,7 +140,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The checkpoint's dtype, or one in which this processor is faster."""
+    """What "auto" stands for: see `EngineConfig`."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if model_dtype not in (torch.bfloat16, torch.float16):
@@ -169,7 +170,7 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
     else:
         if products and dtype != torch.float16:
             names = ["numba", "torch"]
-        if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of both classes
+        if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of these two
             names += ["triton", "flash"]
     name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",

@@ -4,10 +4,10 @@ Every tensor is accounted for: it is an error if one is missing, or if one is le
 that could change an answer.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -19,7 +19,7 @@ from nanopaged.checks import check
 from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import AnyDecoder, Sizes
 from nanopaged.loading.checkpoint import find_tensors, reading
-from nanopaged.model import CausalLM, Linear
+from nanopaged.model import CausalLM
 from nanopaged.ranks import Ranks
 
 
@@ -32,8 +32,6 @@ def optional(module: str) -> Any:
 
 
 products = optional("cpu.products")
-# The ends of the names of layers whose weight is used only in their matrix product.
-PACKED = ("proj", "lm_head", "dense", "fc1", "fc2", "embed_out")
 
 
 @torch.no_grad()
@@ -43,7 +41,8 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
-    dtype = backend.dtype  # of matrices, K and V; products may be in another one
+    # Matrices, K and V have backend.dtype; norms and activations have this one.
+    dtype = backend.dtype
     if products:
         dtype = products.compute_dtype(dtype, backend.device)
     if isinstance(ranks.local_config, Sizes):
@@ -65,18 +64,9 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
             parameter.normal_(float(is_norm), 0.02, generator=generator)
     elif isinstance(model, CausalLM):
         load_checkpoint(model, config.model, ranks)  # type: ignore[arg-type]
-    pack_products(model)
-    return model
-
-
-def pack_products(model: nn.Module) -> None:
-    """On a CPU, let the model compute its matrix products faster."""
     if products:
-        linears = [module for name, module in model.named_modules()
-                   if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
-        for linear in linears:
-            products.pack(linear)
-        products.pad_if_faster(linears)
+        products.pack_products(model)
+    return model
 
 
 def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
@@ -93,8 +83,8 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         with reading(str(file)), safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
-    for place in match_tensors(model, shapes, ranks, str(source)):
-        write(place, read, ranks)
+    for module, kind, names in match_tensors(model, shapes, ranks, str(source)):
+        write(module, kind, [read(name) for name in names], ranks)
 
 
 @torch.no_grad()
@@ -108,18 +98,14 @@ def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -
         check(is_right and tensor.is_floating_point() and not tensor.is_meta, name,
               "a dense tensor of floating-point numbers", tensor, TypeError)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    for place in match_tensors(model, shapes, ranks, "load_weights"):
-        write(place, weights.__getitem__, ranks)
-    pack_products(model)
+    for module, kind, names in match_tensors(model, shapes, ranks, "load_weights"):
+        write(module, kind, [weights[name] for name in names], ranks)
+    if products:
+        products.pack_products(model)
 
 
-class Place(NamedTuple):
-    """A parameter of the model, and the tensors of the checkpoint that it stacks."""
-
-    module: Any
-    kind: str  # "weight" or "bias"
-    names: list[str]
-    divided: int | None  # the dimension of the tensors that ranks divide
+# A parameter: its module, "weight" or "bias", and the tensors that it stacks.
+Place = tuple[nn.Module, str, list[str]]
 
 
 def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks,
@@ -130,13 +116,10 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     # A head in the checkpoint counts, even if config.json says that it is tied.
     is_tied = ranks.local_config.tie_word_embeddings and head not in shapes
-    if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
-        model.lm_head.weight = nn.Parameter(
-            model.lm_head.weight.clone(), requires_grad=False)
     places: list[Place] = []
     expected: dict[str, list[int]] = {}
-    # (If the head is the same parameter as the embeddings, only those are listed.)
-    for name, parameter in model.named_parameters():
+    # A tied head is the same parameter as the embeddings, and is left out.
+    for name, parameter in model.named_parameters(remove_duplicate=is_tied):
         # For example model.layers.0.self_attn.qkv_proj.weight. It stacks three matrices
         # of the checkpoint: `stacked` has the names q_proj, k_proj and v_proj, and
         # how many rows each of them has.
@@ -145,41 +128,40 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
         stacked = getattr(module, "stacked", {own_name: len(parameter)})
         names = [name.replace(own_name, each) for each in stacked]
         if is_tied and names == [head]:
-            names = [embeddings]
+            names = [embeddings]  # it was packed, so it is a parameter of its own
         divided = getattr(module, "divided", None)
-        if kind == "bias" and divided == 1:
-            divided = None  # it has no columns
-        places.append(Place(module, kind, names, divided))
+        places.append((module, kind, names))
         for each, num_rows in zip(names, stacked.values(), strict=True):
             expected[each] = [num_rows, *parameter.shape[1:]]
-            if divided is not None:
+            if divided is not None and divided < parameter.ndim:
                 expected[each][divided] *= ranks.size
 
     # Old checkpoints also have the angles by which Q and K are rotated.
-    known = {name for name in shapes if ".rotary_emb." not in name}
-    check(known == expected.keys(), f"the weights in {source}",
+    given = {name for name in shapes if ".rotary_emb." not in name}
+    check(given == expected.keys(), f"the weights in {source}",
           "exactly the tensors that config.json calls for",
-          {"missing": sorted(expected.keys() - known),
-           "left over": sorted(known - expected.keys())})
+          {"missing": sorted(expected.keys() - given),
+           "left over": sorted(given - expected.keys())})
     for name, shape in expected.items():
         check(list(shapes[name]) == shape, f"the shape of {name} in {source}", shape,
               list(shapes[name]))
+    if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
+        model.lm_head.weight = nn.Parameter(  # from here on nothing is wrong
+            torch.empty_like(model.lm_head.weight), requires_grad=False)
     return places
 
 
-def write(place: Place, read: Callable[[str], Tensor], ranks: Ranks) -> None:
+def write(module: nn.Module, kind: str, tensors: list[Tensor], ranks: Ranks) -> None:
     """Give a parameter this rank's share of its tensors."""
-    module, kind, names, divided = place
-    shares = [read(name) for name in names]
-    if divided is not None:
-        shares = [each.tensor_split(ranks.size, divided)[ranks.rank] for each in shares]
-    # The results of a matrix whose columns are divided are added up, so only rank 0 may
-    # add its bias.
-    is_added_up = getattr(module, "divided", None) == 1
-    if kind == "bias" and is_added_up and ranks.rank > 0:
-        shares = [torch.zeros_like(share) for share in shares]
-    value = torch.cat(shares) if len(shares) > 1 else shares[0]
+    divided = getattr(module, "divided", None)
     target = getattr(module, kind)
+    if divided is not None and divided < target.ndim:
+        tensors = [each.tensor_split(ranks.size, divided)[ranks.rank]
+                   for each in tensors]
+    elif divided == 1 and ranks.rank > 0:
+        # This is a bias. The ranks' results are added up, so only rank 0 may add it.
+        tensors = [torch.zeros_like(each) for each in tensors]
+    value = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
     if target.is_mkldnn:  # a packed weight cannot be overwritten
         target = torch.empty(value.shape, dtype=target.dtype)
         module.weight = nn.Parameter(target, requires_grad=False)
