@@ -402,17 +402,16 @@ def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     assert browser.text(ask) == ""
 
 
-def test_on_a_phone_a_question_is_on_the_screen_when_it_is_asked(shown, open_page):
+def test_on_a_phone_what_one_looks_at_is_on_the_screen(shown, open_page):
+    """A question when it is asked; and in every step what changes in the blocks, with
+    the top of the player at the top of the screen.
+    """
     browser = open_page(shown, "#one=3", SIZES["phone"])
     browser.run("scrollBy(0, 900); (await npPlayers)[0].go(1)")
     assert browser.run("return scrollY") > 500
     assert browser.run("const {y, bottom} = document.querySelector('#one .np-ask')"
                        ".getBoundingClientRect(); return 0 < y && bottom < innerHeight")
-
-
-def test_on_a_phone_what_changes_in_the_blocks_is_on_the_screen(shown, open_page):
-    """In every step, with the top of the player at the top of the screen."""
-    browser = open_page(shown, "#one=1", (420, 860))
+    browser.resize((420, 860))
     seen = browser.run("""
         const [one] = await npPlayers, seen = [];
         one.root.scrollIntoView({behavior: "instant"});
