@@ -12,12 +12,12 @@ import sys
 import pytest
 from markupsafe import Markup
 
-from helpers import find_browser, greedy, swap_space
+from helpers import find_browser, greedy
 from nanopaged.tour import trace
 from nanopaged.tour.guide import blockwise
 from nanopaged.tour.guide.lab import SPEECH, engine, others
 from nanopaged.tour.page import TEMPLATES, page
-from test_tour import random_requests, record, showcase
+from test_tour import random_requests, record, showcase, small  # noqa: F401
 
 pytestmark = pytest.mark.browser
 
@@ -235,11 +235,9 @@ return player.states.map((_, frame) => {
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_frame_shows_what_the_engine_holds(llama, engine, tmp_path, open_page,
-                                                 seed):
-    llm = engine(llama, num_blocks=28, max_model_len=64, max_num_seqs=10,
-                 max_num_batched_tokens=24, swap_space=swap_space(llama, 16, 4),
-                 preemption_mode="swap")
+def test_every_frame_shows_what_the_engine_holds(
+        small, tmp_path, open_page, seed):  # noqa: F811
+    llm = small(preemption_mode="swap")
     run, phases = record(llm, random_requests(seed, 12), seed)
     run.save(tmp_path / "run.html")
     browser = open_page(tmp_path / "run.html")
