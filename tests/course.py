@@ -130,8 +130,8 @@ def run_pytest(folder, tests):
     """Run tests in a folder, and kill all processes that they leave behind. Returns
     the exit status, which is negative if it took too long.
     """
-    env = os.environ | dict.fromkeys(  # a new folder, so that nothing in it is stale
-        ("NUMBA_CACHE_DIR", "PYTHONPYCACHEPREFIX"), tempfile.mkdtemp(dir=folder))
+    env = os.environ | {  # nothing that was compiled before is used
+        "NUMBA_CACHE_DIR": tempfile.mkdtemp(dir=folder), "PYTHONDONTWRITEBYTECODE": "1"}
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
     command = [sys.executable, "-c", PYTEST, str(CPU_SECONDS), *shlex.split(tests)]
     with subprocess.Popen(command, cwd=folder, env=env, start_new_session=True,
