@@ -49,15 +49,14 @@ def test_an_unknown_part_is_an_error_and_so_is_no_gpu(report, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("failures", [
-    {"tokens": "exception", "speed": "exception"},  # the part after each is complete
-    {"kernels": "exit", "ranks": "exception"}], ids=" and ".join)
-def test_each_part_may_fail_and_each_other_is_complete(report, failures):
-    words = " ".join(map(":".join, failures.items()))
-    code, parts = report(run.PARTS, words, "--seconds", "600")
-    states = {name: found["state"] for name, found in parts.items()}
-    expected = dict.fromkeys(run.PARTS, "complete") | dict.fromkeys(failures, "failed")
-    assert code == 1 and states == expected
-    for name in parts.keys() - failures:
+def test_parts_may_fail_in_any_way_and_each_other_is_complete(report):
+    """test_gpu_lease.py has those that fail here."""
+    words = "kernels:exit tokens:exception"
+    code, parts = report(run.PARTS, words, "--seconds", "6000")  # for a busy machine
+    failed = {name for name, found in parts.items() if found["state"] == "failed"}
+    assert code == 1 and parts.keys() == run.PARTS.keys()
+    assert failed == {"kernels", "tokens"}
+    for name in parts.keys() - failed:
+        assert parts[name]["state"] == "complete"
         assert len(parts[name]["tasks"]) > 1 and "failed" not in str(parts[name])
     assert str(ROOT) not in json.dumps(parts) and "parts.py" in json.dumps(parts)
