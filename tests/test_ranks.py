@@ -100,39 +100,35 @@ def check_answers(answers, engines, engine):
         assert stats[f"preemptions_{mode}"] > 0
 
 
+FAMILIES = {
+    "llama": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"sliding_window": None},
+    "qwen2": {"num_attention_heads": 14, "tie_word_embeddings": True,
+              "hidden_size": 112, "intermediate_size": 90, "num_hidden_layers": 2,
+              "num_key_value_heads": 2, "vocab_size": 161,
+              "max_position_embeddings": 128},
+    "qwen3": {"attention_bias": True}}
+
+
 @linux
-def test_two_ranks_of_each_family_say_what_one_says(make_model, engine, tmp_path):
+@pytest.mark.parametrize(("size", "families"), [
+    (2, ["qwen3"]), pytest.param(2, [*FAMILIES], marks=pytest.mark.slow),
+    pytest.param(4, ["llama", "qwen3"], marks=pytest.mark.slow)])
+def test_ranks_say_what_one_says(size, families, make_model, engine, tmp_path):
     """With samples, beams, chunks, both modes of preemption, and one step ahead. And
     they listen at the loopback alone.
     """
-    models = [
-        make_model("llama", seed=1, tie_word_embeddings=True, attention_bias=True,
-                   mlp_bias=True),
-        make_model("mistral", seed=2, sliding_window=None),
-        make_model("qwen2", seed=3, num_attention_heads=14, tie_word_embeddings=True,
-                   hidden_size=112, intermediate_size=90, num_hidden_layers=2,
-                   num_key_value_heads=2, vocab_size=161, max_position_embeddings=128),
-        make_model("qwen3", seed=4, attention_bias=True)]
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if size == 4 else {}
     engines = [
-        (str(path), OPTIONS | {"preemption_mode": ("recompute", "swap")[i % 2]},
-         i >= 2, 2) for i, path in enumerate(models)]
-    reports = run_ranks(2, engines, tmp_path)
+        (str(make_model(family, seed=seed, **FAMILIES[family] | heads)),
+         OPTIONS | {"preemption_mode": ("recompute", "swap")[seed % 2]}, seed >= 2, 2)
+        for seed, family in enumerate(FAMILIES) if family in families]
+    reports = run_ranks(size, engines, tmp_path)
     check_answers(reports[0][0], engines, engine)
     for _, places, interface in reports:
         # A host's name may stand for the loopback anyway, but only on some machines.
         assert places and interface == "lo", "gloo's ranks connect to each other"
         assert all(place.startswith("0100007F:") for place in places)
-
-
-@linux
-@pytest.mark.slow
-def test_four_ranks_say_what_one_says(make_model, engine, tmp_path):
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-    engines = [
-        (str(make_model(family, seed=5, tie_word_embeddings=bool(is_tied), **heads)),
-         OPTIONS | {"preemption_mode": mode}, is_tied, 2)
-        for family, mode, is_tied in [("llama", "recompute", 1), ("qwen3", "swap", 0)]]
-    check_answers(run_ranks(4, engines, tmp_path)[0][0], engines, engine)
 
 
 # -- The end ---------------------------------------------------------------------------
