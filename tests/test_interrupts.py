@@ -333,7 +333,7 @@ def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         assert is_sound(llm, work)
 
 
-def test_aborting_all_that_wait_takes_time_in_proportion(llama):
+def test_what_waits_costs_a_step_nothing_and_is_aborted_in_proportion(llama):
     """Lines of the package are counted, and comparisons of ids, which may be in C."""
     class Id(str):
         __hash__ = str.__hash__
@@ -345,29 +345,17 @@ def test_aborting_all_that_wait_takes_time_in_proportion(llama):
     costs = []
     with LLM(llama, **SMALL) as llm:
         for count in (100, 400):
-            requests, compared = add_all(llm, [[5]] * count, greedy()), []
+            requests, compared = add_all(llm, [[5]] * count, greedy(9)), []
             llm.step()
-            with AtLine(0) as at:
+            with AtLine(0) as step:
+                llm.step()
+            with AtLine(0) as aborts:
                 for request in reversed(requests):
                     llm.abort_request(Id(request))
                 assert len(llm.step()) == count
-            costs.append(len(compared) - at.left)
-    assert costs[1] < 4.4 * costs[0]
-
-
-def test_requests_that_wait_cost_a_step_nothing(llama):
-    costs = []
-    with LLM(llama, **SMALL) as llm:
-        for count in (100, 400):
-            requests = add_all(llm, [[5]] * count, greedy(9))
-            llm.step()
-            with AtLine(0) as at:
-                llm.step()
-            costs.append(at.left)
-            for request in requests:
-                llm.abort_request(request)
-            llm.step()
-    assert costs[0] == costs[1]
+            costs.append((step.left, len(compared) - aborts.left))
+    (step, few), (same, many) = costs
+    assert step == same and many < 4.4 * few
 
 
 # -- NaN -------------------------------------------------------------------------------
