@@ -228,14 +228,14 @@ def test_generate_and_stream_agree_to_the_letter(text_model, tokenizer, engine):
     params = [SamplingParams(
         n=1 + seed % 2, temperature=1.5, max_tokens=rng.randrange(1, 60), seed=seed,
         ignore_eos=seed % 3 > 0, min_tokens=rng.choice([0, 0, 1]),
-        stop=rng.choice([None, "e", ["q", "th"], HALF + HALF])) for seed in range(40)]
-    prompts = [[4, 5, seed % 7] for seed in range(40)]
+        stop=rng.choice([None, "e", ["q", "th"], HALF + HALF])) for seed in range(24)]
+    prompts = [[4, 5, seed % 7] for seed in range(24)]
     for num_blocks in (300, 34):
         llm = engine(text_model, num_blocks=num_blocks)
         whole = llm.generate(prompts, params, use_tqdm=False)
         streamed = defaultdict(list)
         for output in llm.stream(prompts, params):
-            streamed[int(output.request_id) - 40].append(output)
+            streamed[int(output.request_id) - 24].append(output)
         for index, output in enumerate(whole):
             *before, last = streamed[index]
             assert last.outputs == output.outputs
@@ -248,7 +248,7 @@ def test_generate_and_stream_agree_to_the_letter(text_model, tokenizer, engine):
         results.append([output.outputs for output in whole])
     assert results[0] == results[1] and llm.stats().preemptions_recompute > 0
     reasons = [a.finish_reason for outputs in results[0] for a in outputs]
-    assert min(reasons.count("stop"), reasons.count("length")) > 10
+    assert min(reasons.count("stop"), reasons.count("length")) > 6
 
 
 def test_tokens_that_the_tokenizer_does_not_know_have_no_text(
