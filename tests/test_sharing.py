@@ -164,9 +164,9 @@ def work(text_model):
         yield make
 
 
-@pytest.mark.parametrize(("seed", "count"), [
-    (4, 80), pytest.param(7, 250, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "seed", "count"), [
+    ("recompute-ahead-uncached", 4, 80), ("swap-and-recompute", 4, 80), *(
+        pytest.param(name, 7, 250, marks=pytest.mark.slow) for name in SETTINGS)])
 def test_mixed_requests_on_a_small_pool_get_what_they_get_alone(
     name, seed, count, text_model, work
 ):
