@@ -17,7 +17,6 @@ from helpers import (
     complete,
     counters,
     draw_requests,
-    generate,
     greedy,
     message_of,
     serve,
@@ -83,18 +82,10 @@ def test_all_kinds_of_requests_get_the_same_answers_in_a_tight_pool(
     assert counters(llm)["prefix_hit_tokens"] > 0
 
 
-def test_our_own_families_can_be_computed_by_transformers(llama, engine, reference):
-    ours, theirs = engine(llama), engine(llama, model_impl="transformers")
-    assert isinstance(theirs.engine.runner.model, AnyDecoder)
-    assert not isinstance(ours.engine.runner.model, AnyDecoder)
-    expected = [[reference.generate(llama, [5, 6, 7], 20)]]
-    assert generate(ours, [[5, 6, 7]], greedy(20)) == expected
-    assert generate(theirs, [[5, 6, 7]], greedy(20)) == expected
-
-
 def test_a_llama_that_our_own_decoder_lacks_is_computed_by_transformers(
-    make_model, engine, reference
+    llama, make_model, engine, reference
 ):
+    assert not isinstance(engine(llama).engine.runner.model, AnyDecoder)
     path = make_model("llama", seed=11, hidden_act="gelu")
     message = message_of(lambda: engine(path, model_impl="nanopaged"))
     assert "hidden_act in config.json must be one of ('silu',)" in message
@@ -130,14 +121,15 @@ def test_dense_families_run_in_cuda_graphs(family, engine):
     pytest.importorskip("triton", reason="pip install triton")
     from gpu.pretended import PretendedGpu
 
-    path, _ = family("olmo3")
-    options = {"max_num_seqs": 3, "max_model_len": 32, "max_num_batched_tokens": 8}
-    requests = [([5, 6, 7, 8, 9, 10, 11, 12, 13, 14][:n], greedy(8)) for n in (3, 10)]
+    path, _ = family("olmo3", num_hidden_layers=2,
+                     layer_types=["sliding_attention", "full_attention"])
+    options = {"max_num_seqs": 2, "max_model_len": 16, "max_num_batched_tokens": 8}
+    requests = [([*range(5, 15)][:n], greedy(6)) for n in (3, 10)]
     expected = serve(engine(path, **options), requests)
     with PretendedGpu() as gpu:
         llm = engine(path, device="cuda", **options)
         assert serve(llm, requests) == expected
-        assert gpu.launches.count("graph") > 5
+        assert gpu.launches.count("graph") > 4
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "qwen3_moe"])
