@@ -47,10 +47,8 @@ class NumbaAttention(TorchAttention):
         is_bfloat16 = kv_cache.dtype == torch.bfloat16
         bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
         attended = torch.empty_like(queries)
-        # With fewer keys, waking the threads would take longer than reading them.
-        is_large = self.num_kv_heads * int(num_keys.sum()) > 4096
         threads.run(
-            run_programs, is_large, attended.numpy(), queries.numpy(), bits.numpy(),
+            run_programs, attended.numpy(), queries.numpy(), bits.numpy(),
             metadata.block_tables.numpy(), table_starts.numpy(), num_keys.numpy(),
             window or 2**40, sink_scores.numpy())
         attended = attended.flatten(1, 2).to(q.dtype)

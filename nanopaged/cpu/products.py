@@ -58,13 +58,12 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None,
     (These operators are private to torch, so they appear only in this file. Where they
     are missing, nothing changes.)
     """
-    shape = x.shape[:-1]
-    x = x.flatten(0, -2)
-    num_rows = len(x)
+    num_rows = x.shape[-2]
     if num_rows < min_rows:
-        x = F.pad(x, (0, 0, 0, min_rows - num_rows))
-    product = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return product[:num_rows].unflatten(0, shape)  # type: ignore[no-any-return]
+        padded = F.pad(x, (0, 0, 0, min_rows - num_rows))
+        return packed_product(padded, weight, bias)[..., :num_rows, :]
+    product = torch.ops.mkldnn._linear_pointwise.default
+    return product(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def pad_if_faster(linears: list[nn.Linear]) -> None:
@@ -103,8 +102,7 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # NumPy has no bfloat16, and the kernel takes pairs.
         pairs = weight.view(torch.uint16).numpy().view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
-        threads.run(product_kernel.run_products, weight.numel() > 2**16,
-                    out.numpy(), even, odd, pairs)
+        threads.run(product_kernel.run_products, out.numpy(), even, odd, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias

@@ -22,10 +22,10 @@ CONFIG.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
-def run(kernel: Any, is_large: bool, *arrays: Any) -> None:
-    """Run a kernel. If there is much to do, use as many threads as torch."""
+def run(kernel: Any, *arrays: Any) -> None:
+    """Run a kernel on as many threads as torch has."""
     num_threads = min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS)
-    if num_threads == 1 or not is_large:
+    if num_threads == 1:
         kernel(*arrays)
         return
     with LOCK:
