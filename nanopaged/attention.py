@@ -60,8 +60,8 @@ def cdiv(number: Any, divisor: Any) -> Any:
 
 
 def spread(counts: Ints) -> tuple[Ints, Ints]:
-    """In which of these runs each element is, and at which index there: lengths [2, 3]
-    give runs [0, 0, 1, 1, 1] and indices [0, 1, 0, 1, 2].
+    """For elements in runs of these lengths: the run of each, and its index there.
+    Lengths [2, 3] give runs [0, 0, 1, 1, 1] and indices [0, 1, 0, 1, 2].
     """
     runs = np.repeat(np.arange(len(counts)), counts)
     starts = np.cumsum(counts) - counts
@@ -78,6 +78,7 @@ class Places(NamedTuple):
 
 
 def locate(counts: Ints, ends: Ints, block_size: int) -> Places:
+    """Where the tokens of a step belong, if each entry has so many, up to its end."""
     entries, indices = spread(counts)
     table_sizes = cdiv(ends, block_size)
     table_starts = np.cumsum(table_sizes) - table_sizes

@@ -1,7 +1,7 @@
 """Physical blocks: who holds them, which are free, and in which order they are taken.
 
 A block belongs to every sequence that holds a reference to it. Without references it is
-free. If it was published, it is then free but still cached: requests find it by its
+free. If it was published, it stays cached while it is free: requests find it by its
 tokens (`prefix_cache.py`, which comes next) until it is taken for others. Blocks that
 are not in the prefix cache are taken first, then the least recently used. The manager
 deals in block ids and token ids, and never sees a tensor. No other file changes a
@@ -71,7 +71,7 @@ class BlockManager:
         block in both lists is never free in between.
         """
         for block_id in block_ids:
-            self.free_blocks.pop(block_id, None)  # it may have been free and cached
+            self.free_blocks.pop(block_id, None)  # if it was free, and still cached
             self.ref_counts[block_id] += 1
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
@@ -79,7 +79,8 @@ class BlockManager:
                 on_device = block_id < self.num_blocks
                 free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
-                # Blocks are taken from the front. One that nobody can find goes there.
+                # Blocks are taken from the front. One that nobody can find goes there,
+                # all others to the back.
                 can_find = self.prefix_cache.can_find(block_id)
                 free_list.move_to_end(block_id, last=can_find)
         seq.block_table = array("q", block_ids)
@@ -108,9 +109,10 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
-        # From `first` on, each sequence needs blocks of its own. The different blocks
-        # that they hold there can be kept, each by one of them, and the rest must be
-        # free. (Two siblings that share a block that is not full need 2 and hold 1.)
+        # From `first` on, each sequence needs blocks of its own. For example, two
+        # siblings share a block that is not full: they need 2 blocks, and hold 1. One
+        # of them keeps it, so 1 must be free. As many as they hold there, whoever holds
+        # them, need not be free.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -145,7 +147,7 @@ class BlockManager:
 
     def _move(self, seqs: list[Sequence], target: FreeList) -> Moves:
         """Replace the blocks of these sequences with free ones from `target`."""
-        held = dict.fromkeys(id for seq in seqs for id in seq.block_table)
+        held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
             return []
         # No references yet: `replace_blocks` counts them.

@@ -75,11 +75,11 @@ class SamplingParams(Checked):
             object.__setattr__(self, "top_k", 0)
         check(all(map(callable, self.logits_processors or [])), "logits_processors",
               "functions", self.logits_processors, TypeError)
-        bias: Any = self.logit_bias or {}  # (no comparison is true of NaN)
+        bias: Any = self.logit_bias or {}  # (this refuses NaN, too)
         check(all(-1e30 <= value <= 1e30 for value in bias.values()), "logit_bias",
               "numbers from -1e30 to 1e30", self.logit_bias)
         check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
-        most = self.max_tokens or self.min_tokens  # None is no limit
+        most = self.max_tokens or self.min_tokens  # without max_tokens, no limit
         check(self.min_tokens <= most, "min_tokens", f"at most max_tokens={most}",
               self.min_tokens)
 
@@ -126,8 +126,9 @@ class EngineConfig(Checked):
     num_blocks: None means as many as can be used and fit into `gpu_memory_utilization`
         of the GPU's memory, or into 4 GiB on a CPU.
     max_model_len: the length of the longest sequence, including its prompt. None means
-        as long as the model allows. It is lowered to what the pool can hold, and to
-        the window of those few families whose layers do not name it.
+        as long as the model allows. It is lowered to what the pool can hold. A few
+        families have a sliding window that we cannot learn of; there it is lowered to
+        this window.
     max_num_seqs: how many sequences may run at the same time.
     max_num_batched_tokens: how many tokens one step may compute.
     gpu_memory_utilization: how much of the GPU's memory may be in use, including what
@@ -171,7 +172,7 @@ class EngineConfig(Checked):
 
 @dataclass
 class EngineStats:
-    """What the engine holds now, and what it has done since it started.
+    """What `Engine.stats` returns.
 
     An error or Ctrl-C within a step makes it start over, with all counters at 0.
     """

@@ -3,10 +3,9 @@
 The engine repeats one step, `Engine.step`, until no request is left, and the files of
 this folder explain its lines. The top of `sequence.py` defines the terms.
 
-The engine deals in token ids. `frontend/` makes requests from prompts, turns tokens
-into text, and lets threads share an engine. `loading/` makes the runner. `cpu/` and
-`gpu/` hold what is specific to a device. They all import this folder, and it imports
-none of them.
+The engine deals in token ids. `frontend/` makes requests from prompts, and text from
+tokens. `loading/` makes the runner. `cpu/` and `gpu/` hold what is specific to a
+device. They all import this folder, and it imports none of them.
 """
 
 from collections import deque
@@ -64,7 +63,8 @@ class Engine:
 
     def check_fits(self, group: SequenceGroup) -> None:
         """ValueError if a request would not even fit into the whole pool. It runs as a
-        whole, so all its sequences must fit at their longest.
+        whole, so all its sequences must fit at their longest. (For a beam search,
+        `params.n` is beam_width.)
         """
         manager = self.block_manager
         needed = manager.max_blocks(
@@ -75,12 +75,14 @@ class Engine:
 
     def add(self, groups: list[SequenceGroup]) -> None:
         """Give requests their ids, and queue them, all at once."""
-        # All ids are taken at once. So they are consecutive, whatever other threads do.
+        # Other threads may do the same. But each of them takes its ids in a single call
+        # of C, which nobody interrupts, so they are consecutive.
         ids = list(islice(self.ids, len(groups)))
         for group, number in zip(groups, ids, strict=True):
             group.request_id = str(number)
             if group.seed is None:
                 group.seed = f"{self.config.seed} {group.request_id}"
+        # This is the queue: the requests in the order of their arrival.
         self.scheduler.unfinished.update({group.request_id: group for group in groups})
 
     def abort(self, request_id: str) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
-                      options={"split_reductions": False})  # a row is summed by one
+                      options={"split_reductions": False})  # one program adds a row
 
 
 @fused
@@ -40,7 +40,6 @@ def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
     heads, and for K's; cos, sin: [num_tokens, 1, head_dim].
     """
     if weights:
-        # Q and K are normalised in one call, so there is a row for each head.
         q_weight, k_weight = weights
         num_heads = x.shape[1] - num_kv_heads
         rows = q_weight.expand(num_heads, -1), k_weight.expand(num_kv_heads, -1)

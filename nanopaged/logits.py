@@ -16,7 +16,7 @@ from nanopaged.checks import check
 from nanopaged.config import SamplingParams
 from nanopaged.sequence import Logprob, Logprobs, Sequence
 
-ROWS = 64  # so many rows of a prompt's logits are in memory at the same time
+ROWS = 64  # of a prompt's logits: at most this many are in memory at the same time
 
 
 def to_device(rows: list[Any], device: torch.device) -> Tensor:
@@ -97,29 +97,30 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     values = torch.cat((own, likely.values), 1).tolist()
     ranks = torch.cat((own_ranks, 1 + num_higher), 1).tolist()
     reports = []
-    for count, id_row, *rows in zip(counts, ids, values, ranks, strict=True):
-        entries = map(Logprob, *rows)
-        reports.append(dict(zip(id_row[: count + 1], entries, strict=False)))
+    for count, *row in zip(counts, ids, values, ranks, strict=True):
+        row_ids, *numbers = (column[: count + 1] for column in row)
+        reports.append(dict(zip(row_ids, map(Logprob, *numbers), strict=True)))
     return reports
 
 
 def score_prompts(head: Any, states: Tensor, batch: Batch) -> None:
     """Report the log-probabilities of prompt tokens, each from the state before it.
 
-    states: [num_tokens, hidden_size]. All their logits at once could take gigabytes, so
-    they are computed for some rows after the others.
+    states: [num_tokens, hidden_size]; the state at position p scores the token at
+    p + 1. All logits at once could take gigabytes, so they are computed for a few rows
+    at a time.
     """
     if all(group.params.prompt_logprobs is None for group in batch.groups):
         return
     entries = states[: sum(batch.counts)].split(batch.counts)
-    for group, entry, end in zip(batch.groups, entries, batch.ends, strict=False):
+    for group, entry, end in zip(batch.groups, entries, batch.ends, strict=True):
         count = group.params.prompt_logprobs
-        first = end - len(entry) + 1  # the position after the first state
+        first = end - len(entry) + 1  # the position that the first state scores
         if count is None or first >= group.num_prompt_tokens:
             continue
         tokens = torch.tensor(group.prompt_token_ids[first : end + 1])
-        for piece in tokens.to(states.device).split(ROWS):
-            reports = report_logprobs(
-                head(entry[: len(piece)]), piece, [count] * len(piece))
-            group.prompt_logprobs.update(enumerate(reports, first))
-            entry, first = entry[len(piece) :], first + len(piece)
+        for start in range(0, len(tokens), ROWS):
+            piece = tokens[start : start + ROWS].to(states.device)
+            logits = head(entry[start : start + len(piece)])
+            reports = report_logprobs(logits, piece, [count] * len(piece))
+            group.prompt_logprobs.update(enumerate(reports, first + start))

@@ -20,8 +20,8 @@ from nanopaged.ranks import Ranks
 class Linear(nn.Linear):
     """y = x W^T + b, where W may stack several matrices of the checkpoint.
 
-    stacked: their names, and how many rows each of them has. One product for Q, K and V
-        reads x once, so it is faster than three small ones.
+    stacked: their names (one or several), and how many rows each of them has. One
+        product for Q, K and V reads x once, so it is faster than three small ones.
     divided: the dimension that ranks divide: 0 for the rows (a rank computes some of
         y), 1 for the columns (a rank has some of x, and results are added up).
     """
@@ -34,6 +34,7 @@ class Linear(nn.Linear):
 
 def window_of(config: Any, layer: int) -> int | None:
     """How many keys a query of this layer sees; None: all of them."""
+    # These two do not list the types of their layers.
     types = {"llama": "full_attention", "mistral": "sliding_attention"}
     layer_type = types.get(config.model_type) or config.layer_types[layer]
     return config.sliding_window if layer_type == "sliding_attention" else None
@@ -95,15 +96,15 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend, layer)
         self.mlp = MLP(config)
         self.eps = config.rms_norm_eps
-        # These modules only hold the weights; `fused.add_norm` computes.
+        # (As above, only for their weights.)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
 
     def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
                 kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
-        """The layer adds what attention finds to the residual, and then what the MLP
-        makes of it. Each sum is computed together with the norm that follows, so `x` is
-        always the last result, which has not been added yet.
+        """The layer adds the output of attention to the residual, and then that of the
+        MLP. Each sum is computed together with the norm that follows, so `x` is always
+        the last output, not yet added to the residual.
         """
         norm, next_norm = self.input_layernorm, self.post_attention_layernorm
         x, residual = fused.add_norm(x, residual, norm.weight, self.eps)

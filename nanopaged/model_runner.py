@@ -35,20 +35,21 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.max_blocks = config.max_num_seqs * cdiv(
             max_model_len, config.block_size)  # more can never be in use
-        # Room for the inputs of a step, and to spare. A token has an id, a position, a
-        # slot, and up to 6 numbers in a plan; a sequence may have a sample. Recorded
-        # steps are padded, and a plan on a GPU has some thousand numbers more.
+        # Room for the inputs of a step: for each token an id, a position, a slot, up to
+        # 6 numbers in a plan, and perhaps a sample. Recorded steps are padded, and a
+        # plan on a GPU has some thousand numbers more.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        num_inputs = 10 * num_tokens + self.max_blocks + 2**16
+        num_inputs = (1 + 1 + 1 + 6 + 1) * num_tokens + self.max_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
-        self.make_pools(0, 0)
+        self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
 
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
         # The device's pool has one block more than the manager knows. Padding writes
-        # there: in trial steps, and in recorded ones.
+        # there: in trial steps, and in recorded ones. (It is never moved. In `moves`
+        # this number is the first block in CPU memory.)
         self.padding_block = num_blocks
         self.kv_caches = self._make_pool(num_blocks + 1, self.device)
         self.swap_space = self._make_pool(num_swap_blocks, "cpu")
@@ -66,10 +67,9 @@ class ModelRunner:
         return self.run(batch)
 
     def run(self, batch: Batch) -> SamplerOutput:
-        """This rank's part of a step: move blocks, compute the tokens, and sample. All
-        of it runs on this engine's GPU, and compiles only what this engine compiles,
-        whatever the thread has set.
-        """
+        """This rank's part of a step: move blocks, compute the tokens, and sample."""
+        # The thread may have another current GPU, or may have told torch.compile to do
+        # something else. During a step, the engine's own settings hold.
         stance = "default" if self.compiles else "force_eager"
         with (torch.inference_mode(), torch.compiler.set_stance(stance),
               torch.accelerator.device_index(self.device.index)):
@@ -123,7 +123,7 @@ class ModelRunner:
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
         """Copy arrays to the device, in one transfer, because each has a fixed cost.
-        (It waits in the GPU's queue until the previous step has read the old ones.)
+        (It waits in the GPU's queue until the previous step has read its own.)
         """
         flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat

@@ -46,7 +46,8 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
     table_starts  [num_queries]: where the block table of each query's sequence starts
     num_keys      [num_queries]: how many keys each sees; nothing after them is read
     window        how many of these keys count: the last ones
-    sinks         [num_kv_heads, group_size]: the score of one more key, whose V is zero
+    sinks         [num_kv_heads, group_size]: the score of one more key, whose V is
+                  zero. Few models have them; for the others it is -1e30
     """
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
@@ -54,7 +55,9 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
     start = max(0, end - window)
-    highest = sinks[kv_head].copy()  # a sink is the first key: e^(score - score) = 1
+    # The sink counts as the first key, and relative to itself its exponential is 1. (If
+    # there is none, its score is so low that the first real key shrinks this 1 to 0.)
+    highest = sinks[kv_head].copy()
     total = np.ones(group_size, np.float32)
     acc = np.zeros((group_size, head_dim), np.float32)
 
@@ -67,23 +70,23 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
         # All query heads of the group use the block while it is in the processor's
         # cache. One head after the other would take about twice as long.
         for g in range(group_size):
-            higher = highest[g]
+            new_highest = highest[g]
             for key in range(first_here, end_here):
                 score = np.float32(0)
                 for dim in range(head_dim):
                     score += q[query, kv_head, g, dim] * to_float32(k[key, dim])
                 scores[key] = score
-                higher = max(higher, score)
+                new_highest = max(new_highest, score)
 
             # If this block has a higher score, shrink the sums so far.
-            shrink = np.exp(highest[g] - higher)
-            highest[g] = higher
+            shrink = np.exp(highest[g] - new_highest)
+            highest[g] = new_highest
             total[g] *= shrink
             for dim in range(head_dim):
                 acc[g, dim] *= shrink
 
             for key in range(first_here, end_here):
-                weight = np.exp(scores[key] - higher)
+                weight = np.exp(scores[key] - new_highest)
                 total[g] += weight
                 for dim in range(head_dim):
                     acc[g, dim] += weight * to_float32(v[key, dim])

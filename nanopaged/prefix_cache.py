@@ -1,13 +1,13 @@
 """Hash-based prefix caching: find the blocks that already hold the K and V of a text.
 
 K and V depend on all tokens from the start of the sequence. So a full block is found by
-its own tokens together with everything before them.
+its own tokens together with everything before them. The key of a dict has the block's
+own tokens, and an object that stands for everything before them. Only equal texts share
+this object, so every hit is exact.
 
-Others identify a block by a hash of its own tokens and of the hash of the block before.
-vLLM trusts this hash, by default SHA-256, for which nobody can make two texts collide.
-nano-vllm compares the block's own tokens, and trusts the hash (xxhash) for those that
-come before. Here the key of a dict has the block's own tokens and an object that stands
-for everything before them. Only equal texts share it, so every hit is exact.
+(Others identify a block by a hash of its own tokens and of the hash of the block
+before. vLLM trusts it: by default SHA-256, of which no collision is known. nano-vllm
+compares the block's own tokens, and trusts xxhash for those that come before.)
 """
 
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class PrefixCache:
         for index in range(first, num_full):
             key = self._key(seq, index, before)
             content = self.published.setdefault(key, Content(*key))
-            content.block_id = seq.block_table[index]  # the newest that holds this
+            content.block_id = seq.block_table[index]
             self.contents[content.block_id] = before = content
 
     def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:

@@ -12,8 +12,9 @@ share of the heads and of the MLP, and add up their results (Megatron-LM, Shoeyb
 2019). The tokens are those that rank 0 samples.
 
 How it ends: when rank 0's script ends, for whatever reason, its process leaves the
-process group. By then the other ranks are waiting for the next batch. Instead they get
-an error, and exit. If any rank fails or is killed, torchrun stops all the others.
+process group. By then the other ranks are waiting for the next batch. Instead of a
+batch they get an error, and exit. If any rank fails or is killed, torchrun stops all
+the others.
 """
 
 import os
@@ -99,7 +100,7 @@ class Ranks:
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends, until it leaves. On rank 0, return at once."""
-        while self.rank > 0:
+        while self.rank > 0:  # which never changes
             sizes = torch.empty(len(SENT), dtype=torch.int64)
             try:
                 self.broadcast(sizes)

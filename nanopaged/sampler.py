@@ -52,7 +52,7 @@ class SamplerOutput:
 class DrawParams(NamedTuple):
     """How to draw: for one sequence, or for all rows, as tensors [num_samples, 1]."""
 
-    number: Any  # random, from 0 to 1
+    random: Any  # a number from 0 to 1
     temperature: Any
     top_k: Any  # larger than any vocabulary if all tokens may stay
     top_p: Any
@@ -76,25 +76,25 @@ def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
     raw = logits
     params = [seq.group.params for seq in seqs]
     logits = process(logits, seqs)
-    drawers = [p for p in params if p.temperature >= GREEDY]
-    all_draw = len(drawers) == len(seqs) > 0  # other ranks know no sequences
+    drawing = [p for p in params if p.temperature >= GREEDY]
+    all_draw = 0 < len(drawing) == len(seqs)  # other ranks know no sequences
     if not all_draw:
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
-    if drawers:
+    if drawing:
         table = to_device(list(map(draw_params, seqs)), logits.device)
         rows = DrawParams(*table.split(1, dim=1))
-        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawers):
-            logits = keep_likely(logits, drawers, rows)
-        drawn = draw(logits, rows.temperature.float(), rows.number)
-        # What is drawn at temperature 0 is meaningless.
+        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
+            logits = keep_likely(logits, drawing, rows)
+        drawn = draw(logits, rows.temperature.float(), rows.random)
+        # What is drawn for greedy rows is not used.
         is_greedy = rows.temperature[:, 0] < GREEDY
         tokens = drawn if all_draw else torch.where(is_greedy, tokens, drawn)
 
-    counts = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
+    wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     reports: list[Logprobs] = []
-    if counts:
-        reports = report_logprobs(raw[[*counts]], tokens[[*counts]], [*counts.values()])
-    return SamplerOutput(tokens, dict(zip(counts, reports, strict=True)))
+    if wanted:
+        reports = report_logprobs(raw[[*wanted]], tokens[[*wanted]], [*wanted.values()])
+    return SamplerOutput(tokens, dict(zip(wanted, reports, strict=True)))
 
 
 # -- Draws and limits ------------------------------------------------------------------
@@ -112,10 +112,10 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     sums = probs.cumsum(-1)
     # The whole sum need not be exactly 1, and the last one must exceed all numbers.
     is_above = (sums > numbers * sums[:, -1:]) & (probs > 0)
-    return is_above.byte().argmax(-1)  # the first one
+    return is_above.byte().argmax(-1)
 
 
-def keep_likely(logits: Tensor, drawers: list[SamplingParams],
+def keep_likely(logits: Tensor, drawing: list[SamplingParams],
                 rows: DrawParams) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
 
@@ -127,11 +127,13 @@ def keep_likely(logits: Tensor, drawers: list[SamplingParams],
 
     Each limit is a lowest logit, so that tied tokens stay or go together.
     """
-    gap = rows.temperature * rows.min_p.log()  # -inf if there is no min_p
+    # A token is min_p times as likely as the first if its logit is lower by this. (It
+    # is -inf without min_p, and NaN in greedy rows, which are not used.)
+    gap = rows.temperature * rows.min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
-    if any(p.top_k or p.top_p < 1 for p in drawers):
-        # If every row has a top_k, so many of the most likely tokens will do.
-        top_ks, vocab_size = [p.top_k for p in drawers], logits.shape[1]
+    if any(p.top_k or p.top_p < 1 for p in drawing):
+        # If every row has a top_k, so many of the most likely tokens are enough.
+        top_ks, vocab_size = [p.top_k for p in drawing], logits.shape[1]
         most = min(max(top_ks), vocab_size) if all(top_ks) else vocab_size
         lowest = lowest.maximum(lowest_kept(highest_logits(logits, most), rows))
     return logits.masked_fill(logits < lowest, -torch.inf)
@@ -141,7 +143,7 @@ def highest_logits(logits: Tensor, most: int) -> Tensor:
     """The highest logits of each row, in descending order: [num_samples, most].
 
     On a CPU, NumPy sorts all of them sooner than torch finds the first thousand: it
-    moves no indices along, and has vector instructions for that.
+    sorts values without their indices, by vector instructions.
     """
     if logits.is_cuda:
         return logits.topk(most).values

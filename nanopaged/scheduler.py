@@ -5,9 +5,9 @@ run: each of their sequences computes one token if it decodes, or a chunk of its
 if that has not been computed yet. The rest of the budget admits waiting requests.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
-is full, the youngest running group has to wait again. Its blocks move to CPU memory
-(swap), or its K and V are given up and computed again later (recompute). All groups
-finish eventually: the oldest is preempted last, and alone it always fits.
+is full, the youngest running group waits again. Its blocks move to CPU memory (swap),
+or its K and V are given up and computed again later (recompute). All groups finish
+eventually: the oldest is preempted last, and alone it always fits.
 """
 
 from collections import deque
@@ -24,7 +24,7 @@ from nanopaged.sequence import Sequence, SequenceGroup
 class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # Groups by request id, oldest first. The oldest ones run, and the others wait:
+        # Groups by request id, oldest first. The oldest ones run, the others wait, and
         # nobody is admitted before one that has waited longer. Other threads may add to
         # `unfinished` and to `aborted` at any time.
         self.unfinished: dict[str, SequenceGroup] = {}
@@ -41,22 +41,19 @@ class Scheduler:
         self.end_aborted()
         batch = Batch()
         has_preempted = False
-        # More groups cannot run, and the queue may be long.
+        # More groups cannot run, because each has a sequence. (The queue may be long.)
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break  # the budget is used up
             # After a preemption nobody is admitted: the pool was just full, and a group
-            # just preempted may have a token that is pending until the next step.
+            # just preempted may have a pending token, which it cannot compute yet.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             while request_id in self.running:
-                seqs = group.next_sequences
-                has_grown = self.block_manager.grow(seqs, batch.moves)
-                if has_grown:
-                    break
-                # The youngest gives way: this group, or one that has no entry yet.
-                self._preempt(batch)
+                if self.block_manager.grow(group.next_sequences, batch.moves):
+                    break  # it has taken the blocks
+                self._preempt(batch)  # this group, or a younger one, without an entry
                 has_preempted = True
             if request_id not in self.running:
                 break  # all groups after it are younger, so they wait, too
@@ -94,16 +91,17 @@ class Scheduler:
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Let a group run, whether it is new, swapped out or to be recomputed. Enough
-        blocks must be free for all its sequences at their present lengths, not counting
-        those of a cached prefix that others hold. While others run, 1% of the pool must
-        stay free, too (the watermark), because they may soon need a block.
+        """Put a group into `running`, if there is room. Enough blocks must be free for
+        all its sequences at their present lengths, not counting those of a cached
+        prefix that others hold. (They are only counted here. `grow` takes them.) While
+        others run, 1% of the pool must stay free, too (the watermark), because they may
+        soon need a block.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
             return
         manager, leader = self.block_manager, group.live[0]
-        is_swapped = bool(leader.block_table)  # others have no blocks while they wait
+        is_swapped = bool(leader.block_table)  # all others wait without blocks
         may_match = group.uses_prefix_cache and not is_swapped
         prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(
@@ -156,7 +154,7 @@ class Scheduler:
                 # Once the last beam has its candidates, the search goes on or ends.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
                     group.sequences = group.complete_beams
-                    self.end_live(group)
+                    self.end_live(group)  # the beams that are not complete
             else:
                 seq.append(token, output.logprobs.get(i))
                 if reason := seq.end_reason():
@@ -182,11 +180,12 @@ class Scheduler:
         while self.aborted:
             if group := self.unfinished.get(self.aborted[0]):
                 self.end_live(group)
-            self.aborted.popleft()
+            self.aborted.popleft()  # only now, so that an interrupt loses none
 
     def reset(self) -> None:
         """Let nothing run. A step that failed may have left its groups half-changed, so
-        they are aborted, without a look at their state. The others still wait."""
+        they are aborted, whatever their state. The others wait on.
+        """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:
                 self.changed[group.request_id] = group

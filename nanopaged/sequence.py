@@ -3,9 +3,13 @@
 The engine's terms:
 
     token        an id from the vocabulary
-    decode       to compute the newest token of a sequence, and sample the next one
+    step         one forward pass over the tokens of many sequences, in one flat batch
+    decode       to compute the newest token of a sequence, and sample the next one; or
+                 a sequence that a step decodes
     chunk        a part of a prompt that one step computes
-    sequence     one continuation of a prompt
+    entry        the part of a batch that belongs to one sequence
+    budget       how many tokens one step may compute
+    sequence     one continuation of a prompt. It is live until it has finished
     group        the sequences of one request, admitted and preempted as a whole
     leader       the first live sequence of a group. Until the group forks, the leader
                  computes the prompt for all of them
@@ -16,17 +20,15 @@ The engine's terms:
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token is computed when its K and V are in the cache, or will be there
                  after the scheduled step
+    host         the processor that runs Python; the device is the GPU, if there is one
     pending      a token is pending from when the step that samples it is scheduled
                  until the host has read it
     publish      to list a full block in the prefix cache, so that others can find it
     fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's
     preempt      to take a group off the device because the pool is full
-    step         one forward pass over the tokens of many sequences, in one flat batch
-    entry        the part of a batch that belongs to one sequence
     rank         one of several processes that compute the model together; if there is
                  only one, it is rank 0
-    budget       how many tokens one step may compute
 """
 
 from array import array
@@ -66,17 +68,16 @@ class Sequence:
 
     def __init__(self, group: "SequenceGroup", index: int) -> None:
         self.group = group
-        # It is a part of the seed when this sequence draws. (Beams draw nothing.)
-        self.index = index
+        self.index = index  # a part of the seed with which this sequence draws
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
         # Only the block manager changes these two.
         self.block_table = array("q")
         self.num_computed_tokens = 0
-        # One number for each pending token, oldest first: -1 - i for sample i of its
-        # step (negative, so it is no token). It stands for the id; see `batch.py`.
+        # A negative number for each pending token, oldest first. It stands for the id
+        # until that is known: see `batch.py`.
         self.pending: list[int] = []
 
-        self.reader = copy(group.reader)
+        self.reader = copy(group.reader)  # (`SequenceGroup` says what it is)
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.candidates: Logprobs = {}  # of a beam: its most likely next tokens
@@ -88,8 +89,8 @@ class Sequence:
         computed, the next token is sampled.
 
         Before the fork this is the end of the prompt, which all sequences of the group
-        share. After it, and always if a sequence is alone, it is the end of its own
-        tokens.
+        share. After it, it is the end of its own tokens. (A sequence that is alone
+        counts as forked from the start.)
 
         (A pending token counts, too, because its step runs before the one that computes
         it. On a CPU nothing is pending when a step is scheduled, so skip this at first.
@@ -105,7 +106,7 @@ class Sequence:
         if group.forked:
             num_tokens = len(self.token_ids) + len(self.pending)
         # Nothing follows the last token that max_len allows, so nobody needs its K and
-        # V. (`min` would be slower, and this is asked three times for every token.)
+        # V. (This is faster than `min`.)
         last = group.max_len - 1
         return num_tokens if num_tokens < last else last
 

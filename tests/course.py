@@ -82,7 +82,7 @@ FAULTS = {
     "copy_on_write": ("model_runner.py", "in batch.moves:", "in batch.moves[1:]:"),
     "seeds": ("engine.py", 'f"{self.config.seed} {group.request_id}"',
               'f"{self.config.seed}"'),
-    "stop_reason": ("frontend/outputs.py", "seq.reader.reasons.get(", "{}.get("),
+    "stop_reason": ("frontend/outputs.py", "in stop_ids:", "in []:"),
     "order_of_outputs": ("frontend/llm.py",
                          "sorted(bar, key=lambda output: int(output.request_id))",
                          "list(bar)"),

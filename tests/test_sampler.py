@@ -184,9 +184,9 @@ def test_limits_keep_what_float64_and_transformers_keep(kind):
         rows = DrawParams(whole, heat, top_k * whole, top_p, 0 * whole)
         found = lowest_kept(highest_logits(logits, top_k), rows).float()
         assert clear.sum() > 2000 and torch.equal(found[clear], expected[clear])
-    drawers = [SamplingParams(min_p=0.1)]
+    drawing = [SamplingParams(min_p=0.1)]
     rows = DrawParams(whole, heat, 300 * whole, 2 * whole, 0.1 * whole)
-    left = keep_likely(logits, drawers, rows) > -INF
+    left = keep_likely(logits, drawing, rows) > -INF
     scores = logits.float() / heat
     kept = MinPLogitsWarper(0.1)(None, scores) > -INF
     gaps = scores - scores.amax(-1, keepdim=True) - math.log(0.1)

@@ -60,7 +60,8 @@ def completion_output(seq: Sequence, index: int) -> CompletionOutput:
     seq.reader.finds_stop(seq, is_final)  # it reads what is new
     text = seq.reader.visible(is_final)
     stop_reason: str | int | None = seq.reader.stopped_by
-    if seq.ended_by_token and seq.token_ids[-1] in (params.stop_token_ids or []):
+    stop_ids = params.stop_token_ids or []
+    if seq.finish_reason == "stop" and seq.token_ids[-1] in stop_ids:
         stop_reason = seq.token_ids[-1]
     has_logprobs = params.logprobs is not None
     return CompletionOutput(

@@ -83,11 +83,11 @@ class TritonAttention(TorchAttention):
         # that is not full. So there are at most len(tiles) + target_parts items.
         rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
-        owners, numbers = spread(cdiv(num_keys, part_keys))
-        first_keys = numbers * part_keys
-        end_keys = np.minimum(first_keys + part_keys, num_keys[owners])
+        tile, part = spread(cdiv(num_keys, part_keys))  # of each item
+        first_keys = part * part_keys
+        end_keys = np.minimum(first_keys + part_keys, num_keys[tile])
         items = np.zeros((len(tiles) + self.target_parts, 6), np.int64)
-        items[: len(owners)] = np.column_stack((tiles[owners], first_keys, end_keys))
+        items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         # Tiles with many keys first: if such a tile started last, the whole step would
         # wait for it. The sort is stable, because `merge_parts` expects the parts of a
         # tile one after another.
@@ -103,14 +103,16 @@ class TritonAttention(TorchAttention):
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
         # The result of item i goes to parts[i] if its tile is cut. Such tiles have the
-        # most keys, so they come first in the plan. How many parts can they have? With
-        # target_parts=4, at most 4 parts are full. A cut tile has one of these or more,
-        # so at most 4 tiles are cut. Each has one part that is not full: 8 in all. (The
-        # room is the same in every step, so trial steps take as much memory as others.)
+        # most keys, so they come first in the plan. How many parts can they have? At
+        # most target_parts are full. Every cut tile has a full part, so at most
+        # target_parts tiles are cut. Each of them has one part that is not full: twice
+        # target_parts in all. (The room is the same in every step, so trial steps take
+        # as much memory as others.)
         max_parts = 2 * self.target_parts
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
         log_sums = torch.empty(*shape, device=q.device)
+        # In this order, both kernels take NUM_KV_HEADS, GROUP, HEAD_DIM, ROWS and DIM.
         sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
         num_warps = 8 if rows > 64 else 4
         kernels.paged_attention[len(items), self.num_kv_heads](
@@ -130,7 +132,7 @@ class TritonAttention(TorchAttention):
         programs fit into a multiprocessor at once, and have 96 KB in flight together.
         That is more than enough.
         """
-        num_processors = 4  # for the interpreter
+        num_processors = 4  # in the interpreter, on a CPU
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             num_processors = gpu.multi_processor_count
@@ -172,10 +174,11 @@ class FlashAttention(TritonAttention):
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         counts, ends = metadata.counts, metadata.ends
-        if counts.max() > 1 and sinks is not None:  # flash-attn has none
+        if counts.max() == 1:
+            return super().attend(q, kv_cache, metadata, scale, window, sinks)
+        if sinks is not None:  # flash-attn has none, so Triton needs its own plan
             plan = torch.from_numpy(super().plan(counts, ends)).to(q.device)
             metadata = replace(metadata, plan=plan)
-        if counts.max() == 1 or sinks is not None:
             return super().attend(q, kv_cache, metadata, scale, window, sinks)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)

@@ -3,7 +3,7 @@
 A forward pass launches hundreds of kernels, and for a few decodes the host takes longer
 to launch them than the GPU to run them. A CUDA graph is a recording of all these
 launches, which is then repeated with a single one. It repeats the same kernels with the
-same sizes and the same addresses. Therefore
+same sizes and the same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
     padded to the next one
@@ -14,7 +14,7 @@ same sizes and the same addresses. Therefore
     memory for the logits of every size.)
 
 Running ahead. On a GPU, the next step is scheduled and launched before the tokens of
-this one are read, so that the GPU never waits for Python. Therefore
+this one are read, so that the GPU never waits for Python. Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its token is ignored.
     Its K and V go into a slot of the sequence's last block, and do no harm there: the
@@ -50,12 +50,13 @@ class Graphs:
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):
-            batch = Batch([0], [1], [1], [runner.padding_block])
+            batch = Batch(token_ids=[0], counts=[1], ends=[1],
+                          block_ids=[runner.padding_block])
             metadata = runner.prepare(self._pad(batch, size))
             runner.forward(metadata)  # the first call may set up what later ones need
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the GPU, and an engine in one of them may
-            # compile nothing, which would hold for this thread, too.
+            # Other threads may go on using the GPU. (An engine in one of them may have
+            # told torch.compile to do nothing, and that holds for all threads.)
             with (torch.compiler.set_stance("default"),
                   torch.cuda.graph(graph, memory_pool, stream, "thread_local")):
                 states = runner.forward(metadata)

@@ -20,7 +20,7 @@ from triton.language import constexpr
 
 LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
 # The columns of `items`. `TritonAttention.plan` shows an example.
-TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END = map(constexpr, range(6))
+TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END, COLUMNS = map(constexpr, range(7))
 
 
 # Triton compiles a kernel again when a number or an address changes from divisible by
@@ -96,7 +96,7 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    item_at = items + item * 6
+    item_at = items + item * COLUMNS
     position = tl.load(item_at + POSITION).to(tl.int32)
     first_key = tl.load(item_at + FIRST_KEY).to(tl.int32)
     end = tl.load(item_at + END).to(tl.int32)
@@ -110,7 +110,7 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     q_tile = tl.load(q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
     start = first_key
-    if WINDOW is not None:  # skip rounds that not even the first query sees
+    if WINDOW is not None:  # skip the whole rounds that not even the first query sees
         start += tl.maximum(position + 1 - WINDOW - first_key, 0) // KEYS * KEYS
 
     # Positions of keys. They are unsigned so that the division by BLOCK_SIZE, which is
@@ -118,11 +118,12 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     key = (start + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
-    highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
-    # The weight of the sink. If there is none, the first key that a row sees shrinks it
+    # As in `paged_attention.py`, the sink counts as a key, of the first part. Elsewhere
+    # a score so low takes its place that the first key which a row sees shrinks this 1
     # to 0. (It stays if a row sees no key, so that nothing is divided by 0.)
+    highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
     total = tl.full([ROWS], 1.0, tl.float32)
-    if sinks is not None:  # they belong to the first part
+    if sinks is not None:
         sink = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32)
         highest = tl.where(first_key == 0, sink * LOG2_E, highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
@@ -145,15 +146,14 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
             seen &= key[None, :] + WINDOW > last
         scores = tl.where(seen, scores, -float("inf"))
 
-        # Online softmax (Milakov and Gimelshein): sums are relative to the highest
-        # score so far. If a higher one appears, the sums are scaled down.
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
+        # Online softmax: if a higher score appears, the sums are scaled down.
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
         total = total * shrink + tl.sum(weights, 1)
         acc *= shrink[:, None]
         acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-        highest = higher
+        highest = new_highest
 
         # Look up the blocks of the next round now: the loads of K and V can only be
         # issued ahead of time if their addresses are already known.
@@ -183,7 +183,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     them, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
-    item_at = items + first * 6
+    item_at = items + first * COLUMNS
     num_keys = tl.load(item_at + NUM_KEYS)
     first_key = tl.load(item_at + FIRST_KEY)
     part_keys = tl.load(item_at + END)  # the end of a first part is also its size
@@ -201,10 +201,10 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
         first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
         part = tl.load(parts + first_row * HEAD_DIM + at, mask=mask)
         score = tl.load(log_sums + first_row + row)
-        higher = tl.maximum(highest, score)
-        weight = tl.exp2(score - higher)
-        shrink = tl.exp2(highest - higher)
+        new_highest = tl.maximum(highest, score)
+        weight = tl.exp2(score - new_highest)
+        shrink = tl.exp2(highest - new_highest)
         total = total * shrink + weight
         acc = acc * shrink[:, None] + weight[:, None] * part
-        highest = higher
+        highest = new_highest
     tl.store(out_at, acc / total[:, None], mask=mask)
