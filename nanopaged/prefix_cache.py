@@ -69,7 +69,7 @@ class PrefixCache:
         for index in range(first, num_full):
             key = self._key(seq, index, before)
             content = self.published.setdefault(key, Content(*key))
-            content.block_id = seq.block_table[index]
+            content.block_id = seq.block_table[index]  # the newest that holds this
             self.contents[content.block_id] = before = content
 
     def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:

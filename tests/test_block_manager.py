@@ -7,6 +7,7 @@ sequence's cache to its sibling, and a leaked block would never come back: the m
 finds each of them, with a minimal script.
 """
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -19,7 +20,7 @@ from nanopaged import SamplingParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.sequence import Sequence
 
-A, B, C = ([digit] * 4 for digit in range(1, 4))  # a block's worth of tokens each
+A, B, C, D = ([digit] * 4 for digit in range(1, 5))  # a block's worth of tokens each
 DEVICE, SWAP, GONE = "device", "swap", "gone"
 SAME_HASH = 2**61 - 1  # Python's hash of an int is the remainder of this division
 
@@ -28,9 +29,9 @@ def group_of(tokens, n=1, salt=None):
     return new_group(tokens, SamplingParams(n=n, max_tokens=None, cache_salt=salt))
 
 
-def admit(manager, tokens, n=1):
+def admit(manager, tokens, n=1, salt=None):
     """A sequence with its blocks, whose prefix may come from the cache."""
-    seq = group_of(tokens, n).live[0]
+    seq = group_of(tokens, n, salt).live[0]
     prefix = manager.prefix_cache.match(seq)
     manager.replace_blocks(seq, prefix, len(prefix) * manager.block_size)
     assert manager.grow([seq], [])
@@ -43,8 +44,8 @@ def compute(manager, *sequences):
         manager.mark_computed(seq, seq.known_end)
 
 
-def run(manager, tokens, n=1):
-    seq = admit(manager, tokens, n)
+def run(manager, tokens, salt=None, n=1):
+    seq = admit(manager, tokens, n, salt)
     compute(manager, seq)
     return seq
 
@@ -58,15 +59,15 @@ def decode(manager, seqs, *tokens):
 
 def fork(manager, tokens, n):
     """The sequences of a group that has just forked: they share all blocks."""
-    leader = run(manager, tokens, n)
+    leader = run(manager, tokens, n=n)
     for other in leader.group.live[1:]:
         manager.fork(leader, other)
     leader.group.forked = True
     return leader.group.live
 
 
-def hits(manager, tokens):
-    return manager.prefix_cache.match(group_of(tokens).live[0])
+def hits(manager, tokens, salt=None):
+    return manager.prefix_cache.match(group_of(tokens, salt=salt).live[0])
 
 
 def tables(*sequences):
@@ -100,6 +101,22 @@ def test_the_story_of_the_module():
     assert tables(b, sibling) == [[0, 3], [0, 2]] and refs(manager) == [3, 1, 1, 1]
 
 
+def test_what_cannot_be_found_is_taken_first_then_the_least_recently_used():
+    manager = BlockManager(7, 4)
+    one, two = run(manager, A + B + [9]), run(manager, C)
+    assert tables(one, two) == [[0, 1, 2], [3]]
+    manager.free(one)  # block 2 was never full; of the others the last goes first
+    manager.free(two)
+    assert list(manager.free_blocks) == [2, 4, 5, 6, 1, 0, 3]
+
+    again = admit(manager, A + [8])  # a hit revives block 0
+    assert tables(again) == [[0, 2]]
+    manager.free(again)  # now it is the most recently used
+    assert list(manager.free_blocks) == [2, 4, 5, 6, 1, 3, 0]
+    run(manager, D * 5)
+    assert [hits(manager, tokens + [9]) for tokens in (A + B, C)] == [[0], [3]]
+
+
 def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
     manager = BlockManager(4, 4)
     seq = admit(manager, A + B[:3])
@@ -115,11 +132,18 @@ def test_a_block_is_published_when_all_its_tokens_are_known_and_computed():
     assert hits(manager, A + B) == [0]  # the last token is always computed
 
 
-def test_tokens_with_the_same_hash_are_not_the_same():
-    manager, collision = BlockManager(8, 4), [token + SAME_HASH for token in A]
-    run(manager, A + B)
+def test_a_hit_follows_the_same_block_and_has_the_same_salt():
+    salts = [None, "", "1", "tenant"]
+    for salt, other in itertools.product(salts, salts):
+        manager = BlockManager(8, 4)
+        block = run(manager, A + B + C, salt).block_table[0]
+        run(manager, C + D, salt)
+        expected = [[block] if salt == other else []] * 3
+        found = [hits(manager, A + rest + [9], other) for rest in ([], C + C, D)]
+        assert found == expected
+    collision = [token + SAME_HASH for token in A]
     assert hash(tuple(A)) == hash(tuple(collision))
-    assert hits(manager, collision + [9]) == []
+    assert hits(manager, collision + [9], "tenant") == []
 
 
 def test_twins_share_their_content_and_the_newer_is_found():
