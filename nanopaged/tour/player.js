@@ -186,7 +186,7 @@ class Player {
     this.pause();
     this.use(run);
     this.go(this.frameOf(`${step}-${phase}`) ?? this.last);
-    this.root.querySelector(".np-setting[aria-pressed=true]").focus({preventScroll: true});
+    this.root.querySelector(".np-setting[aria-pressed=true]").focus();
   }
 
   // Bring the player onto the screen, and let keys act on it.
@@ -285,13 +285,13 @@ class Player {
   // What one can switch between, and how this setting differs from the first one.
   settings() {
     this.difference = h("p.np-note", {"aria-live": "polite"});
-    this.twinButton = h("button.np-setting", {"aria-pressed": "false",
+    this.twinButton = h("button.np-setting.np-compare", {"aria-pressed": "false",
       onclick: () => this.toggleTwin()}, "side by side");
-    return this.runs.length === 1 ? null : h("div.np-settings", {role: "group",
+    return this.runs.length === 1 ? null : [h("div.np-settings", {role: "group",
       "aria-label": "The same requests under other settings"}, "What if: ",
       this.runs.map(run => h("button.np-setting", {"aria-pressed": String(run === this.run),
         onclick: () => this.switchTo(run)}, run.setting)),
-      this.twinButton, this.difference);
+      this.twinButton), this.difference];
   }
 
   // Show another run beside this one, and let it follow; or no longer.
@@ -371,6 +371,7 @@ class Player {
   go(frame) {
     this.pause();
     this.show(Math.max(0, Math.min(this.last, frame)));
+    if (matchMedia("(max-width: 900px)").matches) this.root.scrollIntoView();
     this.narrate();
     this.link();
   }
