@@ -78,7 +78,9 @@ class Places(NamedTuple):
 
 
 def locate(counts: Ints, ends: Ints, block_size: int) -> Places:
-    """Where the tokens of a step belong, if each entry has so many, up to its end."""
+    """Where the tokens of a step belong: entry i has counts[i] of them, and they end
+    before position ends[i].
+    """
     entries, indices = spread(counts)
     table_sizes = cdiv(ends, block_size)
     table_starts = np.cumsum(table_sizes) - table_sizes

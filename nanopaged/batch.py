@@ -44,7 +44,8 @@ class Batch:
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         first = seq.num_computed_tokens
-        # If its next token is pending, that is all it computes: one is pending then.
+        # If all known tokens are computed, the entry is the pending one. (There is only
+        # one then, because the host has read all that older steps have sampled.)
         is_pending = first == len(seq.token_ids)
         self.token_ids += seq.pending[-1:] if is_pending else seq.token_ids[first:end]
         self.counts.append(end - first)

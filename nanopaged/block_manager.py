@@ -109,10 +109,10 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
-        # From `first` on, each sequence needs blocks of its own. For example, two
-        # siblings share a block that is not full: they need 2 blocks, and hold 1. One
-        # of them keeps it, so 1 must be free. As many as they hold there, whoever holds
-        # them, need not be free.
+        # From `first` on, the sequences need `num_needed` blocks of their own. They
+        # hold the blocks `held` there, and each of these stays with one of them, so
+        # only the difference must be free. For example, two siblings share a block that
+        # is not full: they need 2 blocks, and hold 1, so 1 must be free.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

@@ -127,8 +127,8 @@ class EngineConfig(Checked):
         of the GPU's memory, or into 4 GiB on a CPU.
     max_model_len: the length of the longest sequence, including its prompt. None means
         as long as the model allows. It is lowered to what the pool can hold. A few
-        families have a sliding window that we cannot learn of; there it is lowered to
-        this window.
+        families do not tell attention about the sliding window in their config; there
+        it is lowered to this window.
     max_num_seqs: how many sequences may run at the same time.
     max_num_batched_tokens: how many tokens one step may compute.
     gpu_memory_utilization: how much of the GPU's memory may be in use, including what

@@ -99,7 +99,9 @@ class Engine:
         return self.scheduler.changed
 
     def reset_if_idle(self) -> Changed:
-        """End what is aborted. Then begin empty, unless there are other requests."""
+        """End what is aborted. Then begin empty, unless there are other requests: the
+        prefix cache must be forgotten when the weights change, for example.
+        """
         self.scheduler.end_aborted()
         return self.scheduler.changed if self.num_unfinished else self.reset()
 

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
+# Without split reductions, one program adds up a whole row, and no second kernel has to
+# add up what several programs have found.
 fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
-                      options={"split_reductions": False})  # one program adds a row
+                      options={"split_reductions": False})
 
 
 @fused

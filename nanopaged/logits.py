@@ -97,9 +97,10 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     values = torch.cat((own, likely.values), 1).tolist()
     ranks = torch.cat((own_ranks, 1 + num_higher), 1).tolist()
     reports = []
-    for count, *row in zip(counts, ids, values, ranks, strict=True):
-        row_ids, *numbers = (column[: count + 1] for column in row)
-        reports.append(dict(zip(row_ids, map(Logprob, *numbers), strict=True)))
+    for i, count in enumerate(counts):
+        # The row's own token comes first, and may come again.
+        entries = [*zip(ids[i], map(Logprob, values[i], ranks[i]), strict=True)]
+        reports.append(dict(entries[: count + 1]))
     return reports
 
 

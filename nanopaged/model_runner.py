@@ -123,7 +123,8 @@ class ModelRunner:
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
         """Copy arrays to the device, in one transfer, because each has a fixed cost.
-        (It waits in the GPU's queue until the previous step has read its own.)
+        (It overwrites the previous step's inputs, which is safe: in the GPU's queue it
+        comes after that step.)
         """
         flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat

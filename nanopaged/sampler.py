@@ -110,7 +110,7 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """
     probs = (logits.float() / temperature).softmax(-1).double()
     sums = probs.cumsum(-1)
-    # The whole sum need not be exactly 1, and the last one must exceed all numbers.
+    # The whole sum need not be exactly 1. Multiplied by it, every number is below it.
     is_above = (sums > numbers * sums[:, -1:]) & (probs > 0)
     return is_above.byte().argmax(-1)
 
@@ -132,7 +132,7 @@ def keep_likely(logits: Tensor, drawing: list[SamplingParams],
     gap = rows.temperature * rows.min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     if any(p.top_k or p.top_p < 1 for p in drawing):
-        # If every row has a top_k, so many of the most likely tokens are enough.
+        # If every row has a top_k, the largest one says how many logits are needed.
         top_ks, vocab_size = [p.top_k for p in drawing], logits.shape[1]
         most = min(max(top_ks), vocab_size) if all(top_ks) else vocab_size
         lowest = lowest.maximum(lowest_kept(highest_logits(logits, most), rows))

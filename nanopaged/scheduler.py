@@ -47,13 +47,13 @@ class Scheduler:
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
                 break  # the budget is used up
             # After a preemption nobody is admitted: the pool was just full, and a group
-            # just preempted may have a pending token, which it cannot compute yet.
+            # that starts over cannot run until the host has read its pending token.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             while request_id in self.running:
                 if self.block_manager.grow(group.next_sequences, batch.moves):
                     break  # it has taken the blocks
-                self._preempt(batch)  # this group, or a younger one, without an entry
+                self._preempt(batch)  # the youngest: this one, or one with no entry yet
                 has_preempted = True
             if request_id not in self.running:
                 break  # all groups after it are younger, so they wait, too
@@ -93,15 +93,15 @@ class Scheduler:
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         """Put a group into `running`, if there is room. Enough blocks must be free for
         all its sequences at their present lengths, not counting those of a cached
-        prefix that others hold. (They are only counted here. `grow` takes them.) While
-        others run, 1% of the pool must stay free, too (the watermark), because they may
-        soon need a block.
+        prefix that others hold. (Only a cached prefix, and what was swapped out, takes
+        its blocks here. `grow` takes the rest.) While others run, 1% of the pool must
+        stay free, too (the watermark), because they may soon need a block.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
             return
         manager, leader = self.block_manager, group.live[0]
-        is_swapped = bool(leader.block_table)  # all others wait without blocks
+        is_swapped = bool(leader.block_table)  # no other waiting group has blocks
         may_match = group.uses_prefix_cache and not is_swapped
         prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(

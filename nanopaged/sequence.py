@@ -135,6 +135,7 @@ class Sequence:
         """Why the sequence ends with its last token, or None if it goes on."""
         at_max_len = len(self.token_ids) >= self.group.max_len
         is_stop = self.ended_by_token
+        # (`final`: no token follows, so the reader need not wait for more text.)
         if self.group.params.stop:
             is_stop |= self.reader.finds_stop(self, final=is_stop or at_max_len)
         if is_stop:
@@ -166,8 +167,8 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the next step needs the values of the last tokens: beam searches and
-        # processors do. The group waits while they are pending.
+        # True if the next step needs the values of the last tokens, as beam searches do
+        # and whatever changes logits may. The group waits while they are pending.
         self.needs_last_token = bool(beam_params or params.changes_logits)
         self.has_started = False  # whether it has ever run
         # All tokens of a prompt that is scored are computed, so it looks for no block

@@ -74,6 +74,7 @@ WRONG_PROMPTS = {
     "floats": ([1.0, 2.0], "a string or a list of token ids, got [1.0, 2.0]"),
     "bools": ([True], "a string or a list of token ids, got [True]"),
     "string among ids": ([1, "2"], "a string or a list of token ids"),
+    "string as ids": ({"prompt_token_ids": "1 2"}, "a string or a list of token ids"),
     "misspelt": ({"promt": "a"}, "a dict with names among"),
     "image": ({"prompt": "a", "multi_modal_data": {}}, "a dict with names among"),
     "nothing in a list": (["a", None], "prompts[1]: prompt must be a string, a list"),

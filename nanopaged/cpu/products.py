@@ -99,7 +99,8 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     inputs = x.float().flatten(0, -2)
     if len(inputs) <= 32 and inputs.shape[1] % 2 == 0:
         out = inputs.new_empty(len(inputs), len(weight))
-        # NumPy has no bfloat16, and the kernel takes pairs.
+        # NumPy has no bfloat16, so the kernel reads two as one uint32. It takes the
+        # even and the odd columns of x apart.
         pairs = weight.view(torch.uint16).numpy().view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
         threads.run(product_kernel.run_products, out.numpy(), even, odd, pairs)

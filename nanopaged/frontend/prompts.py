@@ -104,10 +104,11 @@ def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any 
                cache_salt: Any = None) -> SequenceGroup:
     """A request that can be served; ValueError or TypeError if it never can be."""
     ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
-    if isinstance(ids, str):
+    if isinstance(ids, str) and prompt_token_ids is None:
         ids.encode()  # an error for a lone surrogate
         ids = llm.get_tokenizer()(ids).input_ids
-    ids = plain([*ids]) if isinstance(ids, list | tuple) else [None]  # an error below
+    # Anything else becomes [None], which the next line refuses.
+    ids = plain([*ids]) if isinstance(ids, list | tuple) else [None]
     check({*map(type, ids)} <= {int}, "prompt", "a string or a list of token ids",
           given, TypeError)
     params = llm.default_params if params is None else params

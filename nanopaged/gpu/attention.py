@@ -79,8 +79,9 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # All keys fill at most target_parts full parts. Each tile adds at most one part
-        # that is not full. So there are at most len(tiles) + target_parts items.
+        # (`_choose_sizes` sets target_parts.) A part has at least 1 / target_parts of
+        # all keys, so at most target_parts parts are full. Each tile adds at most one
+        # part that is not full. So there are at most len(tiles) + target_parts items.
         rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item

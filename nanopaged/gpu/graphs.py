@@ -17,9 +17,9 @@ Running ahead. On a GPU, the next step is scheduled and launched before the toke
 this one are read, so that the GPU never waits for Python. Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its token is ignored.
-    Its K and V go into a slot of the sequence's last block, and do no harm there: the
-    block is not published with this token, and if it has been freed, the step of its
-    next owner runs later and overwrites them
+    Its K and V go into a slot of the sequence's last block, and do no harm there. The
+    block is never published with this token. If it is free by now, its next owner runs
+    in a later step, and overwrites them
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored
@@ -49,7 +49,7 @@ class Graphs:
         # engine records on a stream of its own.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
-        for size in sorted(sizes, reverse=True):
+        for size in sorted(sizes, reverse=True):  # the smaller ones reuse its memory
             batch = Batch(token_ids=[0], counts=[1], ends=[1],
                           block_ids=[runner.padding_block])
             metadata = runner.prepare(self._pad(batch, size))

@@ -118,9 +118,10 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     key = (start + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
-    # As in `paged_attention.py`, the sink counts as a key, of the first part. Elsewhere
-    # a score so low takes its place that the first key which a row sees shrinks this 1
-    # to 0. (It stays if a row sees no key, so that nothing is divided by 0.)
+    # As in `paged_attention.py`, the sink counts as the first key, so `total` starts at
+    # 1. Without sinks, and in all parts but the first, its score is -1e30, and the
+    # first key that a row sees shrinks this 1 to 0. (If a row sees no key, the 1 stays,
+    # so that nothing is divided by 0.)
     highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
     total = tl.full([ROWS], 1.0, tl.float32)
     if sinks is not None:
@@ -128,9 +129,9 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
         highest = tl.where(first_key == 0, sink * LOG2_E, highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(start, end, KEYS):
-        # Find each key by its block: this is what paging costs. (Ids of blocks have 64
-        # bits, so addresses have them, too.) This is its number among all vectors, in
-        # [num_blocks, 2, num_kv_heads, block_size].
+        # Find each key by its block: this is what paging costs. `vector` is its number
+        # among all vectors, in [num_blocks, 2, num_kv_heads, block_size]. (Ids of
+        # blocks have 64 bits, so addresses have them, too.)
         vector = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM

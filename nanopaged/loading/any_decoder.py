@@ -3,11 +3,11 @@
 This is for families that `model.py` lacks. `AnyDecoder` has the two methods of
 `CausalLM` that the runner calls.
 
-What could a family do that a flat batch with blocks gets wrong? `sizes_of` refuses what
-its config tells, before any weight is read, and `attend` whatever it does not know. The
-rest only shows in what comes out: layers that remember tokens in other ways, or that
-count positions within the batch. So `put_attention_in` compares two sequences with
-what transformers computes for them, before the engine serves anything.
+What could a family do that a flat batch with blocks gets wrong? If its config tells,
+`sizes_of` refuses it before any weight is read. `attend` refuses arguments that it does
+not know. The rest only shows in the results: layers that remember tokens in other ways,
+or that count positions within the batch. So `put_attention_in` compares two sequences
+with what transformers computes for them, before the engine serves anything.
 """
 
 from types import SimpleNamespace
@@ -116,7 +116,8 @@ class AnyDecoder(nn.Module):
 
     def head(self, x: Tensor) -> Tensor:
         """The rest of the model, after its decoder: some families scale logits, and
-        some look at more than the states. `give_states` stands in for the decoder.
+        some look at more than the states. The model calls its decoder with x as inputs,
+        but `give_states` has taken the decoder's place, and returns x as the states.
         """
         return self.model(inputs_embeds=x[None]).logits[0]  # type: ignore[no-any-return]
 
@@ -147,8 +148,9 @@ class AnyDecoder(nn.Module):
             raise ValueError(f"model_type in config.json must be {FAMILY}, got "
                              f"{self.sizes.model_type!r} ({error})") from error
         runner.make_pools(0, 0)
-        # A family may tell its window to the mask alone, and we ignore that. Up to the
-        # length of the window it makes no difference.
+        # A family may give its window to the mask that it makes, but not to attention.
+        # We ignore that mask, so sequences must not get longer than the window: up to
+        # there it makes no difference.
         window, types = self.sizes.sliding_window, self.sizes.layer_types
         is_used = types is None or "sliding_attention" in types
         if window and is_used and window not in self.shared.windows:

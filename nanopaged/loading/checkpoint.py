@@ -131,8 +131,8 @@ def load_generation_config(name: str | Path, model_config: Any, tokenizer: Any =
     eos = [*(eos if isinstance(eos, list) else [eos]),
            getattr(tokenizer, "eos_token_id", None)]
     eos_ids = [id for id in dict.fromkeys(eos) if id in range(model_config.vocab_size)]
-    # The engine ignores the other fields. With one of these values (True equals 1), a
-    # field asks for nothing that is missing here.
+    # The engine ignores the other fields. That needs no warning if the value is None,
+    # 0, 1 (or True) or []: then nothing is asked that is missing here (num_beams=1).
     ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
                and not field.endswith(("_token_id", "_version"))]
     if ignored:

@@ -128,7 +128,7 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
         stacked = getattr(module, "stacked", {own_name: len(parameter)})
         names = [name.replace(own_name, each) for each in stacked]
         if is_tied and names == [head]:
-            names = [embeddings]  # it was packed, so it is a parameter of its own
+            names = [embeddings]  # packing has made a tied head a parameter of its own
         divided = getattr(module, "divided", None)
         places.append((module, kind, names))
         for each, num_rows in zip(names, stacked.values(), strict=True):
@@ -146,7 +146,7 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
         check(list(shapes[name]) == shape, f"the shape of {name} in {source}", shape,
               list(shapes[name]))
     if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
-        model.lm_head.weight = nn.Parameter(  # from here on nothing is wrong
+        model.lm_head.weight = nn.Parameter(  # all is checked, so it may change
             torch.empty_like(model.lm_head.weight), requires_grad=False)
     return places
 
