@@ -25,7 +25,7 @@ class Batch:
 
     The next step decodes all three sequences, after moves=[(2, 3)]. If it is launched
     before the host has read the tokens of this step, they are still pending. In that
-    case its token_ids are [-1, -2, -3]: samples 0, 1 and 2 of the previous step.
+    case its token_ids are [-1, -2, -3]: samples 0, 1 and 2 of this step.
     """
 
     token_ids: list[int] = field(default_factory=list)  # of one entry after another

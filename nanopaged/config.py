@@ -120,15 +120,15 @@ class EngineConfig(Checked):
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
         CPU without them keeps bfloat16 weights, K and V, which take half the memory,
         and computes in float32: decoding is faster, and long prompts are slower, than
-        with "float32". For a float16 checkpoint, a CPU takes bfloat16 or float32.
+        with "float32". For a float16 checkpoint, a CPU takes bfloat16 or
+        float32; for a bfloat16 one, a GPU older than Ampere takes float16.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
-    num_blocks: None means as many as can be used and fit into `gpu_memory_utilization`
-        of the GPU's memory, or into 4 GiB on a CPU.
+    num_blocks: None means as many as can ever be in use, but no more than fit into
+        `gpu_memory_utilization` of the GPU's memory, or into 4 GiB on a CPU.
     max_model_len: the length of the longest sequence, including its prompt. None means
-        as long as the model allows. It is lowered to what the pool can hold. A few
-        families do not tell attention about the sliding window in their config; there
-        it is lowered to this window.
+        as long as the model allows. It is lowered to what the pool can hold, and, for a
+        few families whose sliding window our attention is not told, to that window.
     max_num_seqs: how many sequences may run at the same time.
     max_num_batched_tokens: how many tokens one step may compute.
     gpu_memory_utilization: how much of the GPU's memory may be in use, including what
@@ -144,8 +144,8 @@ class EngineConfig(Checked):
     tensor_parallel_size: the number of ranks, which are processes that torchrun starts.
         Each has a GPU of its own if there are any.
     model_impl: "nanopaged" is our own decoder, for Llama, Mistral, Qwen2 and Qwen3.
-        "transformers" takes the modules of transformers, with our attention put in.
-        "auto" takes ours for its families, and otherwise transformers'.
+        "transformers" uses the modules of transformers, with our attention put in.
+        "auto" uses ours for these families, and transformers' for all others.
     load_format: "dummy" gives random weights to a model that has only a config.json.
     seed: determines the seeds of requests that have none, and dummy weights.
     """
@@ -174,7 +174,8 @@ class EngineConfig(Checked):
 class EngineStats:
     """What `Engine.stats` returns.
 
-    An error or Ctrl-C within a step makes it start over, with all counters at 0.
+    The counters begin again at 0 after an error or Ctrl-C within a step, after
+    `reset_prefix_cache`, and after `load_weights`.
     """
 
     blocks_total: int

@@ -1,7 +1,7 @@
 """What changes logits before a token is chosen, and what is reported about them.
 
-A request may bring hooks, biases and penalties, and may ban tokens. It may also ask for
-log-probabilities: of the tokens that are sampled, and of those of its prompt.
+A request may bring logits processors, biases and penalties, and may ban tokens. It may
+also ask for log-probabilities: of the sampled tokens, and of those of its prompt.
 """
 
 from typing import Any

@@ -37,7 +37,7 @@ class ModelRunner:
             max_model_len, config.block_size)  # more can never be in use
         # Room for the inputs of a step: for each token an id, a position, a slot, up to
         # 6 numbers in a plan, and perhaps a sample. Recorded steps are padded, and a
-        # plan on a GPU has some thousand numbers more.
+        # plan on a GPU has a few thousand numbers more.
         num_tokens = config.max_num_batched_tokens + config.max_num_seqs
         num_inputs = (1 + 1 + 1 + 6 + 1) * num_tokens + self.max_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)

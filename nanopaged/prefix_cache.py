@@ -5,9 +5,9 @@ its own tokens together with everything before them. The key of a dict has the b
 own tokens, and an object that stands for everything before them. Only equal texts share
 this object, so every hit is exact.
 
-(Others identify a block by a hash of its own tokens and of the hash of the block
-before. vLLM trusts it: by default SHA-256, of which no collision is known. nano-vllm
-compares the block's own tokens, and trusts xxhash for those that come before.)
+(Other engines identify a block by a hash of its own tokens and of the hash of the block
+before. vLLM trusts this hash: by default SHA-256, for which no collision is known.
+nano-vllm compares the block's own tokens, and trusts xxhash for those before them.)
 """
 
 from dataclasses import dataclass

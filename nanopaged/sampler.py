@@ -41,8 +41,8 @@ class SamplerOutput:
     def read(self) -> list[int]:
         """Wait for the tokens.
 
-        The host waits for the device only here, for log-probabilities and swaps, and
-        for requests that change logits.
+        Elsewhere the host waits for the device only for log-probabilities, for swaps,
+        and for requests that change logits.
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
@@ -127,8 +127,9 @@ def keep_likely(logits: Tensor, drawing: list[SamplingParams],
 
     Each limit is a lowest logit, so that tied tokens stay or go together.
     """
-    # A token is min_p times as likely as the first if its logit is lower by this. (It
-    # is -inf without min_p, and NaN in greedy rows, which are not used.)
+    # If a token is min_p times as likely as the most likely one, this is how far its
+    # logit lies from the highest. (It is -inf without min_p, and NaN in greedy rows,
+    # which are not used.)
     gap = rows.temperature * rows.min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     if any(p.top_k or p.top_p < 1 for p in drawing):

@@ -41,7 +41,7 @@ class Scheduler:
         self.end_aborted()
         batch = Batch()
         has_preempted = False
-        # More groups cannot run, because each has a sequence. (The queue may be long.)
+        # More groups than this cannot run. (The queue may be long.)
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
@@ -92,7 +92,7 @@ class Scheduler:
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         """Put a group into `running`, if there is room. Enough blocks must be free for
-        all its sequences at their present lengths, not counting those of a cached
+        all its sequences at their present lengths, apart from blocks of a cached
         prefix that others hold. (Only a cached prefix, and what was swapped out, takes
         its blocks here. `grow` takes the rest.) While others run, 1% of the pool must
         stay free, too (the watermark), because they may soon need a block.
@@ -122,8 +122,8 @@ class Scheduler:
 
     def _preempt(self, batch: Batch) -> None:
         """Make the youngest running group wait again. It keeps its tokens. If its
-        blocks do not fit into the CPU's pool, which may have none, it starts over, as
-        before the fork: the leader computes the prompt again.
+        blocks do not fit into the CPU's pool (which may have no blocks at all), it
+        starts over, as before the fork: the leader computes the prompt again.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):
@@ -183,8 +183,8 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses none
 
     def reset(self) -> None:
-        """Let nothing run. A step that failed may have left its groups half-changed, so
-        they are aborted, whatever their state. The others wait on.
+        """Stop all groups. A step that failed may have left its groups half-changed, so
+        they are aborted, whatever their state. The others keep waiting.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

@@ -89,8 +89,8 @@ class Sequence:
         computed, the next token is sampled.
 
         Before the fork this is the end of the prompt, which all sequences of the group
-        share. After it, it is the end of its own tokens. (A sequence that is alone
-        counts as forked from the start.)
+        share. After the fork it is the end of the sequence's own tokens. (A sequence
+        that is alone counts as forked from the start.)
 
         (A pending token counts, too, because its step runs before the one that computes
         it. On a CPU nothing is pending when a step is scheduled, so skip this at first.
@@ -171,8 +171,8 @@ class SequenceGroup:
         # and whatever changes logits may. The group waits while they are pending.
         self.needs_last_token = bool(beam_params or params.changes_logits)
         self.has_started = False  # whether it has ever run
-        # All tokens of a prompt that is scored are computed, so it looks for no block
-        # in the prefix cache, and leaves none there.
+        # All tokens of a prompt that is scored must be computed, so its group takes no
+        # blocks from the prefix cache, and leaves none there.
         self.uses_prefix_cache = params.prompt_logprobs is None
         self.num_cached_tokens = 0  # of the prompt: found in the prefix cache
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position

@@ -22,14 +22,14 @@ def run_four(n, quarter, out, even, odd, weight):
     """Compute the outputs for four rows of W: n, n + quarter, and so on.
 
     out        [num_rows, num_outputs], float32
-    even, odd  [num_rows, size / 2], float32: every other number of x, from 0 and from 1
+    even, odd  [num_rows, size / 2], float32: the numbers of x at even and odd indices
     weight     [num_outputs, size / 2], uint32: two bfloat16 numbers of W in each
 
-    Reading W from memory takes most of the time, so three things are done at once:
-    four rows of W, far from each other, because a processor that notices several
-    streams fetches more ahead; two rows of x, so that each number of W that has arrived
-    is used twice; and the two numbers of a pair, each multiplied where it lies. For
-    this, x comes as even and odd numbers.
+    Reading W from memory takes most of the time, so the loop works on several things at
+    once: four rows of W, far apart, because a processor that notices several streams
+    fetches further ahead; two rows of x, so that each number of W that has arrived is
+    used twice; and both numbers of a pair, each multiplied where it is. That is why x
+    is split into even and odd.
     """
     last, last_row = len(weight) - 1, len(out) - 1
     # Indices past the last row repeat it.
@@ -53,8 +53,9 @@ def run_four(n, quarter, out, even, odd, weight):
 
 @njit(inline="always")
 def multiply(pair, even, odd):
-    """Both numbers of a pair, each by its own factor. A bfloat16 is the upper half of a
-    float32: the first number lies in the lower half of the pair, so it is shifted.
+    """Multiply each number of a pair by its own factor, and add the products. A
+    bfloat16 is the upper half of a float32. The first number is the lower half of the
+    pair, so it is shifted.
     """
     first = np.uint32(pair << np.uint32(16)).view(np.float32)
     second = np.uint32(pair & np.uint32(0xFFFF0000)).view(np.float32)

@@ -67,9 +67,9 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None,
 
 
 def pad_if_faster(linears: list[nn.Linear]) -> None:
-    """On some processors, oneDNN multiplies six rows in bfloat16 faster than one. Find
-    out with four matrices of the layers (about 30 ms). If so, pad all of these products
-    to six rows with zeros.
+    """On some processors, oneDNN multiplies six rows in bfloat16 faster than one. Test
+    this on four of the layers' matrices (about 30 ms). If it is so here, pad all of
+    these products to six rows with zeros.
     """
     packed = [each for each in linears if each.weight.is_mkldnn
               and each.weight.dtype == torch.bfloat16]
@@ -92,9 +92,10 @@ def pad_if_faster(linears: list[nn.Linear]) -> None:
 def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply by bfloat16 weights in float32, without instructions for bfloat16.
 
-    Up to 32 rows our kernel takes no longer than oneDNN with float32 weights, and for a
-    few rows half the time, because there is half as much to read. For more rows, pieces
-    of W that fit into the processor's cache become float32.
+    For up to 32 rows, our kernel takes no longer than oneDNN with float32 weights, and
+    for a few rows it takes half as long, because there is half as much to read. For
+    more than 32 rows, W is converted to float32 in pieces that fit into the processor's
+    cache.
     """
     inputs = x.float().flatten(0, -2)
     if len(inputs) <= 32 and inputs.shape[1] % 2 == 0:

@@ -55,8 +55,8 @@ def keep(kernel: Any) -> Any:
 
 
 def prepare(runner: Any) -> None:
-    """Get a runner on a CPU ready, when its model has been loaded. (What loading frees
-    is not needed again, so malloc should not keep it.)
+    """Get a runner on a CPU ready. Call this only after its model has been loaded, or
+    malloc would also keep what loading frees, which is not needed again.
 
     A small model runs on a single thread. It gains nothing from more, and on a busy
     machine threads that wait for each other take very long.

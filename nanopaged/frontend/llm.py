@@ -1,4 +1,4 @@
-"""The API: prompts in, text out, from any thread, and whatever interrupts it.
+"""The API: prompts in, text out, from any thread, no matter what interrupts it.
 
 Threads share the engine. One of them at a time runs a step, for the requests of all.
 Then it puts each request that has changed into the outbox of the call that made it:
@@ -191,7 +191,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _run(self, act: Callable[[], Changed]) -> None:
         """Let the engine act, and put the requests that it changes into their outboxes.
-        After a step that has failed it is reset instead.
+        If a step has failed, reset the engine instead.
         """
         self._check_open()
         if self._in_step:

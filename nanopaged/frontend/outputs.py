@@ -50,7 +50,7 @@ def request_output(group: SequenceGroup) -> RequestOutput:
         scores = [None, *group.prompt_logprobs.values()]
     return RequestOutput(
         group.request_id, group.reader.prompt, list(group.prompt_token_ids),
-        # (A beam has the index of its parent, so here they are counted again.)
+        # (A beam has the index of its parent, so the outputs are numbered anew here.)
         [completion_output(seq, index) for index, seq in enumerate(group.sequences)],
         not group.live, group.num_cached_tokens, scores)
 

@@ -1,1 +1,1 @@
-"""Attention on a GPU: Triton's kernels, and recorded steps."""
+"""On a GPU: attention in Triton, and recorded steps."""

@@ -55,7 +55,7 @@ class TritonAttention(TorchAttention):
         sequence. num_keys: how many keys the tile sees. first_key, end: those of the
         item.
 
-        Like this, a step takes as long as its longest sequence. So the keys of a long
+        But then a step takes as long as its longest sequence. So the keys of a long
         tile are cut into parts. Each has a program of its own (for each KV head), and
         `merge_parts` joins their results. The first decode has four items then:
 
@@ -68,7 +68,7 @@ class TritonAttention(TorchAttention):
         the last part of a tile may be smaller. Let 2 programs (of a KV head) run at
         once. Divided among them, the 1100 keys of both decodes are 550 each. A part is
         half of that, so that there are about twice as many programs, and when one ends
-        early, another one starts. Rounded up to whole rounds of 64 keys, 275 are 320.
+        early, another one starts. Rounded up to rounds of 64 keys, 275 becomes 320.
 
         Items without keys follow, so that the shape depends on counts alone.
         """

@@ -1,9 +1,9 @@
 """CUDA graphs: steps of decodes, recorded once and then repeated.
 
 A forward pass launches hundreds of kernels, and for a few decodes the host takes longer
-to launch them than the GPU to run them. A CUDA graph is a recording of all these
-launches, which is then repeated with a single one. It repeats the same kernels with the
-same sizes and the same addresses. Therefore:
+to launch them than the GPU takes to run them. A CUDA graph is a recording of all these
+launches, and a single launch repeats it: the same kernels with the same sizes and the
+same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
     padded to the next one

@@ -1,10 +1,10 @@
 """Triton kernels: attention over the paged cache, and the kernels that write to it.
 
 Read `paged_attention.py` first: it has the same steps in plain loops. The file
-`gpu/attention.py` launches these kernels and explains the words; `attention.py` at the
-top explains the shapes. With `TRITON_INTERPRET=1` they run on a CPU, one program after
-another, for tests and debuggers. Use float32 or float16 there, because the interpreter
-cannot multiply bfloat16.
+`gpu/attention.py` launches these kernels and explains the terms;
+`nanopaged/attention.py` explains the shapes. With `TRITON_INTERPRET=1` the kernels run
+on a CPU, one program after another, for tests and debuggers. Use float32 or float16
+there, because the interpreter cannot multiply bfloat16.
 
 A kernel is the code of one program. It is launched on a grid of many programs, and
 `tl.program_id` says which one this is. Its arguments come in three groups: pointers (to

@@ -40,7 +40,7 @@ def sizes_of(config: Any) -> Sizes:
     is_open = family and family._supports_attention_backend and not family._is_stateful
     check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
     text = config.get_text_config(decoder=True)
-    # Sizes may be read even if layers differ in them. `attend` refuses those.
+    # Let sizes be read even if layers differ in them: `attend` refuses such layers.
     text.allow_global_per_layer_attribute_access = True
     sizes = Sizes(config=config, **{name: getattr(text, name, None) for name in COPIED})
     num_heads = sizes.num_attention_heads
@@ -123,8 +123,8 @@ class AnyDecoder(nn.Module):
 
     @torch.inference_mode()
     def put_attention_in(self, runner: Any) -> None:
-        """Compute two sequences by transformers alone. Then put our attention in, and
-        compute both at once, in blocks and in two steps; ValueError if they differ.
+        """Compute two sequences with transformers alone. Then put our attention in, and
+        compute both at once, in blocks and in two steps; ValueError if results differ.
         """
         size, vocab_size = runner.config.block_size, self.sizes.vocab_size
         length = min(2 * size + 2, 66, runner.max_model_len)  # few, but several blocks

@@ -98,14 +98,14 @@ def load_tokenizer(name: str | Path) -> Any:
             name, clean_up_tokenization_spaces=False)
         file = find_file(name, "tokenizer.json")
         plain: Any = Tokenizer.from_file(str(file)) if file else None
-    # A wrong tokenizer_class replaces rules of tokenizer.json by its own.
+    # A wrong tokenizer_class replaces rules of tokenizer.json with its own.
     for text in SAMPLES if plain else ():
         found = tokenizer.encode(text, add_special_tokens=False)
         stored = plain.encode(text, add_special_tokens=False).ids
         if found != stored:
             logging.getLogger("nanopaged").warning(
-                "%s turns %r into the tokens %s, but tokenizer.json of %s into %s. Is "
-                "tokenizer_class in tokenizer_config.json right?",
+                "%s turns %r into the tokens %s, but tokenizer.json of %s turns it "
+                "into %s. Is tokenizer_class in tokenizer_config.json right?",
                 type(tokenizer).__name__, text, found, name, stored)
             break
     return tokenizer
@@ -116,7 +116,7 @@ def load_generation_config(name: str | Path, model_config: Any, tokenizer: Any =
     """The ids of all EOS tokens, and the parameters for requests without their own.
 
     Both come from generation_config.json, if the model has one. It may name several EOS
-    tokens where config.json has one or none. The tokenizer's counts, too.
+    tokens where config.json has one or none. The tokenizer's EOS token is added.
     """
     fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
     with reading(f"generation_config.json of {name}"):

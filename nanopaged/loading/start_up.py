@@ -19,8 +19,8 @@ from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
 
 
-# torch compiles what is `@fused` again for each hidden size of any engine in this
-# process, and gives up after 8 versions.
+# torch recompiles `@fused` functions for each hidden size of any engine in this
+# process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     """A runner that is ready for its first step."""
@@ -56,7 +56,7 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
 def longest_sequence(config: EngineConfig, model_config: Any) -> int:
     """The most tokens a sequence may have; ValueError if more are asked for."""
     longest = model_config.max_position_embeddings
-    # In two ways to rotate Q and K, this may be the length before it was stretched.
+    # With two ways to rotate Q and K, this may be the length before stretching.
     rope = model_config.rope_parameters or {}
     if rope.get("rope_type") in ("linear", "yarn"):
         original = rope.get("original_max_position_embeddings") or longest

@@ -89,7 +89,7 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
 
 @torch.no_grad()
 def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -> None:
-    """The same for tensors in memory. Nothing changes before all have been checked."""
+    """Like `load_checkpoint`, from memory. All is checked before anything changes."""
     check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
     check(isinstance(model, CausalLM), "model_impl", "'nanopaged' for load_weights",
           "transformers")
