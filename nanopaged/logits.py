@@ -98,9 +98,9 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     ranks = torch.cat((own_ranks, 1 + num_higher), 1).tolist()
     reports = []
     for i, count in enumerate(counts):
-        # The row's own token comes first, and may come again.
-        entries = [*zip(ids[i], map(Logprob, values[i], ranks[i]), strict=True)]
-        reports.append(dict(entries[: count + 1]))
+        wanted = slice(count + 1)  # the row's own token comes first, and may come again
+        entries = map(Logprob, values[i][wanted], ranks[i][wanted])
+        reports.append(dict(zip(ids[i][wanted], entries, strict=True)))
     return reports
 
 

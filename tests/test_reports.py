@@ -7,6 +7,7 @@ cache keeps, ranks among ties. (What concerns a server: solutions/checks/server.
 
 import json
 import logging
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ WRONG_PROMPTS = {
     "floats": ([1.0, 2.0], "a string or a list of token ids, got [1.0, 2.0]"),
     "bools": ([True], "a string or a list of token ids, got [True]"),
     "string among ids": ([1, "2"], "a string or a list of token ids"),
-    "string as ids": ({"prompt_token_ids": "1 2"}, "a string or a list of token ids"),
+    "string as ids": ({"prompt_token_ids": "1 2"}, "prompt_token_ids must be a list"),
     "misspelt": ({"promt": "a"}, "a dict with names among"),
     "image": ({"prompt": "a", "multi_modal_data": {}}, "a dict with names among"),
     "nothing in a list": (["a", None], "prompts[1]: prompt must be a string, a list"),
@@ -188,8 +189,24 @@ def test_a_stop_string_that_is_a_special_token_stops(
         answer = complete(llm, [40], greedy(9, stop=stop))
         assert (answer.token_ids, answer.finish_reason) == ([41, bos], "stop")
         assert answer.stop_reason == "<|bos|>"
-    shown = complete(llm, [40], greedy(9, stop="<|bos|>", skip_special_tokens=False))
-    assert shown.finish_reason == "stop" and "<|bos|>" not in shown.text
+        shown = complete(llm, [40], greedy(9, stop=stop, skip_special_tokens=False))
+        assert shown == answer
+    # No other stop string is found within it, but one before it is.
+    first = tokenizer.decode([41])
+    for other, found in {"<|": "<|bos|>", first: first}.items():
+        answer = complete(llm, [40], greedy(9, stop=[other, "<|bos|>"]))
+        assert answer.stop_reason == found
+
+
+def test_a_stop_string_that_is_a_special_token_need_not_be_decoded_to_itself(
+        make_scripted_model, sentencepiece_tokenizer, engine):
+    tokenizer = deepcopy(sentencepiece_tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["\u2581<EOT>"]})
+    end = tokenizer.convert_tokens_to_ids("\u2581<EOT>")
+    assert tokenizer.decode([end]) != "\u2581<EOT>"
+    llm = engine(make_scripted_model([40, 41, end, 42], tokenizer))
+    answer = complete(llm, [40], greedy(9, stop="\u2581<EOT>"))
+    assert (answer.token_ids, answer.stop_reason) == ([41, end], "\u2581<EOT>")
 
 
 # -- What a checkpoint says ------------------------------------------------------------

@@ -27,7 +27,8 @@ def pack_products(model: nn.Module) -> None:
     linears = [module for name, module in model.named_modules()
                if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
     for linear in linears:
-        pack(linear)
+        if not linear.weight.is_mkldnn:
+            pack(linear)
     pad_if_faster(linears)
 
 

@@ -17,8 +17,8 @@ from numba import njit
 # queue of its own. After each operation torch's threads spin for a while, ready for the
 # next one, and compete with Numba's for the cores. With OpenMP that costs nothing that
 # we could measure, but with the queue a step takes up to 1.5 times as long.
+LAYERS = ["omp", "tbb", "workqueue"]
 CONFIG: Any = numba.config
-CONFIG.THREADING_LAYER_PRIORITY = ["omp", "tbb", "workqueue"]
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
@@ -39,6 +39,7 @@ def with_threads(kernel: Any) -> Any:
 
     (The plain one does not even enter OpenMP, so a forked process can run it.)
     """
+    CONFIG.THREADING_LAYER_PRIORITY = LAYERS
     source = getattr(kernel, "py_func", kernel)  # if Numba is disabled: plain Python
     function = FunctionType(source.__code__, source.__globals__)
     function.__qualname__ += "_with_threads"  # its name in Numba's cache on disk

@@ -65,9 +65,10 @@ class Detokenizer:
         # Sorted: of two at the same place, the shorter comes first, and wins.
         self.stops = sorted(stops)
         self.stopped_by: str | None = None
-        # Special tokens that are stop strings. They have to be read to be found.
-        known = tokenizer.added_tokens_decoder if tokenizer and self.stops else {}
-        self.shown = {id for id, token in known.items() if token.content in self.stops}
+        # Stop strings that are special tokens. The text may skip those.
+        known = tokenizer.added_tokens_decoder if tokenizer and stops else {}
+        self.special_stops = {id: token.content for id, token in known.items()
+                              if token.special and token.content in stops}
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
         self.text = ""
@@ -98,9 +99,11 @@ class Detokenizer:
         data = bytearray(self.waiting)
         try:
             for token in token_ids[self.num_read :]:
-                is_shown = may_stop and token in self.shown
-                first, later = token_bytes(ref(self.tokenizer), token,
-                                           self.skip_special_tokens and not is_shown)
+                if may_stop and token in self.special_stops:
+                    self.stopped_by, final = self.special_stops[token], True
+                    break
+                first, later = token_bytes(
+                    ref(self.tokenizer), token, self.skip_special_tokens)
                 data += later if self.has_begun else first
                 self.has_begun |= bool(later)
         except Exception:  # this text ends here, but other requests go on

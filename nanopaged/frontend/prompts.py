@@ -62,7 +62,7 @@ def as_message(given: Any) -> dict[str, Any]:
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
           "such lists", given, TypeError)
-    message: dict[str, Any] = deepcopy(dict(given))
+    message: dict[str, Any] = dict(given)
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content or ""}]
     for part in parts:
@@ -71,13 +71,14 @@ def as_message(given: Any) -> dict[str, Any]:
     if isinstance(content, list):
         message["content"] = "\n".join(part["text"] for part in parts)
     try:
-        for call in message.get("tool_calls") or []:
+        calls = deepcopy(message.get("tool_calls"))
+        for call in calls or []:
             if isinstance(arguments := call["function"].get("arguments"), str):
                 call["function"]["arguments"] = json.loads(arguments)
     except Exception as error:
         check(False, "tool_calls", "a list of calls, with "
               f"arguments in JSON ({error!r})", message["tool_calls"])
-    return message
+    return message | {"tool_calls": calls} if calls else message
 
 
 # -- Requests --------------------------------------------------------------------------
@@ -103,8 +104,10 @@ def make_groups(llm: Any, prompts: Any, params: Any) -> list[SequenceGroup]:
 def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
                cache_salt: Any = None) -> SequenceGroup:
     """A request that can be served; ValueError or TypeError if it never can be."""
+    check(not isinstance(prompt_token_ids, str), "prompt_token_ids",
+          "a list of token ids", prompt_token_ids, TypeError)
     ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
-    if isinstance(ids, str) and prompt_token_ids is None:
+    if isinstance(ids, str):
         ids.encode()  # an error for a lone surrogate
         ids = llm.get_tokenizer()(ids).input_ids
     # Anything else becomes [None], which the next line refuses.

@@ -66,7 +66,9 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
     shape = shared.backend.num_kv_heads, shared.backend.head_dim
     check(k.shape[1:] == v.shape[1:] == shape, f"K and V in {name}",
           f"{shape}, as in all other layers", tuple(k.shape[1:]))
-    kv_cache = next(shared.kv_caches)  # one for each call: a layer may run twice
+    kv_cache = next(shared.kv_caches, None)  # of this call: a layer may run twice
+    check(kv_cache is not None, "num_hidden_layers", "the number of calls of attention "
+          "in a step", "fewer")
     shared.windows.add(sliding_window)
     shared.backend.store(k, v, kv_cache, shared.metadata.slots)
     out = shared.backend.attend(

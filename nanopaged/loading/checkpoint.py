@@ -4,6 +4,7 @@ have none, and which file has which tensor.
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,9 +165,9 @@ def find_tensors(source: str | Path) -> dict[str, tuple[Path, Any]]:
 
 
 def stored_dtype(source: str | Path) -> Any:
-    """The dtype of the largest tensor, for a config that has none; None if it is
-    unusual.
-    """
-    infos = [info for _, info in find_tensors(source).values()]
+    """The dtype of most weights, for a config that has none; None if it is unusual."""
+    sizes: Counter[str] = Counter()
+    for _, info in find_tensors(source).values():
+        sizes[info.dtype] += info.parameter_count
     dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    return dtypes.get(max(infos, key=lambda info: info.parameter_count).dtype)
+    return dtypes.get(max(sizes, key=sizes.__getitem__, default=""))

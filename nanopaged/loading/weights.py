@@ -162,7 +162,8 @@ def write(module: nn.Module, kind: str, tensors: list[Tensor], ranks: Ranks) -> 
         # This is a bias. The ranks' results are added up, so only rank 0 may add it.
         tensors = [torch.zeros_like(each) for each in tensors]
     value = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    if target.is_mkldnn:  # a packed weight cannot be overwritten
-        target = torch.empty(value.shape, dtype=target.dtype)
-        module.weight = nn.Parameter(target, requires_grad=False)
-    target.copy_(value)  # in place: CUDA graphs have its address
+    if target.is_mkldnn:  # it is packed, and only a new one can be
+        module.weight = nn.Parameter(value.to(target.dtype), requires_grad=False)
+        products.pack(module)
+    else:
+        target.copy_(value)  # in place: CUDA graphs have its address
