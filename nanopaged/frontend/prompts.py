@@ -52,6 +52,8 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
         return {"prompt": content}
     unknown = content.keys() - NAMES
     check(not unknown, "prompt", f"a dict with names among {NAMES}", unknown, TypeError)
+    ids = content.get("prompt_token_ids")
+    check(not isinstance(ids, str), "prompt_token_ids", "a list of ids", ids, TypeError)
     return content
 
 
@@ -104,8 +106,6 @@ def make_groups(llm: Any, prompts: Any, params: Any) -> list[SequenceGroup]:
 def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
                cache_salt: Any = None) -> SequenceGroup:
     """A request that can be served; ValueError or TypeError if it never can be."""
-    check(not isinstance(prompt_token_ids, str), "prompt_token_ids",
-          "a list of token ids", prompt_token_ids, TypeError)
     ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
     if isinstance(ids, str):
         ids.encode()  # an error for a lone surrogate
