@@ -27,22 +27,22 @@ class Chapter(NamedTuple):
 
     name: str
     title: str
-    minutes: int = 0  # a chapter without any comes after the tour
+    minutes: int = 0  # measured with two learners; without any it comes after the tour
 
 
 CHAPTERS = [
-    Chapter("loop", "What is the loop?", 8),
-    Chapter("cache", "Why cache K and V?", 8),
-    Chapter("batch", "Why a batch?", 7),
-    Chapter("blocks", "Why blocks?", 14),
-    Chapter("schedule", "Who runs?", 11),
-    Chapter("full", "What if the pool is full?", 9),
-    Chapter("prefix", "Who shares a prompt?", 13),
-    Chapter("fork", "Who shares an answer?", 12),
-    Chapter("step", "What is one step?", 12),
-    Chapter("attention", "How is attention paged?", 13),
-    Chapter("ranks", "Several GPUs?", 7),
-    Chapter("results", "What does it buy?", 11),
+    Chapter("loop", "What is the loop?", 7),
+    Chapter("cache", "Why cache K and V?", 5),
+    Chapter("batch", "Why a batch?", 5),
+    Chapter("blocks", "Why blocks?", 12),
+    Chapter("schedule", "Who runs?", 10),
+    Chapter("full", "What if the pool is full?", 8),
+    Chapter("prefix", "Who shares a prompt?", 11),
+    Chapter("fork", "Who shares an answer?", 11),
+    Chapter("step", "What is one step?", 11),
+    Chapter("attention", "How is attention paged?", 12),
+    Chapter("ranks", "Several GPUs?", 6),
+    Chapter("results", "What does it buy?", 9),
     Chapter("build", "Break it, then build it"),
     Chapter("gpu", "Appendix: what a GPU adds"),
     Chapter("glossary", "Glossary"),
