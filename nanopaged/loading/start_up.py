@@ -32,8 +32,8 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     dtype = pick_dtype(config.dtype, model_dtype, device)
     backend = make_backend(config.attention_backend, ranks.local_config,
                            config.block_size, dtype, device)
-    model = load_model(config, backend, ranks)
     max_model_len = longest_sequence(config, model_config)
+    model = load_model(config, backend, ranks)
     runner = ModelRunner(config, ranks, backend, model, max_model_len)
     if isinstance(model, AnyDecoder):
         model.put_attention_in(runner)
