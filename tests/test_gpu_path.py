@@ -240,7 +240,7 @@ def count_variants(calls):
 
 
 @pytest.mark.parametrize("num_steps", [
-    40, pytest.param(400, marks=pytest.mark.slow)])
+    80, pytest.param(400, marks=pytest.mark.slow)])
 def test_serving_compiles_nothing_that_the_start_has_not(
         make_model, engine, num_steps):
     options = {"max_model_len": 120, "max_num_seqs": 17, "num_blocks": 24}
