@@ -37,6 +37,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from nanopaged import fused
+
 Ints: TypeAlias = NDArray[np.integer[Any]]
 
 
@@ -98,6 +100,7 @@ class TorchAttention:
     """The reference, on any device: gather K and V, then call torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs
+    fused: Any = fused  # what the model computes between products: `fused.py`
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:

@@ -69,7 +69,8 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
         qk, v = qkv.tensor_split([-num_kv_heads], dim=1)
         weights: list[Tensor] = [norm.weight for norm in self.norms]
-        qk = fused.norm_rotate(qk, weights, num_kv_heads, self.eps, *rotation)
+        qk = self.backend.fused.norm_rotate(
+            qk, weights, num_kv_heads, self.eps, *rotation)
         q, k = qk.tensor_split([-num_kv_heads], dim=1)
         self.backend.store(k, v, kv_cache, metadata.slots)
         attended = self.backend.attend(q, kv_cache, metadata, self.scale, self.window)
@@ -92,7 +93,7 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     def __init__(self, config: Any, backend: Any, ranks: Ranks, layer: int) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.backend = ranks, backend
         self.self_attn = Attention(config, backend, layer)
         self.mlp = MLP(config)
         self.eps = config.rms_norm_eps
@@ -107,9 +108,10 @@ class DecoderLayer(nn.Module):
         the last output, not yet added to the residual.
         """
         norm, next_norm = self.input_layernorm, self.post_attention_layernorm
-        x, residual = fused.add_norm(x, residual, norm.weight, self.eps)
+        add_norm = self.backend.fused.add_norm
+        x, residual = add_norm(x, residual, norm.weight, self.eps)
         x = self.ranks.all_reduce(self.self_attn(x, rotation, kv_cache, metadata))
-        x, residual = fused.add_norm(x, residual, next_norm.weight, self.eps)
+        x, residual = add_norm(x, residual, next_norm.weight, self.eps)
         return self.ranks.all_reduce(self.mlp(x)), residual
 
 

@@ -406,6 +406,31 @@ def small_cases():
         for keys in (5, 2500) for dtype in (F32, BF16)]  # 2500 are for several threads
 
 
+@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_between_products_it_computes_what_torch_does(dtype, num_tokens):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    x, residual, weight = draw(num_tokens, 48), draw(num_tokens, 48), draw(48)
+    heads = draw(num_tokens, 8, 16)[:, :6]  # not contiguous, as in the model
+    weights, angles = [draw(16), draw(16)], 3 * draw(num_tokens, 1, 8).repeat(1, 1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    results = []
+    for name, as_given in (("numba", torch.clone), ("torch", torch.Tensor.double)):
+        fused = make_backend(name, dtype=dtype).fused
+        normed, total = fused.add_norm(*map(as_given, (x, residual, weight)), 1e-6)
+        rotated = [fused.norm_rotate(
+            as_given(heads), [as_given(each) for each in norms], 2, 1e-6,
+            as_given(cos), as_given(sin)) for norms in (weights, [])]
+        results.append([normed, total, *rotated])
+    for found, exact in zip(*results, strict=True):
+        assert found.dtype == dtype
+        assert (found - exact).norm() < TOLERANCE[dtype] * exact.norm()
+
+
 @SLOW
 @pytest.mark.parametrize("layer", ["default", "workqueue"])
 @pytest.mark.parametrize("kind", ["function", "CPUDispatcher"])

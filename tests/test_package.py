@@ -36,7 +36,7 @@ TOO_LARGE = {"engine", "loading", "any_decoder", "frontend", "all", "tests"}  # 
 UPWARD = {
     "engine": {"block_manager", "checks", "config", "model_runner", "scheduler",
                "sequence"},
-    "sequence": {"config"}, "block_manager": {"prefix_cache"},
+    "attention": {"fused"}, "sequence": {"config"}, "block_manager": {"prefix_cache"},
     "scheduler": {"config", "beam_search"},
     "model_runner": {"attention", "config", "logits", "ranks", "sampler"},
     "model": {"fused", "ranks"}, "sampler": {"config", "logits"},
@@ -105,7 +105,7 @@ def test_lines_stay_short():
 
 
 def is_kernel(path):
-    return path.stem in ("kernels", "paged_attention", "product_kernel")
+    return path.stem in ("kernels", "paged_attention")
 
 
 @pytest.mark.upstream

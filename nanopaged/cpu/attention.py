@@ -1,5 +1,6 @@
 """Attention on a CPU: the loops of `paged_attention.py`, on several threads."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -7,13 +8,43 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from nanopaged import fused
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
-from nanopaged.cpu import threads
+from nanopaged.cpu import kernels, threads
 from nanopaged.paged_attention import run_program
 
 # The fewest queries of an entry that are left to torch. (Measured: up to 8, the kernel
 # is usually faster.)
 MIN_QUERIES = 9
+# Between products, torch computes steps of more tokens, on all threads.
+MAX_TOKENS = 64
+
+
+def bits(x: Tensor) -> Any:
+    """A tensor as an array for the kernels. NumPy has no bfloat16, so it gets the bits.
+    """
+    x = x.contiguous()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
+             eps: float) -> tuple[Tensor, Tensor]:
+    """As in `nanopaged/fused.py`, but the sum is written into `residual`."""
+    if len(x) > MAX_TOKENS:
+        return fused.add_norm(x, residual, weight, eps)
+    out = torch.empty_like(x)
+    kernels.add_norm(*map(bits, (out, x, residual, weight)), eps)
+    return out, residual
+
+
+def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
+                cos: Tensor, sin: Tensor) -> Tensor:
+    """As in `nanopaged/fused.py`."""
+    if not weights or len(x) > MAX_TOKENS:
+        return fused.norm_rotate(x, weights, num_kv_heads, eps, cos, sin)
+    out = x.new_empty(x.shape)
+    kernels.norm_rotate(*map(bits, (out, x, *weights, cos, sin)), num_kv_heads, eps)
+    return out
 
 
 class NumbaAttention(TorchAttention):
@@ -22,6 +53,8 @@ class NumbaAttention(TorchAttention):
     A decode uses every key for only one query, so gathering K and V first, as torch
     needs them, would take longer than the attention. For a long chunk it pays off.
     """
+
+    fused = SimpleNamespace(add_norm=add_norm, norm_rotate=norm_rotate)
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """[3, num_queries], the queries for the kernel: which token each of them is,
@@ -32,26 +65,25 @@ class NumbaAttention(TorchAttention):
         plan = np.stack((tokens, at.table_starts, at.positions + 1))
         return plan[:, counts[at.entries] < MIN_QUERIES]
 
+    def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
+        k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
+        kernels.store(bits(k), bits(v), bits(kv_cache), slots.numpy())
+
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        tokens, table_starts, num_keys = metadata.plan
+        tokens, table_starts, num_keys = metadata.plan.numpy()
         is_all = len(tokens) == len(q)  # then no query has to be copied
-        queries = (q if is_all else q[tokens]).float()
+        queries = q if is_all else q[tokens]
+        shape = self.num_kv_heads, self.group_size
         # [num_queries, num_kv_heads, group_size, head_dim]
-        queries = scale * queries.unflatten(1, (self.num_kv_heads, -1))
-        # Without sinks, a score so low that it counts for nothing.
-        sink_scores = queries.new_full(queries.shape[1:3], -1e30)
-        if sinks is not None:
-            sink_scores = sinks.detach().float().view_as(sink_scores)
-        # NumPy has no bfloat16, so it gets the bits.
-        is_bfloat16 = kv_cache.dtype == torch.bfloat16
-        bits = kv_cache.view(torch.uint16) if is_bfloat16 else kv_cache
-        attended = torch.empty_like(queries)
+        queries = queries.view(-1, *shape, self.head_dim)
+        attended = queries.new_empty(queries.shape)
+        sink_scores = None if sinks is None else sinks.float().view(shape).numpy()
         threads.run(
-            run_programs, attended.numpy(), queries.numpy(), bits.numpy(),
-            metadata.block_tables.numpy(), table_starts.numpy(), num_keys.numpy(),
-            window or 2**40, sink_scores.numpy())
-        attended = attended.flatten(1, 2).to(q.dtype)
+            run_programs, *map(bits, (attended, queries, kv_cache)),
+            metadata.block_tables.numpy(), table_starts, num_keys, scale,
+            window or 2**40, sink_scores)
+        attended = attended.flatten(1, 2)
         if is_all:
             return attended.flatten(1)
         out = q.new_empty(q.shape)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopaged.cpu import product_kernel, threads
+from nanopaged.cpu import kernels, threads
 from nanopaged.model import Linear
 
 # Endings of the names of linear layers whose weight nothing else reads.
@@ -105,7 +105,7 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # even and the odd columns of x apart.
         pairs = weight.view(torch.uint16).numpy().view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
-        threads.run(product_kernel.run_products, out.numpy(), even, odd, pairs)
+        threads.run(kernels.run_products, out.numpy(), even, odd, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias

@@ -1,0 +1,150 @@
+"""What a step of a few tokens computes besides attention, in plain loops for Numba.
+
+An array of bfloat16 numbers is passed as their bits, in uint16.
+"""
+# mypy: ignore-errors
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.extending import intrinsic, overload
+
+from nanopaged.cpu import threads
+from nanopaged.paged_attention import FASTMATH, prefetch, rounded, to_float32
+
+# -- Between matrix products -----------------------------------------------------------
+
+@threads.keep
+@njit(nogil=True, fastmath=FASTMATH)
+def add_norm(out, x, residual, weight, eps):
+    """As in `nanopaged/fused.py`, but the sum replaces the residual."""
+    for row in range(len(x)):
+        for i in range(len(weight)):
+            total = to_float32(x[row, i]) + to_float32(residual[row, i])
+            residual[row, i] = rounded(total, x[row, i])
+        scale = inverse_rms(residual[row], eps)
+        for i in range(len(weight)):
+            normed = scale * to_float32(residual[row, i]) * to_float32(weight[i])
+            out[row, i] = rounded(normed, x[row, i])
+
+
+@threads.keep
+@njit(nogil=True, fastmath=FASTMATH)
+def norm_rotate(out, x, q_weight, k_weight, cos, sin, num_kv_heads, eps):
+    """As in `nanopaged/fused.py`. (Both halves of a head have the same angles.)"""
+    num_tokens, num_heads, head_dim = x.shape
+    half = head_dim // 2
+    for token in range(num_tokens):
+        for head in range(num_heads):
+            weight = q_weight if head < num_heads - num_kv_heads else k_weight
+            row, end = x[token, head], out[token, head]
+            scale = inverse_rms(row, eps)
+            for i in range(half):
+                x1 = scale * to_float32(row[i]) * to_float32(weight[i])
+                x2 = scale * to_float32(row[half + i]) * to_float32(weight[half + i])
+                c, s = to_float32(cos[token, 0, i]), to_float32(sin[token, 0, i])
+                end[i] = rounded(x1 * c - x2 * s, row[i])
+                end[half + i] = rounded(x2 * c + x1 * s, row[i])
+
+
+@njit(nogil=True, fastmath=FASTMATH)
+def inverse_rms(row, eps):
+    """What RMSNorm multiplies a row by."""
+    square = np.float32(0)
+    for i in range(len(row)):
+        square += to_float32(row[i]) ** 2
+    return np.float32(1 / np.sqrt(square / len(row) + eps))
+
+
+@threads.keep
+@njit(nogil=True)
+def store(k, v, kv_cache, slots):
+    """Put K and V into their slots."""
+    for token in range(len(slots)):
+        block, offset = divmod(slots[token], kv_cache.shape[3])
+        for head in range(k.shape[1]):
+            for dim in range(k.shape[2]):
+                kv_cache[block, 0, head, offset, dim] = k[token, head, dim]
+                kv_cache[block, 1, head, offset, dim] = v[token, head, dim]
+
+
+# -- Attention -------------------------------------------------------------------------
+
+@overload(prefetch)
+def compiled_prefetch(row):
+    """What `prefetch` of `paged_attention.py` is in compiled code."""
+    def compiled(row):
+        for offset in range(0, row.nbytes, 64):  # the bytes that are fetched at a time
+            prefetch_line(row.ctypes.data + offset)
+    return compiled
+
+
+@intrinsic
+def prefetch_line(_, address):
+    """The processor's instruction for this."""
+    def emit(context, builder, signature, arguments):
+        number = ir.IntType(32)
+        line = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
+        kind = ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
+        function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
+        # To read (0), into the fastest cache (3), data (1).
+        builder.call(function, [line, number(0), number(3), number(1)])
+        return context.get_dummy_value()
+    return types.void(types.intp), emit
+
+
+# -- Matrix products: bfloat16 times float32 -------------------------------------------
+
+
+@threads.keep
+@njit(nogil=True)
+def run_products(out, *others):
+    """Compute out = x W^T. `run_four` explains the arguments."""
+    quarter = (out.shape[1] + 3) // 4
+    for n in prange(quarter):
+        run_four(np.int64(n), quarter, out, *others)
+
+
+@njit(nogil=True, fastmath=FASTMATH)
+def run_four(n, quarter, out, even, odd, weight):
+    """Compute the outputs for four rows of W: n, n + quarter, and so on.
+
+    out        [num_rows, num_outputs], float32
+    even, odd  [num_rows, size / 2], float32: the numbers of x at even and odd indices
+    weight     [num_outputs, size / 2], uint32: two bfloat16 numbers of W in each
+
+    Reading W from memory takes most of the time, so the loop works on several things at
+    once: four rows of W, far apart, because a processor that notices several streams
+    fetches further ahead; two rows of x, so that each number of W that has arrived is
+    used twice; and both numbers of a pair, each multiplied where it is. That is why x
+    is split into even and odd.
+    """
+    last, last_row = len(weight) - 1, len(out) - 1
+    # Indices past the last row repeat it.
+    a, b = n, min(n + quarter, last)
+    c, d = min(n + 2 * quarter, last), min(n + 3 * quarter, last)
+    for i in range(0, last_row + 1, 2):
+        j = min(i + 1, last_row)
+        ia = ib = ic = id = ja = jb = jc = jd = np.float32(0)
+        for k in range(even.shape[1]):
+            ia += multiply(weight[a, k], even[i, k], odd[i, k])
+            ja += multiply(weight[a, k], even[j, k], odd[j, k])
+            ib += multiply(weight[b, k], even[i, k], odd[i, k])
+            jb += multiply(weight[b, k], even[j, k], odd[j, k])
+            ic += multiply(weight[c, k], even[i, k], odd[i, k])
+            jc += multiply(weight[c, k], even[j, k], odd[j, k])
+            id += multiply(weight[d, k], even[i, k], odd[i, k])
+            jd += multiply(weight[d, k], even[j, k], odd[j, k])
+        out[i, a], out[i, b], out[i, c], out[i, d] = ia, ib, ic, id
+        out[j, a], out[j, b], out[j, c], out[j, d] = ja, jb, jc, jd
+
+
+@njit(inline="always")
+def multiply(pair, even, odd):
+    """Multiply each number of a pair by its own factor, and add the products. A
+    bfloat16 is the upper half of a float32. The first number is the lower half of the
+    pair, so it is shifted.
+    """
+    first = np.uint32(pair << np.uint32(16)).view(np.float32)
+    second = np.uint32(pair & np.uint32(0xFFFF0000)).view(np.float32)
+    return first * even + second * odd
