@@ -7,7 +7,7 @@ model, fused, sampler, logits, config, checks, ranks.
 The folders could be left out, apart from loading/:
 
     gpu/        attention in Triton, CUDA graphs
-    cpu/        faster attention and matrix products
+    cpu/        faster attention, norms and matrix products
     loading/    from a checkpoint to a runner that is ready for its first step
     frontend/   the caller's side: prompts in, text out, from any thread
     tour/       a page that explains and plays runs
