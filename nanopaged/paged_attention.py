@@ -54,7 +54,7 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     scores = np.empty((group_size, block_size), np.float32)
-    heads = q[query, kv_head]
+    heads = q[query, kv_head]  # [group_size, head_dim]
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
     start = max(0, end - window)
@@ -101,8 +101,7 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
 
     for g in range(group_size):
         for dim in range(head_dim):
-            result = acc[g, dim] / total[g]
-            out[query, kv_head, g, dim] = rounded(result, q[query, kv_head, g, dim])
+            out[query, kv_head, g, dim] = rounded(acc[g, dim] / total[g], heads[g, dim])
 
 
 def prefetch(row):
