@@ -452,6 +452,22 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
         small_cases(), torch.load(tmp_path / "outs"), rtol=1e-2, atol=1e-6)
 
 
+@SLOW
+def test_a_kernel_that_someone_has_edited_is_compiled_again(tmp_path):
+    copy = shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged",
+                           ignore=shutil.ignore_patterns("__pycache__"))
+    code = """from test_attention import Case, make_backend
+print(float(Case([(5, 1)]).run(make_backend("numba")).sum()))"""
+
+    def run():
+        return float(run_python("-c", code, cwd=tmp_path, NUMBA_CACHE_DIR=None,
+                                PYTHONPATH=str(Path(__file__).parent)))
+
+    before, path = run(), copy / "paged_attention.py"
+    path.write_text(path.read_text("utf-8").replace("/ total[g]", "/ total[g] * 2"))
+    assert run() == pytest.approx(2 * before, rel=1e-5)
+
+
 # -- FlashAttention --------------------------------------------------------------------
 
 

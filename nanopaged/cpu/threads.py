@@ -6,12 +6,16 @@ import sys
 import threading
 from contextlib import suppress
 from functools import cache, partial
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
 import numba
 import torch
+import xxhash
 from numba import njit
+
+from nanopaged import paged_attention
 
 # Numba divides work among its threads by OpenMP (the library libgomp), by TBB, or by a
 # queue of its own. After each operation torch's threads spin for a while, ready for the
@@ -19,6 +23,7 @@ from numba import njit
 # we could measure, but with the queue a step takes up to 1.5 times as long.
 LAYERS = ["omp", "tbb", "workqueue"]
 CONFIG: Any = numba.config
+SOURCES = Path(paged_attention.__file__), Path(__file__).with_name("kernels.py")
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
@@ -50,7 +55,11 @@ def keep(kernel: Any) -> Any:
     """Keep the compiled code on disk, as `njit(cache=True)` does. But do nothing if no
     folder can be written to (RuntimeError), or if Numba is disabled (AttributeError).
     """
+    # Numba notices when a kernel's own file has changed, but not the file of what the
+    # kernel calls. So the name in the cache depends on these.
+    version = xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
     with suppress(RuntimeError, AttributeError):
+        kernel.py_func.__qualname__ += version
         kernel.enable_caching()
     return kernel
 
