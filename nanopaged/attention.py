@@ -100,7 +100,7 @@ class TorchAttention:
     """The reference, on any device: gather K and V, then call torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs
-    fused: Any = fused  # what the model computes between products: `fused.py`
+    fused: Any = fused  # norms and rotation: `fused.py`, or something faster
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:

@@ -1,12 +1,12 @@
 """PagedAttention in plain loops, compiled by Numba.
 
-On a CPU this computes decodes and short chunks: each query attends to the keys of its
-sequence, from position 0 to its own. `nanopaged/attention.py` explains the shapes, and
-`cpu/attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is plain Python, and you
-can step through it with a debugger.
+On a CPU, this computes decodes and short chunks. Each query attends to the keys of its
+sequence up to its own position, or to a window of them. `nanopaged/attention.py`
+explains the shapes, and `cpu/attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is
+plain Python, and you can step through it with a debugger.
 
-Equation 4 of the PagedAttention paper (Kwon et al. 2023) says what a query q_i
-computes. K_j and V_j are the keys and values of block j, and d is head_dim:
+Equation 4 of the PagedAttention paper (Kwon et al. 2023) gives the output o_i of a
+query q_i. K_j and V_j are the keys and values of block j, and d is head_dim:
 
     A_ij = exp(q_i^T K_j / sqrt(d)) / sum over blocks t of exp(q_i^T K_t / sqrt(d))
     o_i  = sum over blocks j of A_ij V_j
@@ -15,7 +15,7 @@ where a sum over blocks also runs over the keys in each block. The denominator i
 only after the last block, so the loop adds up the numerator (`acc`) and the denominator
 (`total`) separately, and divides at the end. Both are relative to the highest score so
 far, because the exponential of a high score would overflow. When a block has a higher
-one, they are scaled down. This is the online softmax of Milakov and Gimelshein.
+one, both are shrunk. This is the online softmax of Milakov and Gimelshein.
 
 For example, let one block hold keys with the scores 1 and 3, and the next block a key
 with the score 5:
@@ -29,37 +29,40 @@ with the score 5:
 import numpy as np
 from numba import njit
 
-# Sums in any order, for vector instructions. NaN is still respected.
+# Let sums be reordered, so that vector instructions can be used. NaN still works.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 @njit(nogil=True, fastmath=FASTMATH)
-def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, num_keys,
-                scale, window, sinks):
-    """Compute one KV head for one query: a program, in Triton's words. Threads divide
-    the programs of a step.
+def run_program(query, kv_head, out, q, kv_cache, block_tables, tokens, table_starts,
+                num_keys, scale, window, sinks):
+    """Attention of one query, for the query heads that share one KV head. In Triton's
+    words this is one program, and threads divide the programs of a step.
 
-    out, q        [num_queries, num_kv_heads, group_size, head_dim]
+    out, q        [num_tokens, num_kv_heads, group_size, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
-    table_starts  [num_queries]: where the block table of each query's sequence starts
-    num_keys      [num_queries]: how many keys each sees; nothing after them is read
+    tokens        [num_queries]: which token of the step each query is
+    table_starts  [num_queries]: where the block table of its sequence starts
+    num_keys      [num_queries]: how many keys it sees; later ones are not read
     scale         1 / sqrt(d), for most models
     window        how many of these keys count: the last ones
-    sinks         [num_kv_heads, group_size]: the score of one more key, whose V is
-                  zero; None: there is none, as in most models
+    sinks         [num_kv_heads, group_size]: the score of one more key. Its V is zero,
+                  so it only adds to the denominator. Most models have none: None
 
-    An array of bfloat16 numbers holds their bits, because NumPy has no bfloat16.
+    Numbers in bfloat16 are passed as their bits (uint16): NumPy has no bfloat16.
     """
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
+    token = tokens[query]
+    heads = q[token, kv_head]  # [group_size, head_dim]
     scores = np.empty((group_size, block_size), np.float32)
-    heads = q[query, kv_head]  # [group_size, head_dim]
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
     start = max(0, end - window)
-    # The sink counts as the first key, and relative to itself its exponential is 1. (If
-    # there is none, its score is so low that the first real key shrinks this 1 to 0.)
+    # Begin as if the sink had just been seen: `highest` is its score, the sum of
+    # exponentials is e^0 = 1, and `acc` is 0, like its V. (Without a sink the score is
+    # -1e30, so the first real key shrinks this 1 to 0.)
     highest = np.full(group_size, np.float32(-1e30))
     if sinks is not None:
         highest[:] = sinks[kv_head]
@@ -70,8 +73,9 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
     for j in range(start // block_size, num_blocks):
         k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
         v = kv_cache[block_table[j], 1, kv_head]
-        following = kv_cache[block_table[min(j + 1, num_blocks - 1)]]
-        first_here = max(0, start - j * block_size)  # keys in this block that count
+        following = kv_cache[block_table[min(j + 1, num_blocks - 1)]]  # the next block
+        # Of this block, the keys first_here to end_here - 1 count.
+        first_here = max(0, start - j * block_size)
         end_here = min(block_size, end - j * block_size)
 
         # All query heads of the group use a key while it is in the processor's cache.
@@ -101,19 +105,19 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, table_starts, nu
 
     for g in range(group_size):
         for dim in range(head_dim):
-            out[query, kv_head, g, dim] = rounded(acc[g, dim] / total[g], heads[g, dim])
+            out[token, kv_head, g, dim] = rounded(acc[g, dim] / total[g], heads[g, dim])
 
 
 def prefetch(row):
-    """Have the processor fetch K or V for the next block while it computes this one.
-    Without this, attention takes up to 1.5 times as long. (Plain Python cannot do it.
-    What compiled code does instead is in `cpu/kernels.py`.)
+    """Ask the processor to fetch a row of the next block while it computes this one.
+    Without this, attention takes up to 1.5 times as long. Plain Python does nothing
+    here. In compiled code, `compiled_prefetch` of `cpu/kernels.py` takes its place.
     """
 
 
 @njit(inline="always")
 def to_float32(number):
-    """float32, or the bits of bfloat16, which are the upper half of a float32."""
+    """A number as float32. The bits of a bfloat16 are the upper half of a float32's."""
     if isinstance(number, np.uint16):
         return np.uint32(np.uint32(number) << 16).view(np.float32)
     return number
@@ -121,11 +125,11 @@ def to_float32(number):
 
 @njit(inline="always")
 def rounded(number, like):
-    """A float32 number in the type of `like`: float32, or the bits of the nearest
-    bfloat16.
+    """A float32 in the type of `like`: as it is, or the bits of the nearest bfloat16.
+    (Halfway between two, that is the one whose last bit is 0.)
     """
     if isinstance(like, np.uint16):
-        pair = np.float32(number).view(np.uint32)
-        odd = (pair >> np.uint32(16)) & np.uint32(1)
-        return np.uint16((pair + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        whole = np.float32(number).view(np.uint32)
+        last = (whole >> np.uint32(16)) & np.uint32(1)
+        return np.uint16((whole + np.uint32(0x7FFF) + last) >> np.uint32(16))
     return number

@@ -46,7 +46,7 @@ def decode(group_size, window=1 << 40):
     out = np.zeros_like(q)
     kernel = getattr(run_program, "py_func", run_program)
     kernel(0, KV_HEAD, out, q, cache, np.array(TABLE), np.array([0]),
-           np.array([NUM_KEYS]), 1.0, window, None)
+           np.array([0]), np.array([NUM_KEYS]), 1.0, window, None)
 
     keys, values = plain[TABLE][:, :, KV_HEAD].swapaxes(0, 1).reshape(2, -1, HEAD_DIM)
     seen = slice(max(0, NUM_KEYS - window), NUM_KEYS)

@@ -1,4 +1,4 @@
-"""Attention on a CPU: the loops of `paged_attention.py`, on several threads."""
+"""Attention on a CPU: the loops of `paged_attention.py`, run on several threads."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,33 +13,34 @@ from nanopaged.attention import Ints, Metadata, TorchAttention, locate
 from nanopaged.cpu import kernels, threads
 from nanopaged.paged_attention import run_program
 
-# The fewest queries of an entry that are left to torch. (Measured: up to 8, the kernel
+# Torch computes entries with at least this many tokens. (Measured: up to 8, the kernel
 # is usually faster.)
 MIN_QUERIES = 9
-# Between products, torch computes steps of more tokens, on all threads.
+# In steps of more tokens than this, torch computes norms and rotation: it uses all
+# threads, and our kernels for them use one.
 MAX_TOKENS = 64
 
 
 def bits(x: Tensor) -> Any:
-    """A tensor as an array for the kernels. NumPy has no bfloat16, so it gets the bits.
-    """
+    """A tensor as an array. NumPy has no bfloat16, so it gets the bits (uint16)."""
     x = x.contiguous()
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
-    """As in `nanopaged/fused.py`, but the sum is written into `residual`."""
+    """As in `nanopaged/fused.py`, but for few tokens `residual` itself becomes the sum.
+    """
     if len(x) > MAX_TOKENS:
         return fused.add_norm(x, residual, weight, eps)
-    out = torch.empty_like(x)
+    out = x.new_empty(x.shape)
     kernels.add_norm(*map(bits, (out, x, residual, weight)), eps)
     return out, residual
 
 
 def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
                 cos: Tensor, sin: Tensor) -> Tensor:
-    """As in `nanopaged/fused.py`."""
+    """As in `nanopaged/fused.py`. (Rotation alone is left to torch.)"""
     if not weights or len(x) > MAX_TOKENS:
         return fused.norm_rotate(x, weights, num_kv_heads, eps, cos, sin)
     out = x.new_empty(x.shape)
@@ -50,15 +51,16 @@ def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
 class NumbaAttention(TorchAttention):
     """`paged_attention.py` computes decodes and short chunks, and torch the rest.
 
-    A decode uses every key for only one query, so gathering K and V first, as torch
-    needs them, would take longer than the attention. For a long chunk it pays off.
+    In a decode only one query uses each key, so gathering K and V first, as torch needs
+    them, would take longer than attention itself. For a long chunk it pays off.
     """
 
     fused = SimpleNamespace(add_norm=add_norm, norm_rotate=norm_rotate)
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """[3, num_queries], the queries for the kernel: which token each of them is,
-        where its block table starts, and how many keys it sees.
+        where its block table starts, and how many keys it sees. In the story of
+        `sequence.py`: [[0, 1, 2], [0, 2, 2], [7, 5, 6]].
         """
         at = locate(counts, ends, self.block_size)
         tokens = np.arange(len(at.entries))
@@ -66,28 +68,20 @@ class NumbaAttention(TorchAttention):
         return plan[:, counts[at.entries] < MIN_QUERIES]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        k, v = k.to(kv_cache.dtype), v.to(kv_cache.dtype)
-        kernels.store(bits(k), bits(v), bits(kv_cache), slots.numpy())
+        k, v = (bits(each.to(kv_cache.dtype)) for each in (k, v))
+        kernels.store(k, v, bits(kv_cache), slots.numpy())
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        tokens, table_starts, num_keys = metadata.plan.numpy()
-        is_all = len(tokens) == len(q)  # then no query has to be copied
-        queries = q if is_all else q[tokens]
-        shape = self.num_kv_heads, self.group_size
-        # [num_queries, num_kv_heads, group_size, head_dim]
-        queries = queries.view(-1, *shape, self.head_dim)
-        attended = queries.new_empty(queries.shape)
-        sink_scores = None if sinks is None else sinks.float().view(shape).numpy()
-        threads.run(
-            run_programs, *map(bits, (attended, queries, kv_cache)),
-            metadata.block_tables.numpy(), table_starts, num_keys, scale,
-            window or 2**40, sink_scores)
-        attended = attended.flatten(1, 2)
-        if is_all:
-            return attended.flatten(1)
+        shape = -1, self.num_kv_heads, self.group_size, self.head_dim
+        sink_scores = None if sinks is None else sinks.float().view(shape[1:3]).numpy()
         out = q.new_empty(q.shape)
-        out[tokens] = attended
+        # The arguments of `run_program`, in its order. (2**40 is no window.)
+        threads.run(
+            run_programs, metadata.plan.shape[1], self.num_kv_heads,
+            bits(out.view(shape)), bits(q.view(shape)), bits(kv_cache),
+            metadata.block_tables.numpy(), *metadata.plan.numpy(), scale,
+            window or 2**40, sink_scores)
         for entry in np.flatnonzero(metadata.counts >= MIN_QUERIES):
             self.attend_entry(
                 int(entry), q, kv_cache, metadata, scale, window, sinks, out)
@@ -96,10 +90,10 @@ class NumbaAttention(TorchAttention):
 
 @threads.keep
 @njit(nogil=True)
-def run_programs(out: Any, q: Any, *others: Any) -> None:
+def run_programs(num_queries: int, num_kv_heads: int, *others: Any) -> None:
     """Run all programs. `prange` is a `range` that may be divided among threads."""
-    num_queries, num_kv_heads, _, _ = q.shape
     for program in prange(num_queries * num_kv_heads):
-        # Head by head, so that each thread gets short sequences as well as long ones.
-        kv_head, query = divmod(np.int64(program), num_queries)  # prange is unsigned
-        run_program(query, kv_head, out, q, *others)
+        # Head by head, so that threads tend to get short sequences as well as long
+        # ones. (prange is unsigned, and a division of it would give a float.)
+        kv_head, query = divmod(np.int64(program), num_queries)
+        run_program(query, kv_head, *others)

@@ -1,6 +1,6 @@
-"""What a step of a few tokens computes besides attention, in plain loops for Numba.
+"""What a CPU computes besides attention in plain loops, compiled by Numba.
 
-An array of bfloat16 numbers is passed as their bits, in uint16.
+Numbers in bfloat16 are passed as their bits (uint16; in products, two in one uint32).
 """
 # mypy: ignore-errors
 
@@ -17,11 +17,13 @@ from nanopaged.paged_attention import FASTMATH, prefetch, rounded, to_float32
 @threads.keep
 @njit(nogil=True, fastmath=FASTMATH)
 def add_norm(out, x, residual, weight, eps):
-    """As in `nanopaged/fused.py`, but the sum replaces the residual."""
+    """As in `nanopaged/fused.py`, but rounded only at the end, and the sum replaces the
+    residual.
+    """
     for row in range(len(x)):
         for i in range(len(weight)):
             total = to_float32(x[row, i]) + to_float32(residual[row, i])
-            residual[row, i] = rounded(total, x[row, i])
+            residual[row, i] = rounded(total, residual[row, i])
         scale = inverse_rms(residual[row], eps)
         for i in range(len(weight)):
             normed = scale * to_float32(residual[row, i]) * to_float32(weight[i])
@@ -31,35 +33,40 @@ def add_norm(out, x, residual, weight, eps):
 @threads.keep
 @njit(nogil=True, fastmath=FASTMATH)
 def norm_rotate(out, x, q_weight, k_weight, cos, sin, num_kv_heads, eps):
-    """As in `nanopaged/fused.py`. (Both halves of a head have the same angles.)"""
+    """As in `nanopaged/fused.py`, but rounded only at the end. (Both halves of a head
+    have the same angles.)
+    """
     num_tokens, num_heads, head_dim = x.shape
     half = head_dim // 2
     for token in range(num_tokens):
         for head in range(num_heads):
             weight = q_weight if head < num_heads - num_kv_heads else k_weight
-            row, end = x[token, head], out[token, head]
+            row, rotated = x[token, head], out[token, head]
             scale = inverse_rms(row, eps)
             for i in range(half):
                 x1 = scale * to_float32(row[i]) * to_float32(weight[i])
                 x2 = scale * to_float32(row[half + i]) * to_float32(weight[half + i])
                 c, s = to_float32(cos[token, 0, i]), to_float32(sin[token, 0, i])
-                end[i] = rounded(x1 * c - x2 * s, row[i])
-                end[half + i] = rounded(x2 * c + x1 * s, row[i])
+                rotated[i] = rounded(x1 * c - x2 * s, row[i])
+                rotated[half + i] = rounded(x2 * c + x1 * s, row[i])
 
 
 @njit(nogil=True, fastmath=FASTMATH)
 def inverse_rms(row, eps):
-    """What RMSNorm multiplies a row by."""
-    square = np.float32(0)
+    """1 / sqrt(mean(row^2) + eps): RMSNorm multiplies a row by this."""
+    squares = np.float32(0)  # their sum
     for i in range(len(row)):
-        square += to_float32(row[i]) ** 2
-    return np.float32(1 / np.sqrt(square / len(row) + eps))
+        squares += to_float32(row[i]) ** 2
+    return np.float32(1 / np.sqrt(squares / len(row) + eps))
+
+
+# -- The KV cache ----------------------------------------------------------------------
 
 
 @threads.keep
 @njit(nogil=True)
 def store(k, v, kv_cache, slots):
-    """Put K and V into their slots."""
+    """Copy K and V into their slots."""
     for token in range(len(slots)):
         block, offset = divmod(slots[token], kv_cache.shape[3])
         for head in range(k.shape[1]):
@@ -68,26 +75,24 @@ def store(k, v, kv_cache, slots):
                 kv_cache[block, 1, head, offset, dim] = v[token, head, dim]
 
 
-# -- Attention -------------------------------------------------------------------------
-
 @overload(prefetch)
 def compiled_prefetch(row):
-    """What `prefetch` of `paged_attention.py` is in compiled code."""
+    """The compiled version of `prefetch` in `paged_attention.py`."""
     def compiled(row):
-        for offset in range(0, row.nbytes, 64):  # the bytes that are fetched at a time
+        for offset in range(0, row.nbytes, 64):  # the size of a cache line
             prefetch_line(row.ctypes.data + offset)
     return compiled
 
 
 @intrinsic
 def prefetch_line(_, address):
-    """The processor's instruction for this."""
+    """The processor's own instruction for the cache line at this address."""
     def emit(context, builder, signature, arguments):
         number = ir.IntType(32)
         line = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
         kind = ir.FunctionType(ir.VoidType(), [line.type, number, number, number])
         function = builder.module.declare_intrinsic("llvm.prefetch", [line.type], kind)
-        # To read (0), into the fastest cache (3), data (1).
+        # 0: to read it; 3: into the nearest cache; 1: data, and not instructions
         builder.call(function, [line, number(0), number(3), number(1)])
         return context.get_dummy_value()
     return types.void(types.intp), emit
@@ -107,7 +112,7 @@ def run_products(out, *others):
 
 @njit(nogil=True, fastmath=FASTMATH)
 def run_four(n, quarter, out, even, odd, weight):
-    """Compute the outputs for four rows of W: n, n + quarter, and so on.
+    """Compute the outputs of four rows of W: n, n + quarter, and so on.
 
     out        [num_rows, num_outputs], float32
     even, odd  [num_rows, size / 2], float32: the numbers of x at even and odd indices
@@ -116,11 +121,11 @@ def run_four(n, quarter, out, even, odd, weight):
     Reading W from memory takes most of the time, so the loop works on several things at
     once: four rows of W, far apart, because a processor that notices several streams
     fetches further ahead; two rows of x, so that each number of W that has arrived is
-    used twice; and both numbers of a pair, each multiplied where it is. That is why x
-    is split into even and odd.
+    used twice; and both numbers of a pair. (They stay in one vector, because x is split
+    into even and odd instead.)
     """
     last, last_row = len(weight) - 1, len(out) - 1
-    # Indices past the last row repeat it.
+    # Past the last row of W, or of x, the last one is computed again.
     a, b = n, min(n + quarter, last)
     c, d = min(n + 2 * quarter, last), min(n + 3 * quarter, last)
     for i in range(0, last_row + 1, 2):

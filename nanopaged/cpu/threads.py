@@ -27,15 +27,15 @@ SOURCES = Path(paged_attention.__file__), Path(__file__).with_name("kernels.py")
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
-def run(kernel: Any, *arrays: Any) -> None:
+def run(kernel: Any, *arguments: Any) -> None:
     """Run a kernel on as many threads as torch has."""
     num_threads = min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS)
     if num_threads == 1:
-        kernel(*arrays)
+        kernel(*arguments)
         return
     with LOCK:
         numba.set_num_threads(num_threads)
-        with_threads(kernel)(*arrays)
+        with_threads(kernel)(*arguments)
 
 
 @cache
@@ -57,8 +57,8 @@ def keep(kernel: Any) -> Any:
     """
     # Numba notices when a kernel's own file has changed, but not the file of what the
     # kernel calls. So the name in the cache depends on these.
-    version = xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
     with suppress(RuntimeError, AttributeError):
+        version = xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
         kernel.py_func.__qualname__ += version
         kernel.enable_caching()
     return kernel
