@@ -72,8 +72,8 @@ class Detokenizer:
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
         self.text = ""
-        # The prompt may end within a character. So its end is read like the answer (16
-        # tokens are more than one character has), and then its text is dropped.
+        # The prompt may end within a character. So its last tokens (16 are more than a
+        # character has) are read like the answer, and then their text is dropped.
         self.num_read = max(0, len(prompt_ids) - 16)  # tokens
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""

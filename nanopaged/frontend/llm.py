@@ -8,9 +8,9 @@ any time, even in the middle of a step. The next step sees both.
 
 Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort their
 own requests. If a step breaks off, the engine's state may be half-changed. Then
-`_in_step` stays True, and the next call resets the engine: every request that has
-started is aborted, no matter who made it, and still reported. (With several ranks that
-is impossible, because each of them may be anywhere in the step. In that case every
+`_in_step` stays True, and the next step resets the engine instead: every request that
+has started is aborted, no matter who made it, and still reported. (With several ranks
+that is impossible, because each of them may be anywhere in the step. In that case every
 later call fails.)
 """
 
@@ -177,7 +177,8 @@ class LLM(AbstractContextManager["LLM"]):
                  final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
         with self._exclusive():
-            # The step of another thread may have filled the outbox already.
+            # The step of another thread may have filled the outbox already. (`_in_step`
+            # is True if a step has failed; `_run` then resets the engine instead.)
             if self._in_step or (not outbox and self.engine.num_unfinished):
                 self._run(self.engine.step)
             for group in outbox.values():

@@ -1,13 +1,14 @@
 """Any decoder of transformers: its own modules, with our attention put in.
 
-This is for families that `model.py` lacks. `AnyDecoder` has the two methods of
-`CausalLM` that the runner calls.
+This is for families that `model.py` lacks. Like `CausalLM`, `AnyDecoder` has the two
+methods that the runner calls: `forward` and `head`.
 
 What could a family do that a flat batch with blocks gets wrong? If its config tells,
 `sizes_of` refuses it before any weight is read. `attend` refuses arguments that it does
-not know. The rest only shows in the results: layers that remember tokens in other ways,
-or that count positions within the batch. So `put_attention_in` compares two sequences
-with what transformers computes for them, before the engine serves anything.
+not know. The rest only shows in the results: layers that remember tokens by other means
+than attention, or that take a token's place in the batch for its position. So
+`put_attention_in` compares two sequences with what transformers computes for them,
+before the engine serves anything.
 """
 
 from types import SimpleNamespace
@@ -32,7 +33,7 @@ HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 
 
 class Sizes(SimpleNamespace):
-    """What the engine wants to know of a config, and the `config` itself."""
+    """What the engine needs from a config, and the `config` itself."""
 
 
 def sizes_of(config: Any) -> Sizes:
@@ -40,7 +41,7 @@ def sizes_of(config: Any) -> Sizes:
     is_open = family and family._supports_attention_backend and not family._is_stateful
     check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
     text = config.get_text_config(decoder=True)
-    # Let sizes be read even if layers differ in them: `attend` refuses such layers.
+    # Let sizes be read even if they differ between layers: `attend` refuses those.
     text.allow_global_per_layer_attribute_access = True
     sizes = Sizes(config=config, **{name: getattr(text, name, None) for name in COPIED})
     num_heads = sizes.num_attention_heads
@@ -112,7 +113,7 @@ class AnyDecoder(nn.Module):
         return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def give_states(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Stand in for the decoder: return states that have been computed."""
+        """Stand in for the decoder while `head` runs: return the states given to it."""
         self.output["last_hidden_state"] = inputs_embeds
         return self.output
 
@@ -149,9 +150,9 @@ class AnyDecoder(nn.Module):
         except Exception as error:
             raise ValueError(f"model_type in config.json must be {FAMILY}, got "
                              f"{self.sizes.model_type!r} ({error})") from error
-        runner.make_pools(0, 0)
+        runner.make_pools(0, 0)  # back to the padding block alone
         # A family may give its window to the mask that it makes, but not to attention.
-        # We ignore that mask, so sequences must not get longer than the window: up to
+        # Ours gets no mask, so sequences must not get longer than the window: up to
         # there it makes no difference.
         window, types = self.sizes.sliding_window, self.sizes.layer_types
         is_used = types is None or "sliding_attention" in types

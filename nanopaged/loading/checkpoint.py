@@ -54,8 +54,8 @@ def find_file(name: str | Path, file: str) -> Any:
 
 
 def load_config(name: str | Path, model_impl: str = "auto") -> Any:
-    """The config, as transformers reads it, or, for a model that transformers' modules
-    compute, its `Sizes`. ValueError if neither we nor they can run it.
+    """The config as transformers reads it, if our own decoder computes the model. If
+    transformers' modules do, its `Sizes`. ValueError if neither can.
     """
     # An id of the hub is "name" or "owner/name"; anything else is a path.
     is_path = isinstance(name, Path) or str(name).count("/") > 1

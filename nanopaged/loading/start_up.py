@@ -1,4 +1,4 @@
-"""Before the first step: what "auto" stands for, the largest steps, and the pools."""
+"""Before the first step: resolve "auto", try the largest steps, size the pools."""
 
 import logging
 import os
@@ -19,8 +19,8 @@ from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
 
 
-# torch recompiles `@fused` functions for each hidden size of any engine in this
-# process, and by default gives up after 8 versions.
+# torch recompiles the functions that are marked `@fused` for each hidden size of any
+# engine in this process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     """A runner that is ready for its first step."""
@@ -56,7 +56,8 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
 def longest_sequence(config: EngineConfig, model_config: Any) -> int:
     """The most tokens a sequence may have; ValueError if more are asked for."""
     longest = model_config.max_position_embeddings
-    # With two ways to rotate Q and K, this may be the length before stretching.
+    # With these two ways to rotate Q and K, it may be the length that the model had
+    # before its positions were stretched by `factor`.
     rope = model_config.rope_parameters or {}
     if rope.get("rope_type") in ("linear", "yarn"):
         original = rope.get("original_max_position_embeddings") or longest
@@ -68,9 +69,9 @@ def longest_sequence(config: EngineConfig, model_config: Any) -> int:
 
 
 def run_trial_steps(runner: ModelRunner) -> None:
-    """Run steps of padding, for which the padding block is enough. On a GPU, the
-    largest steps follow. They compile everything that a step may need, and show how
-    much memory a step can take.
+    """Run steps whose results nobody reads. All their tokens are stored in one block,
+    the padding block, so they need no pool yet. On a GPU, the largest steps follow.
+    They compile everything that a step may need, and show how much memory it can take.
     """
     max_seqs = runner.config.max_num_seqs
     max_tokens = runner.config.max_num_batched_tokens
@@ -78,8 +79,9 @@ def run_trial_steps(runner: ModelRunner) -> None:
     if runner.is_gpu:
         torch.cuda.empty_cache()
         run_padding(runner, [1] * min(max_seqs, max_tokens))
-        longest = min(max_tokens, runner.max_model_len)
-        run_padding(runner, [longest] * min(max_seqs, max_tokens // longest))
+        whole, rest = divmod(max_tokens, runner.max_model_len)
+        counts = [runner.max_model_len] * whole + [rest] * (rest > 0)
+        run_padding(runner, counts[:max_seqs])
 
 
 def run_padding(runner: ModelRunner, counts: list[int]) -> None:
@@ -140,7 +142,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """What "auto" stands for: see `EngineConfig`."""
+    """The dtype of weights, K and V. "auto" is the model's, unless that is a 16-bit one
+    that would be slow here.
+    """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if model_dtype not in (torch.bfloat16, torch.float16):

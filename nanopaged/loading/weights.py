@@ -31,6 +31,7 @@ def optional(module: str) -> Any:
         return None
 
 
+# Faster matrix products, for which weights are packed; None if they cannot run here.
 products = optional("cpu.products")
 
 
@@ -41,17 +42,17 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
-    # Matrices, K and V have backend.dtype; norms and activations have this one.
-    dtype = backend.dtype
+    # Matrices, K and V have backend.dtype; norms and activations have compute_dtype.
+    compute_dtype = backend.dtype
     if products:
-        dtype = products.compute_dtype(dtype, backend.device)
+        compute_dtype = products.compute_dtype(compute_dtype, backend.device)
     if isinstance(ranks.local_config, Sizes):
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
         with reading(f"the weights of {config.model}"):
             model: nn.Module = AnyDecoder(config, ranks.local_config, backend)
     else:
-        with backend.device, local_torch_dtype(dtype), no_init_weights():
+        with backend.device, local_torch_dtype(compute_dtype), no_init_weights():
             model = CausalLM(ranks.local_config, backend, ranks)
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -62,7 +63,7 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
-    elif isinstance(model, CausalLM):
+    elif isinstance(model, CausalLM):  # (an AnyDecoder has loaded its own)
         load_checkpoint(model, config.model, ranks)  # type: ignore[arg-type]
     if products:
         products.pack_products(model)
@@ -114,7 +115,7 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
     missing, is left over, or does not fit.
     """
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
-    # A head in the checkpoint counts, even if config.json says that it is tied.
+    # A head in the checkpoint is used even if config.json says that it is tied.
     is_tied = ranks.local_config.tie_word_embeddings and head not in shapes
     places: list[Place] = []
     expected: dict[str, list[int]] = {}
@@ -122,13 +123,14 @@ def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks
     for name, parameter in model.named_parameters(remove_duplicate=is_tied):
         # For example model.layers.0.self_attn.qkv_proj.weight. It stacks three matrices
         # of the checkpoint: `stacked` has the names q_proj, k_proj and v_proj, and
-        # how many rows each of them has.
+        # how many rows of each are on this rank.
         path, _, kind = name.rpartition(".")
         module, own_name = model.get_submodule(path), path.rpartition(".")[2]
         stacked = getattr(module, "stacked", {own_name: len(parameter)})
         names = [name.replace(own_name, each) for each in stacked]
         if is_tied and names == [head]:
             names = [embeddings]  # packing has made a tied head a parameter of its own
+        # The dimension that ranks divide. (A bias has no dimension 1: see `write`.)
         divided = getattr(module, "divided", None)
         places.append((module, kind, names))
         for each, num_rows in zip(names, stacked.values(), strict=True):
