@@ -408,7 +408,7 @@ def small_cases():
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_between_products_it_computes_what_torch_does(dtype, num_tokens):
+def test_norms_and_rotation_are_those_of_fused_py(dtype, num_tokens):
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
