@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.cpu import kernels, threads
+from nanopaged.cpu.attention import bits
 from nanopaged.model import Linear
 
 # Endings of the names of linear layers whose weight nothing else reads.
@@ -101,9 +102,9 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     inputs = x.float().flatten(0, -2)
     if len(inputs) <= 32 and inputs.shape[1] % 2 == 0:
         out = inputs.new_empty(len(inputs), len(weight))
-        # NumPy has no bfloat16, so the kernel reads two as one uint32. It takes the
-        # even and the odd columns of x apart.
-        pairs = weight.view(torch.uint16).numpy().view("uint32")
+        # The kernel reads two numbers of W as one uint32. It takes the even and the odd
+        # columns of x apart.
+        pairs = bits(weight).view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
         threads.run(kernels.run_products, out.numpy(), even, odd, pairs)
     else:

@@ -53,15 +53,21 @@ def with_threads(kernel: Any) -> Any:
 
 def keep(kernel: Any) -> Any:
     """Keep the compiled code on disk, as `njit(cache=True)` does. But do nothing if no
-    folder can be written to (RuntimeError), or if Numba is disabled (AttributeError).
+    folder can be written to (RuntimeError), if Numba is disabled (AttributeError), or
+    if there are no sources (OSError).
     """
-    # Numba notices when a kernel's own file has changed, but not the file of what the
-    # kernel calls. So the name in the cache depends on these.
-    with suppress(RuntimeError, AttributeError):
-        version = xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
-        kernel.py_func.__qualname__ += version
+    with suppress(RuntimeError, AttributeError, OSError):
+        kernel.py_func.__qualname__ += version()
         kernel.enable_caching()
     return kernel
+
+
+@cache
+def version() -> str:
+    """Of the kernels. Numba notices when a kernel's own file has changed, but not that
+    of what it calls. So its name in the cache on disk depends on these files.
+    """
+    return xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
 
 
 def prepare(runner: Any) -> None:

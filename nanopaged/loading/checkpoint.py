@@ -100,14 +100,15 @@ def load_tokenizer(name: str | Path) -> Any:
         file = find_file(name, "tokenizer.json")
         plain: Any = Tokenizer.from_file(str(file)) if file else None
     # A wrong tokenizer_class replaces rules of tokenizer.json with its own.
-    differ = [text for text in SAMPLES if plain
-              and tokenizer.encode(text, add_special_tokens=False)
-              != plain.encode(text, add_special_tokens=False).ids]
-    if differ:
-        logging.getLogger("nanopaged").warning(
-            "%s and tokenizer.json of %s have different tokens for %s. Is "
-            "tokenizer_class in tokenizer_config.json right?",
-            type(tokenizer).__name__, name, differ)
+    for text in SAMPLES if plain else ():
+        found = tokenizer.encode(text, add_special_tokens=False)
+        stored = plain.encode(text, add_special_tokens=False).ids
+        if found != stored:
+            logging.getLogger("nanopaged").warning(
+                "%s turns %r into the tokens %s, but tokenizer.json of %s turns it "
+                "into %s. Is tokenizer_class in tokenizer_config.json right?",
+                type(tokenizer).__name__, text, found, name, stored)
+            break
     return tokenizer
 
 
