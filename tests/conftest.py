@@ -59,14 +59,6 @@ if find_spec("triton"):
     mend_interpreter()
 
 
-def pytest_collection_modifyitems(items):
-    from helpers import find_browser  # here, so that its asserts are rewritten first
-
-    for item in items:
-        if item.get_closest_marker("browser") and find_browser() is None:
-            item.add_marker(pytest.mark.skip(reason="no Chromium"))
-
-
 # -- Models ----------------------------------------------------------------------------
 
 # So many that a good part of the generations meets one.

@@ -232,15 +232,6 @@ def check_sequence(seq, manager, where):
         assert is_right, f"{where}: block {block_id} holds {content}"
 
 
-# -- A browser -------------------------------------------------------------------------
-
-
-def find_browser():
-    """The path of a Chromium, or None."""
-    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 # -- Numbers, and other processes ------------------------------------------------------
 
 

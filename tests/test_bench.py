@@ -11,9 +11,7 @@ from functools import partial
 import pytest
 
 from helpers import ROOT
-from nanopaged.paper import figures, simulation
-from nanopaged.paper.workloads import draw_lengths
-from nanopaged.tour.guide import paper
+from nanopaged.paper import figures
 
 WORKLOAD = "workload --requests 3 --input-len 8 16 --output-len 4 8"
 DECODE = "decode --batch-sizes 1 2 --tokens 8 --prompt-len 16"
@@ -110,14 +108,6 @@ def test_memory_shows_the_papers_numbers_and_draws(run, monkeypatch, tmp_path):
     assert found["running"]["Orca (max)"] == {"requests": 7, "requests (paper)": 7}
     files = list(tmp_path.glob("*.svg"))
     assert len(files) == 3 and all(str(file) in text for file in files)
-
-
-def test_paging_sustains_a_rate_that_overloads_orca():
-    workload = simulation.Workload(draw_lengths("ShareGPT", 300))
-    ours, oracle = (simulation.simulate(system, workload, 2.2, seconds=200)
-                    for system in ("nanopaged", "Orca (oracle)"))
-    assert ours.latency < paper.LIMIT < oracle.latency
-    assert oracle.usage["tokens"] < 45 and ours.usage["tokens"] > 60
 
 
 def test_the_floor_counts_bytes_and_operations(bench, tmp_path):

@@ -1,7 +1,7 @@
 """A fixed list of small faults in the engine: does the suite notice them?
 
-    python tests/mutants.py list          # 150 faults, the same for the same engine
-    python tests/mutants.py run [N ..]    # break a copy of the project, and test it
+    python tests/tools/mutants.py list        # 150 faults, the same for the same engine
+    python tests/tools/mutants.py run [N ..]  # break a copy of the project, and test it
 
 Run it by hand, as it takes hours. A fault is caught if a test fails, or does not end in
 time. The tests that know a file best come first, then all. Triton's kernels run
@@ -19,7 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COUNT, SEED, SECONDS = 150, 1, 900
 FIRST = {  # where it is not the test of the same name
     "paged_attention": "attention", "beam_search": "beams", "batch": "scheduler",

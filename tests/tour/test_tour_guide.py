@@ -22,7 +22,8 @@ from helpers import ROOT, SOLUTIONS, apply_patch
 from nanopaged import BeamSearchParams, SamplingParams, attention
 from nanopaged.batch import Batch
 from nanopaged.paper.figures import USE, standalone
-from nanopaged.paper.workloads import DATA_SETS
+from nanopaged.paper.simulation import Workload, simulate
+from nanopaged.paper.workloads import DATA_SETS, draw_lengths
 from nanopaged.sequence import Sequence
 from nanopaged.tour import guide, kv
 from nanopaged.tour.__main__ import main
@@ -207,6 +208,14 @@ def test_the_tour_shows_the_results_that_the_simulation_gave():
         assert shown.rows[name]["tokens (paper)"] == row["tokens"]
     chats = DATA_SETS["ShareGPT"]
     assert (chats.mean_in, chats.mean_out) == paper.MEAN_LENGTHS
+
+
+def test_paging_sustains_a_rate_that_overloads_orca():
+    workload = Workload(draw_lengths("ShareGPT", 300))
+    ours, oracle = (simulate(system, workload, 2.2, seconds=200)
+                    for system in ("nanopaged", "Orca (oracle)"))
+    assert ours.latency < paper.LIMIT < oracle.latency
+    assert oracle.usage["tokens"] < 45 and ours.usage["tokens"] > 60
 
 
 def test_a_name_without_a_value_is_an_error():

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -25,7 +26,7 @@ from nanopaged.tour import guide
 BLOCKS, SCHEDULER, SAMPLING, TRAFFIC, BROKEN = 1, 3, 5, 7, 8
 SCHEDULE, DRAW, KERNEL = (
     "scheduler.Scheduler.schedule", "sampler.draw", "paged_attention.run_program")
-WITNESSES = ROOT / "tests/course_witnesses.py"
+WITNESSES = Path(course.__file__).with_name("witnesses.py")
 FORGED = """
 print('51 passed')
 import pathlib
@@ -115,7 +116,7 @@ def test_the_points_add_up_to_100():
 
 
 def test_the_weeks_name_files_chapters_and_milestones_that_exist():
-    text = (ROOT / "tests/COURSE.md").read_text("utf-8").partition("<!-- README")[0]
+    text = course.PAGE.partition("<!-- README")[0]
     rows = [line.split("|")[1:-1] for line in text.splitlines()]
     weeks = [row[2:] for row in rows if row and row[0].strip().isdigit()]
     titles = {chapter.title for chapter in guide.CHAPTERS}
@@ -159,8 +160,8 @@ def test_the_autograder_has_two_scripts_and_the_whole_project(tmp_path):
     for name in ("setup.sh", "run_autograder"):
         subprocess.run(["bash", "-n", tmp_path / name], check=True)
     assert "--seed 7 --milestone 4 5" in (tmp_path / "run_autograder").read_text()
-    packed_course = tmp_path / "project/tests/course.py"
-    assert packed_course.read_bytes() == (ROOT / "tests/course.py").read_bytes()
+    packed_course = tmp_path / "project/tests/course/course.py"
+    assert packed_course.read_bytes() == Path(course.__file__).read_bytes()
 
 
 # -- Grades ----------------------------------------------------------------------------
@@ -208,8 +209,7 @@ def test_the_grade_of_a_kernel_counts_what_it_reads_also_on_a_busy_machine(stude
 @pytest.mark.slow
 def test_hidden_tests_give_half_of_the_points(student, monkeypatch, tmp_path):
     root = tmp_path / "teacher"
-    ignored = shutil.ignore_patterns(".*", "tour", "results")
-    shutil.copytree(ROOT, root, ignore=ignored)
+    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "results"))
     (root / "tests/hidden").mkdir()
     (root / f"tests/hidden/test_{TRAFFIC}.py").write_text(
         "def test_one(): pass\ndef test_two(): assert False\n")
@@ -234,8 +234,7 @@ def test_the_whole_engine_gets_all_points_but_those_for_own_tests(student):
 @pytest.mark.slow
 def test_each_broken_engine_runs_and_fails_only_on_what_it_breaks(tmp_path):
     """So a test that merely loads the model, or runs it, earns nothing."""
-    folder = tmp_path / "project"
-    shutil.copytree(ROOT, folder, ignore=course.IGNORED)
+    folder = course.copy_project(tmp_path / "project")
     shutil.copy(WITNESSES, folder / "tests")
     failed = {}
     for name in (None, *course.FAULTS):

@@ -1,8 +1,8 @@
 """A course made of this engine: a copy with holes for students, and its grader.
 
-    python tests/course.py make DIR [--milestone N ..] [--seed S]
-    python tests/course.py grade DIR [--milestone N ..] [--seed S] [--json FILE]
-    python tests/course.py pack FILE.zip [--milestone N ..] [--seed S]
+    python tests/course/course.py make DIR [--milestone N ..] [--seed S]
+    python tests/course/course.py grade DIR [--milestone N ..] [--seed S] [--json FILE]
+    python tests/course/course.py pack FILE.zip [--milestone N ..] [--seed S]
 
 `make` writes a copy of the project in which the functions of the milestones have only
 their docstrings. `grade` takes from such a copy only the bodies of these functions. It
@@ -33,15 +33,15 @@ from xml.etree import ElementTree
 
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "tests/COURSE.md").read_text("utf-8").partition("<!-- README -->\n")[2]
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = Path(__file__).with_name("COURSE.md").read_text("utf-8")
+README = PAGE.partition("<!-- README -->\n")[2]
 # {number: [name, points, functions, tests]}, from the table
 ROWS = [line.strip("| ").replace("`", "").split(" | ") for line in README.splitlines()]
 MILESTONES = {int(row[0]): row[1:] for row in ROWS if row[0].isdigit()}
 NO_PROJECT = (".*", "__pycache__", "nanopaged-tour")
-IGNORED = shutil.ignore_patterns(
-    *NO_PROJECT, "solutions", "hidden", "chapters", "mutants.py", "COURSE.md",
-    "*course*", "*extensions*", "test_tour*")
+NOT_FOR_STUDENTS = (*NO_PROJECT, "solutions", "hidden", "course", "chapters",
+                    "mutants.py", "test_extensions.py")
 # Whoever writes the function on the left finds the same algorithm in these.
 ALSO_EMPTIED = {"paged_attention.run_program": [
     "tour.guide.blockwise.attend", "gpu.kernels.paged_attention",
@@ -62,7 +62,7 @@ sys.exit(pytest.main(["-Wignore", "--junitxml=../report.xml", *sys.argv[3:]]))
 """
 
 # Ways to break the engine, in files in which students write nothing: file, old text and
-# new text. All of them load and run a model. `course_witnesses.py` has a test for each
+# new text. All of them load and run a model. `witnesses.py` has a test for each
 # that fails on this one alone.
 STOPS, SEQUENCE = "frontend/detokenizer.py", "sequence.py"
 FAULTS = {
@@ -88,6 +88,14 @@ FAULTS = {
                          "list(bar)"),
     "cache_salt": ("frontend/prompts.py", "cache_salt=cache_salt)", 'cache_salt="")'),
 }
+
+
+def copy_project(folder):
+    """Copy what students get, still with all functions."""
+    ignored = shutil.ignore_patterns(*NOT_FOR_STUDENTS)
+    shutil.copytree(ROOT, folder, ignore=ignored)
+    shutil.rmtree(folder / "tests/tour")
+    return folder
 
 
 def find(folder, function):
@@ -237,7 +245,7 @@ def write_tour(copy):
 
 
 def make(args):
-    shutil.copytree(ROOT, args.folder, ignore=IGNORED)
+    copy_project(args.folder)
     (args.folder / "README.md").write_text(README, "utf-8")
     for number in args.milestone:
         for function in MILESTONES[number][2].split():
@@ -258,7 +266,7 @@ def grade(args):
         name, points, functions, tests = MILESTONES[number]
         share_of = share_of_functions if functions else share_of_faults
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as outside:
-            folder = shutil.copytree(ROOT, Path(outside, "project"), ignore=IGNORED)
+            folder = copy_project(Path(outside, "project"))
             try:
                 share, output = share_of(args, folder, number, functions, tests)
             except Exception as error:  # a file is missing, or is not Python
@@ -285,7 +293,7 @@ RUN = """\
 #!/usr/bin/env bash
 # Gradescope runs this for each submission.
 cd /autograder/source/project
-/autograder/venv/bin/python tests/course.py grade /autograder/submission \\
+/autograder/venv/bin/python tests/course/course.py grade /autograder/submission \\
     --json /autograder/results/results.json {}
 """
 

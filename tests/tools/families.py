@@ -1,7 +1,7 @@
 """Every causal language model of transformers, with tiny random weights: which ones the
 engine computes, with transformers' own tokens, and which ones it refuses, and why.
 
-    python tests/families.py [families]    # all of them: writes results/families.json
+    python tests/tools/families.py [families]    # all: writes results/families.json
 
 Each family is served by both backends of CPUs, in blocks of 4 and 16 tokens, with a
 budget of 7 tokens a step, shared prefixes, and a pool that is too small for all. Where
@@ -29,7 +29,7 @@ from nanopaged.loading.checkpoint import load_config
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-RESULTS = Path(__file__).parent / "results" / "families.json"
+RESULTS = Path(__file__).parents[1] / "results/families.json"
 VOCAB, NEAR_TIE = 160, 1e-3
 # Sizes, by all names that families give them. A config takes those that it knows.
 SIZES = {
