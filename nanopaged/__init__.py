@@ -1,7 +1,7 @@
 """nanopaged: the engine of the PagedAttention paper, written to be read.
 
 This folder is the engine. Read it in this order: engine, sequence, block_manager,
-prefix_cache, batch, scheduler, beam_search, model_runner, attention, paged_attention,
+prefix_cache, batch, scheduler, beam_search, attention, model_runner, paged_attention,
 model, fused, sampler, logits, config, checks, ranks.
 
 The folders could be left out, apart from loading/:
@@ -16,12 +16,8 @@ The folders could be left out, apart from loading/:
 
 from importlib.util import find_spec
 
-from nanopaged.config import (
-    BeamSearchParams,
-    EngineConfig,
-    EngineStats,
-    SamplingParams,
-)
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
+from nanopaged.scheduler import EngineStats
 from nanopaged.sequence import Logprob
 
 if find_spec("nanopaged.frontend"):  # without it, use `Engine`

@@ -37,9 +37,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from nanopaged import fused
-
 Ints: TypeAlias = NDArray[np.integer[Any]]
+# With a window or sinks, so many queries are computed at a time. Together they see few
+# keys, and their mask is small.
+NUM_QUERIES = 256
 
 
 @dataclass
@@ -100,7 +101,6 @@ class TorchAttention:
     """The reference, on any device: gather K and V, then call torch's own attention."""
 
     can_be_recorded = False  # in CUDA graphs
-    fused: Any = fused  # norms and rotation: `fused.py`, or something faster
 
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -112,7 +112,9 @@ class TorchAttention:
         self.device = device
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
-        """Whatever else the backend needs on the device; here, nothing."""
+        """Whatever else the backend needs on the device. Here it is nothing; on a GPU
+        it says which program computes what.
+        """
         return counts[:0]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -140,29 +142,56 @@ class TorchAttention:
                      out: Tensor) -> None:
         """Fill the rows of `out` that belong to one entry of the batch."""
         counts, ends = metadata.counts, metadata.ends
-        count, num_keys = int(counts[entry]), int(ends[entry])
         first_token = int(counts[:entry].sum())
         first_block = int(cdiv(ends[:entry], self.block_size).sum())
-        num_blocks = cdiv(num_keys, self.block_size)
-        block_table = metadata.block_tables[first_block : first_block + num_blocks]
+        block_table = metadata.block_tables[first_block:]
+        # The entry's queries, by position, all at once or a few at a time.
+        start, end = int(ends[entry] - counts[entry]), int(ends[entry])
+        is_plain = window is None and sinks is None
+        for first in range(start, end, end - start if is_plain else NUM_QUERIES):
+            last = end if is_plain else min(first + NUM_QUERIES, end)
+            first_key = 0 if window is None else max(0, first + 1 - window)
+            k, v = self.gather(kv_cache, block_table, first_key, last)
+            tokens = slice(first_token + first - start, first_token + last - start)
+            rows = q[tokens].transpose(0, 1)  # [num_heads, num_queries, head_dim]
+            mask: Any = causal_lower_right(last - first, last)  # the last sees all keys
+            if not is_plain:
+                mask = self.mask(rows, k.shape[1], window, sinks)
+                if sinks is not None:  # one more key, with K = V = 0
+                    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+            attended = F.scaled_dot_product_attention(
+                rows[None], k.to(q.dtype)[None], v.to(q.dtype)[None], mask, scale=scale,
+                enable_gqa=True)
+            out[tokens] = attended[0].transpose(0, 1)
+
+    def gather(self, kv_cache: Tensor, block_table: Tensor, start: int, end: int
+               ) -> tuple[Tensor, Tensor]:
+        """K and V of a sequence, from position `start` to `end` - 1: [num_kv_heads,
+        num_keys, head_dim] each. Nothing behind `end` is read: the rest of the last
+        block holds old values, and a NaN among them would spread.
+        """
+        first_block = start // self.block_size
+        used = block_table[first_block : cdiv(end, self.block_size)]
         # [2, num_kv_heads, num_blocks, block_size, head_dim]
-        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, block_table)
-        # [num_kv_heads, num_keys, head_dim] each. The rest of the last block is left
-        # out: it holds old values, and a NaN among them would spread.
-        k, v = blocks.to(q.dtype).flatten(2, 3)[:, :, :num_keys]
-        tokens = slice(first_token, first_token + count)
-        mask: Any = causal_lower_right(count, num_keys)  # the last query sees all keys
-        if window is not None or sinks is not None:
-            key = torch.arange(num_keys, device=q.device)
-            query = key[-count:, None]  # positions: the last ones are the queries'
-            seen = (key <= query) & (key > query - (window or num_keys))
-            mask = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
-        if sinks is not None:
-            # The K of this key is zero, so the mask alone gives it its score.
-            k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            scores = sinks.to(q.dtype)[:, None, None].expand(-1, count, 1)
-            mask = torch.cat((mask.expand(len(sinks), -1, -1), scores), -1)
-        attended = F.scaled_dot_product_attention(  # [1, num_heads, count, head_dim]
-            q[None, tokens].transpose(1, 2), k[None], v[None], mask, scale=scale,
-            enable_gqa=True)
-        out[tokens] = attended[0].transpose(0, 1)
+        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, used)
+        skipped = first_block * self.block_size
+        k, v = blocks.flatten(2, 3)[:, :, start - skipped : end - skipped]
+        return k, v
+
+    def mask(self, q: Tensor, num_keys: int, window: int | None, sinks: Tensor | None
+             ) -> Tensor:
+        """What is added to the scores: 0 where a query sees a key, and -inf elsewhere.
+        The last query sees the last key. A sink has no K, so its whole score is here.
+
+        q: [num_heads, num_queries, head_dim] -> [num_queries, num_keys], or with sinks
+        [num_heads, num_queries, num_keys + 1]
+        """
+        num_heads, num_queries, _ = q.shape
+        key = torch.arange(num_keys, device=q.device)
+        query = key[num_keys - num_queries :, None]
+        seen = (key <= query) & (key > query - (num_keys if window is None else window))
+        mask = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        if sinks is None:
+            return mask
+        scores = sinks.to(q.dtype)[:, None, None].expand(-1, num_queries, 1)
+        return torch.cat((mask.expand(num_heads, -1, -1), scores), -1)

@@ -23,9 +23,9 @@ class Batch:
         token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]
         block_ids = [0, 1, 0, 2]   samples = [0, 1, 1]
 
-    The next step decodes all three sequences, after moves=[(2, 3)]. If it is launched
-    before the host has read the tokens of this step, they are still pending. In that
-    case its token_ids are [-1, -2, -3]: samples 0, 1 and 2 of this step.
+    The next step decodes all three sequences, after moves=[(2, 3)]. If the tokens of
+    this step are still pending then, its token_ids are [-1, -2, -3]: samples 0, 1 and 2
+    of this step.
     """
 
     token_ids: list[int] = field(default_factory=list)  # of one entry after another
@@ -52,6 +52,11 @@ class Batch:
         self.ends.append(end)
         self.block_ids += block_ids
         self.groups.append(seq.group)
+
+    @property
+    def positions(self) -> list[int]:
+        """Of each token that is sampled: it follows its entry."""
+        return [self.ends[entry] for entry in self.samples]
 
     def add_sample(self, receiver: Sequence) -> None:
         """Sample a token for this sequence from the logits after the last entry."""

@@ -2,10 +2,10 @@
 
 A block belongs to every sequence that holds a reference to it. Without references it is
 free. If it was published, it stays cached while it is free: requests find it by its
-tokens (`prefix_cache.py`, which comes next) until it is taken for others. Blocks that
-are not in the prefix cache are taken first, then the least recently used. The manager
-deals in block ids and token ids, and never sees a tensor. No other file changes a
-reference count or a block table.
+tokens (`prefix_cache.py`, which comes next) until it is reused. Blocks that are not in
+the prefix cache are taken first, then the least recently used. The manager knows block
+ids and token ids, and never sees a tensor. No other file changes a reference count or a
+block table.
 
 The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
@@ -97,15 +97,17 @@ class BlockManager:
         self.replace_blocks(child, list(shared), num_tokens)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
-        """Give a group's sequences blocks for all tokens up to their `known_end` (for
-        the whole prompt, even if it is computed in chunks). If too few are free, this
-        returns False and changes nothing.
+        """Give a group's sequences blocks for all tokens up to their `computable_end`:
+        for the whole prompt, even if it is computed in chunks. If too few are free,
+        this returns False and changes nothing.
 
         A sequence must not write into a block that others hold. So it gets a copy, and
-        `moves` tells the step to make it. The last holder writes in place.
+        `moves` tells the step to make it. The last holder writes in place. Only the
+        first block that it writes can be shared, because a fork shares nothing that is
+        not computed yet.
         """
         size = self.block_size
-        if len(seqs) == 1 and seqs[0].known_end <= len(seqs[0].block_table) * size:
+        if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
@@ -117,7 +119,7 @@ class BlockManager:
         held: set[int] = set()
         for seq in seqs:
             first = seq.num_computed_tokens // size  # the logical block it writes next
-            num_needed += self.num_blocks_for(seq.known_end) - first
+            num_needed += self.num_blocks_for(seq.computable_end) - first
             held.update(seq.block_table[first:])
         if num_needed - len(held) > len(self.free_blocks):
             return False
@@ -130,7 +132,7 @@ class BlockManager:
                 self.ref_counts[shared] -= 1
                 table[first] = self._take(self.free_blocks)
                 moves.append((shared, table[first]))
-            while len(table) * size < seq.known_end:
+            while len(table) * size < seq.computable_end:
                 table.append(self._take(self.free_blocks))
         return True
 
@@ -142,7 +144,9 @@ class BlockManager:
         return self._move(seqs, self.free_swap_blocks)
 
     def swap_in(self, seqs: list[Sequence]) -> Moves:
-        """Move their blocks back. `mark_computed` publishes them with their new ids."""
+        """Move their blocks back. The blocks have new ids, and the cache does not know
+        what they hold, so the next `mark_computed` publishes them again.
+        """
         return self._move(seqs, self.free_blocks)
 
     def _move(self, seqs: list[Sequence], target: FreeList) -> Moves:
@@ -150,7 +154,7 @@ class BlockManager:
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
             return []
-        # No references yet: `replace_blocks` counts them.
+        # They have no holders yet: `replace_blocks` adds these.
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             new_table = [moved[block_id] for block_id in seq.block_table]
@@ -161,9 +165,9 @@ class BlockManager:
         """Count all tokens before position `end` as computed, and publish the blocks
         that are now full.
 
-        So a request that is admitted later in this step finds blocks whose K and V are
-        not there yet. That is safe, because in every layer the step stores all new K
-        and V before it reads any. If the step fails, the whole cache is forgotten.
+        So a request that is admitted later in this step finds blocks whose K and V have
+        not been written yet. That is safe, because in every layer the step stores all
+        new K and V before it reads any. If it fails, the whole cache is forgotten.
         """
         seq.num_computed_tokens = end
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:

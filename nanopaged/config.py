@@ -1,8 +1,7 @@
-"""What the caller may choose: the parameters of a request, and the engine's options;
-and what the engine counts.
+"""What the caller may choose: the parameters of a request, and the engine's options.
 
-The dataclasses that the caller makes are frozen, and each checks its fields when it is
-made. An object that exists is therefore valid, and no other file checks it again.
+These dataclasses are frozen, and each checks its fields when it is made. An object that
+exists is therefore valid, and no other file checks it again.
 `dataclasses.replace` makes a changed copy.
 """
 
@@ -11,6 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nanopaged.checks import Checked, bounded, check
+
+BUNDLED = Path(__file__).parent / "shakespeare"
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ class BeamSearchParams(Checked):
 class EngineConfig(Checked):
     """The keyword arguments of `LLM`. The engine chooses those that are "auto".
 
-    model: a directory, or the id of a repository on the Hugging Face hub. None stands
-        for the bundled model.
+    model: a directory, or the id of a repository on the Hugging Face hub. The default
+        is the bundled model.
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
         CPU without them keeps bfloat16 weights, K and V, which take half the memory,
         and computes in float32: decoding is faster, and long prompts are slower, than
@@ -150,7 +151,7 @@ class EngineConfig(Checked):
     seed: determines the seeds of requests that have none, and dummy weights.
     """
 
-    model: str | Path | None = None
+    model: str | Path = BUNDLED
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] = 16
@@ -168,21 +169,3 @@ class EngineConfig(Checked):
     model_impl: Literal["auto", "nanopaged", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
-
-
-@dataclass
-class EngineStats:
-    """What `Engine.stats` returns.
-
-    The counters begin again at 0 after an error or Ctrl-C within a step, after
-    `reset_prefix_cache`, and after `load_weights`.
-    """
-
-    blocks_total: int
-    blocks_used: int = 0  # held by a sequence
-    blocks_cached: int = 0  # in the prefix cache, held or free
-    steps: int = 0
-    output_tokens: int = 0
-    prefix_hit_tokens: int = 0  # found in the prefix cache, and not computed again
-    preemptions_recompute: int = 0
-    preemptions_swap: int = 0

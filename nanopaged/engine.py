@@ -3,22 +3,23 @@
 The engine repeats one step, `Engine.step`, until no request is left, and the files of
 this folder explain its lines. The top of `sequence.py` defines the terms.
 
-The engine deals in token ids. `frontend/` makes requests from prompts, and text from
-tokens. `loading/` makes the runner. `cpu/` and `gpu/` hold what is specific to a
-device. They all import this folder, and it imports none of them.
+The engine knows tokens, and no text. `frontend/` makes requests from prompts, and text
+from tokens. `loading/` makes an engine from a checkpoint. `cpu/` and `gpu/` hold what
+is specific to a device. They all import this folder, and it imports none of them.
 """
 
 from collections import deque
 from dataclasses import replace
 from itertools import count, islice
-from typing import Any
 
+from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.checks import check
-from nanopaged.config import EngineConfig, EngineStats
+from nanopaged.config import EngineConfig
 from nanopaged.model_runner import ModelRunner
-from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import SequenceGroup
+from nanopaged.sampler import SamplerOutput
+from nanopaged.scheduler import EngineStats, Scheduler
+from nanopaged.sequence import Sequence, SequenceGroup
 
 Changed = dict[str, SequenceGroup]  # requests by id, in the order in which they changed
 
@@ -33,12 +34,15 @@ class Engine:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self.config, self.runner = config, runner
-        self.max_model_len = runner.max_model_len
+        # The most tokens a sequence may have. The longest one must fit into the pool.
+        self.max_model_len = min(
+            runner.longest_sequence, runner.num_blocks * config.block_size)
         self.block_manager = BlockManager(
             runner.num_blocks, config.block_size, config.enable_prefix_caching,
             runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.block_manager)
-        self.launched: deque[Any] = deque()  # steps whose tokens are still to be read
+        # The steps whose tokens are still to be read.
+        self.launched: deque[tuple[Batch, SamplerOutput]] = deque()
         self.steps_ahead = 1 if runner.is_gpu else 0
         self.ids = count()
 
@@ -50,8 +54,8 @@ class Engine:
 
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous
-        step while this one runs. (The top of `gpu/graphs.py` says what follows from
-        that. Until then, think of a CPU.)
+        step while this one runs. The top of `gpu/graphs.py` says what follows from
+        that. Until then, think of a CPU.
         """
         batch = self.scheduler.schedule()
         self.launched.append((batch, self.runner.execute(batch)))
@@ -84,6 +88,12 @@ class Engine:
                 group.seed = f"{self.config.seed} {group.request_id}"
         # This is the queue: the requests in the order of their arrival.
         self.scheduler.unfinished.update({group.request_id: group for group in groups})
+
+    def stop(self, seq: Sequence) -> None:
+        """End a sequence because its text is complete: only the caller can tell, who
+        looks for stop strings between two steps.
+        """
+        self.scheduler.finish(seq, "stop")
 
     def abort(self, request_id: str) -> None:
         """Have the next step end a request, if it has not ended by then."""

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.config import SamplingParams
-from nanopaged.sequence import Logprob, Logprobs, Sequence
+from nanopaged.sequence import Logprob, Logprobs
 
 ROWS = 64  # of a prompt's logits: at most this many are in memory at the same time
 
@@ -28,11 +28,12 @@ def to_device(rows: list[Any], device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def process(logits: Tensor, seqs: list[Sequence]) -> Tensor:
+def process(logits: Tensor, batch: Batch) -> Tensor:
     """Apply the changes of each request to a copy of the logits.
 
     logits: [num_samples, vocab_size]
     """
+    seqs = batch.receivers
     changed = [i for i, seq in enumerate(seqs) if seq.group.params.changes_logits]
     if changed:
         logits = logits.to(torch.float32, copy=True)
@@ -51,11 +52,10 @@ def process(logits: Tensor, seqs: list[Sequence]) -> Tensor:
             logits[i] = row[0]
         except Exception as error:  # only this request ends: see `Scheduler.update`
             group.error = error
-    # Before `min_tokens`, no stop token may be sampled. (What counts is the position of
-    # the next token: len(token_ids) would leave out pending ones.)
-    banned = [(i, token) for i, seq in enumerate(seqs)
-              if seq.num_computed_tokens < seq.group.min_len
-              for token in seq.group.stop_token_ids]
+    # Before `min_tokens`, no stop token may be sampled.
+    banned = [(i, token) for i, position in enumerate(batch.positions[: len(seqs)])
+              if position < seqs[i].group.min_len
+              for token in seqs[i].group.banned_token_ids]
     if banned:
         at = to_device(banned, logits.device).unbind(1)
         logits = logits.index_put(at, logits.new_full((), -torch.inf))

@@ -3,8 +3,9 @@
 It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
 does not know what a sequence is. Modules are named as in the checkpoints, except where
 one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
-`fused.py`, the next file, has what is computed between matrix products. `ranks.py`
-explains `Linear.divided` and `all_reduce`; with one GPU they do nothing.
+`fused.py`, the next file, has the operations between the matrix products; a model gets
+it, or the same three functions for another device, as its `ops`. `ranks.py` explains
+`Linear.divided` and `all_reduce`; with one GPU they do nothing.
 """
 
 from typing import Any
@@ -13,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanopaged import fused
 from nanopaged.ranks import Ranks
 
 
@@ -41,15 +41,16 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, backend: Any, layer: int) -> None:
+    def __init__(self, config: Any, backend: Any, ops: Any, layer: int) -> None:
         super().__init__()
-        self.backend, self.scale = backend, config.head_dim**-0.5
+        self.backend, self.ops = backend, ops
+        self.scale = config.head_dim**-0.5
         self.window = window_of(config, layer)
         self.eps = config.rms_norm_eps
         size, head_dim = config.hidden_size, config.head_dim
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
-        has_bias = getattr(config, "attention_bias", False)
+        has_bias = bool(config.attention_bias)
         # Qwen2 always has biases for Q, K and V, and its config does not mention them.
         self.qkv_proj = Linear(
             size, bias=has_bias or config.model_type == "qwen2", divided=0,
@@ -58,7 +59,7 @@ class Attention(nn.Module):
         self.o_proj = Linear(q_size, bias=has_bias, divided=1, o_proj=size)
         self.norms: list[nn.RMSNorm] = []
         if config.model_type == "qwen3":  # it normalises the heads of Q and K
-            # These modules only hold the weights; `fused.norm_rotate` computes.
+            # These modules only hold the weights; `norm_rotate` computes.
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
             self.norms = [self.q_norm, self.k_norm]
 
@@ -69,8 +70,7 @@ class Attention(nn.Module):
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
         qk, v = qkv.tensor_split([-num_kv_heads], dim=1)
         weights: list[Tensor] = [norm.weight for norm in self.norms]
-        qk = self.backend.fused.norm_rotate(
-            qk, weights, num_kv_heads, self.eps, *rotation)
+        qk = self.ops.norm_rotate(qk, weights, num_kv_heads, self.eps, *rotation)
         q, k = qk.tensor_split([-num_kv_heads], dim=1)
         self.backend.store(k, v, kv_cache, metadata.slots)
         attended = self.backend.attend(q, kv_cache, metadata, self.scale, self.window)
@@ -78,24 +78,26 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, ops: Any) -> None:
         super().__init__()
+        self.ops = ops
         size, inner = config.hidden_size, config.intermediate_size
-        has_bias = getattr(config, "mlp_bias", False)
+        has_bias = bool(config.mlp_bias)
         self.gate_up_proj = Linear(
             size, bias=has_bias, divided=0, gate_proj=inner, up_proj=inner)
         self.down_proj = Linear(inner, bias=has_bias, divided=1, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(fused.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, backend: Any, ranks: Ranks, layer: int) -> None:
+    def __init__(self, config: Any, backend: Any, ops: Any, ranks: Ranks,
+                 layer: int) -> None:
         super().__init__()
-        self.ranks, self.backend = ranks, backend
-        self.self_attn = Attention(config, backend, layer)
-        self.mlp = MLP(config)
+        self.ranks, self.ops = ranks, ops
+        self.self_attn = Attention(config, backend, ops, layer)
+        self.mlp = MLP(config, ops)
         self.eps = config.rms_norm_eps
         # (As above, only for their weights.)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
@@ -108,7 +110,7 @@ class DecoderLayer(nn.Module):
         the last output, not yet added to the residual.
         """
         norm, next_norm = self.input_layernorm, self.post_attention_layernorm
-        add_norm = self.backend.fused.add_norm
+        add_norm = self.ops.add_norm
         x, residual = add_norm(x, residual, norm.weight, self.eps)
         x = self.ranks.all_reduce(self.self_attn(x, rotation, kv_cache, metadata))
         x, residual = add_norm(x, residual, next_norm.weight, self.eps)
@@ -116,18 +118,21 @@ class DecoderLayer(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """The decoder and its output head."""
+    """The decoder and its output head.
 
-    def __init__(self, config: Any, backend: Any, ranks: Ranks) -> None:
+    config: a `ModelConfig`, with the sizes of this rank's share
+    """
+
+    def __init__(self, config: Any, backend: Any, ops: Any, ranks: Ranks) -> None:
         super().__init__()
         vocab_size, size = config.vocab_size, config.hidden_size
         self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding(vocab_size, size)
         self.model.layers = nn.ModuleList(
-            DecoderLayer(config, backend, ranks, layer)
+            DecoderLayer(config, backend, ops, ranks, layer)
             for layer in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.model.rotary_emb = LlamaRotaryEmbedding(config)
+        self.model.rotary_emb = LlamaRotaryEmbedding(config.config)
         self.lm_head = Linear(size, lm_head=vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

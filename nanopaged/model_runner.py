@@ -1,20 +1,28 @@
 """One step on the device: the pool of K and V, the inputs, the forward pass.
 
-The scheduler deals in tokens and block ids. The runner turns its `Batch` into one
-forward pass over one flat batch of tokens. From one step to the next it keeps two
-things: the contents of the pool, and the tokens that the last step sampled.
+The scheduler knows tokens and block ids. The runner turns its `Batch` into one forward
+pass over one flat batch of tokens. From one step to the next it keeps two things: the
+contents of the pool, and the tokens that the last step sampled.
+
+    execute    give the batch to all ranks, then `run` it
+    run        move blocks, `_compute` the hidden states, sample
+    _compute   repeat a recorded step, or `prepare` and `forward`
+    prepare    make the inputs, on the device
+    forward    call the model
 
 `loading/start_up.py` makes a runner and decides how many blocks its pool has. On a GPU
 it also records the steps of `gpu/graphs.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Metadata, TorchAttention, cdiv, locate, slot_mapping
+from nanopaged.attention import Metadata, TorchAttention, locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
 from nanopaged.logits import score_prompts
@@ -23,23 +31,24 @@ from nanopaged.sampler import SamplerOutput, sample
 
 
 class ModelRunner:
+    """A rank's share of the model and of the pool.
+
+    longest_sequence: how many tokens a sequence may have, if the pool is large enough.
+    num_inputs: how many numbers a step may need on the device.
+    """
+
     def __init__(self, config: EngineConfig, ranks: Ranks, backend: TorchAttention,
-                 model: Any, max_model_len: int) -> None:
+                 model: Any, num_layers: int, longest_sequence: int,
+                 num_inputs: int) -> None:
         self.config, self.ranks = config, ranks
         self.backend, self.model = backend, model
+        self.num_layers, self.longest_sequence = num_layers, longest_sequence
         self.device, self.dtype = backend.device, backend.dtype
         self.is_gpu = self.device.type == "cuda"
         # Whether torch.compile compiles the functions that are marked `@fused`.
         self.compiles = self.is_gpu and not config.enforce_eager
+        self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
-        self.max_model_len = max_model_len
-        self.max_blocks = config.max_num_seqs * cdiv(
-            max_model_len, config.block_size)  # more can never be in use
-        # Room for the inputs of a step: for each token an id, a position, a slot, up to
-        # 6 numbers in a plan, and perhaps a sample. Recorded steps are padded, and a
-        # plan on a GPU has a few thousand numbers more.
-        num_tokens = config.max_num_batched_tokens + config.max_num_seqs
-        num_inputs = (1 + 1 + 1 + 6 + 1) * num_tokens + self.max_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
@@ -47,19 +56,39 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # The device's pool has one block more than the manager knows. Padding writes
-        # there: in trial steps, and in recorded ones. (It is never moved. In `moves`
-        # this number is the first block in CPU memory.)
+        # The device's pool has one block more than the manager knows, where the padding
+        # of trial steps and of recorded ones is written. It is never moved. In `moves`
+        # this number is the first block in CPU memory.
         self.padding_block = num_blocks
-        self.kv_caches = self._make_pool(num_blocks + 1, self.device)
-        self.swap_space = self._make_pool(num_swap_blocks, "cpu")
+        with self.modes():
+            self.kv_caches = self._make_pool(num_blocks + 1, self.device)
+            self.swap_space = self._make_pool(num_swap_blocks, torch.device("cpu"))
 
-    def _make_pool(self, num_blocks: int, device: Any) -> Tensor:
+    def _make_pool(self, num_blocks: int, device: torch.device) -> Tensor:
         """Memory for K and V of all layers. Nothing is read before it is written."""
-        config = self.ranks.local_config  # the sizes of this rank's part of the model
+        backend = self.backend
         return torch.empty(
-            config.num_hidden_layers, num_blocks, 2, config.num_key_value_heads,
-            self.config.block_size, config.head_dim, dtype=self.dtype, device=device)
+            self.num_layers, num_blocks, 2, backend.num_kv_heads, backend.block_size,
+            backend.head_dim, dtype=self.dtype, device=device)
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """What the engine fixes while it computes. The thread may have another current
+        GPU or number of threads, may be in autocast, may have told torch.compile to do
+        something else, or torch to fill all new memory.
+        """
+        settings: Any = torch.utils.deterministic
+        num_threads, fills = torch.get_num_threads(), settings.fill_uninitialized_memory
+        with (torch.inference_mode(), torch.autocast(self.device.type, enabled=False),
+              torch.compiler.set_stance("default" if self.compiles else "force_eager"),
+              torch.accelerator.device_index(self.device.index)):
+            try:
+                settings.fill_uninitialized_memory = False
+                torch.set_num_threads(self.num_threads)
+                yield
+            finally:
+                torch.set_num_threads(num_threads)
+                settings.fill_uninitialized_memory = fills
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """Run a step on all ranks. (On a GPU this only launches it.)"""
@@ -68,11 +97,7 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> SamplerOutput:
         """This rank's part of a step: move blocks, compute the tokens, and sample."""
-        # The thread may have another current GPU, or may have told torch.compile to do
-        # something else. During a step, the engine's own settings hold.
-        stance = "default" if self.compiles else "force_eager"
-        with (torch.inference_mode(), torch.compiler.set_stance(stance),
-              torch.accelerator.device_index(self.device.index)):
+        with self.modes():
             for old, new in batch.moves:
                 self._block(new).copy_(self._block(old))
             if not batch.counts:
@@ -80,7 +105,7 @@ class ModelRunner:
             states, metadata = self._compute(batch)
             score_prompts(self.model.head, states, batch)
             logits = self.model.head(states[metadata.last_indices])
-            output = sample(logits, batch.receivers)
+            output = sample(logits, batch)
             # Only rank 0 knows the requests. The others take the most likely tokens,
             # and then get those of rank 0.
             tokens = self.ranks.broadcast(output.token_ids)
@@ -88,16 +113,16 @@ class ModelRunner:
             return output
 
     def _block(self, block_id: int) -> Tensor:
-        """A block's place in all layers: [num_layers, 2, num_kv_heads, block_size,
-        head_dim]. Blocks in CPU memory are numbered after the device's.
+        """A view of this block in every layer: [num_layers, 2, num_kv_heads,
+        block_size, head_dim]. Blocks in CPU memory are numbered after the device's.
         """
         if block_id < self.num_blocks:
             return self.kv_caches[:, block_id]
         return self.swap_space[:, block_id - self.num_blocks]
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
-        """The last hidden states of all tokens, [num_tokens, hidden_size]. (A recorded
-        step has some padding after them.)
+        """The last hidden states of all tokens, [num_tokens, hidden_size], and padding
+        after them if the step was recorded.
         """
         if self.graphs and (computed := self.graphs.compute(batch)):
             return computed  # type: ignore[no-any-return]
@@ -105,9 +130,7 @@ class ModelRunner:
         return self.forward(metadata), metadata
 
     def prepare(self, batch: Batch) -> Metadata:
-        """What the forward pass needs to know, on the device. (The next file explains
-        `Metadata`, `locate` and `slot_mapping`.)
-        """
+        """What the forward pass needs to know, on the device."""
         counts, ends = np.array(batch.counts), np.array(batch.ends)
         block_tables, block_size = np.array(batch.block_ids), self.config.block_size
         at = locate(counts, ends, block_size)
@@ -122,9 +145,9 @@ class ModelRunner:
         return Metadata(counts, ends, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
-        """Copy arrays to the device, in one transfer, because each has a fixed cost.
-        (It overwrites the previous step's inputs, which is safe: in the GPU's queue it
-        comes after that step.)
+        """Copy arrays to the device, in one transfer, because each has a fixed cost. It
+        overwrites the previous step's inputs. That is safe, because in the GPU's queue
+        it comes after that step.
         """
         flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
         flat = flat.pin_memory() if self.is_gpu else flat
@@ -136,8 +159,8 @@ class ModelRunner:
     def forward(self, metadata: Metadata) -> Tensor:
         """Run the model; `_compute` says what it returns."""
         token_ids = metadata.token_ids
-        # -1 - i stands for sample i of the last step, if the host has not read it yet.
-        # (For all other tokens, sample 0 is looked up, and not used.)
+        # -1 - i stands for sample i of the last step, if it is pending. For all other
+        # tokens, sample 0 is looked up, and not used.
         pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
         token_ids = torch.where(token_ids < 0, pending, token_ids)
         return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]

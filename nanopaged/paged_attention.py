@@ -46,11 +46,11 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, tokens, table_st
     table_starts  [num_queries]: where the block table of its sequence starts
     num_keys      [num_queries]: how many keys it sees; later ones are not read
     scale         1 / sqrt(d), for most models
-    window        how many of these keys count: the last ones
+    window        how many of these keys count: the last ones; None: all of them
     sinks         [num_kv_heads, group_size]: the score of one more key. Its V is zero,
                   so it only adds to the denominator. Most models have none: None
 
-    Numbers in bfloat16 are passed as their bits (uint16): NumPy has no bfloat16.
+    bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
@@ -59,7 +59,7 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, tokens, table_st
     scores = np.empty((group_size, block_size), np.float32)
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
-    start = max(0, end - window)
+    start = 0 if window is None else max(0, end - window)
     # Begin as if the sink had just been seen: `highest` is its score, the sum of
     # exponentials is e^0 = 1, and `acc` is 0, like its V. (Without a sink the score is
     # -1e30, so the first real key shrinks this 1 to 0.)

@@ -2,12 +2,12 @@
 
 K and V depend on all tokens from the start of the sequence. So a full block is found by
 its own tokens together with everything before them. The key of a dict has the block's
-own tokens, and an object that stands for everything before them. Only equal texts share
-this object, so every hit is exact.
+own tokens, and an object that stands for everything before them. Python's dict hashes
+the key, and then compares it. Only equal texts share the object, so every hit is exact.
 
-(Other engines identify a block by a hash of its own tokens and of the hash of the block
+Other engines identify a block by a hash of its own tokens and of the hash of the block
 before. vLLM trusts this hash: by default SHA-256, for which no collision is known.
-nano-vllm compares the block's own tokens, and trusts xxhash for those before them.)
+nano-vllm compares the block's own tokens, and trusts xxhash for those before them.
 """
 
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class PrefixCache:
         """
         found: list[int] = []
         before: Any = seq.group.params.cache_salt
-        for index in range((seq.known_end - 1) // self.block_size):
+        for index in range((seq.computable_end - 1) // self.block_size):
             content = self.published.get(self._key(seq, index, before))
             if content is None:
                 break

@@ -16,6 +16,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from nanopaged.batch import Batch
 from nanopaged.config import SamplingParams
 from nanopaged.fused import fused
 from nanopaged.logits import process, report_logprobs, to_device
@@ -59,11 +60,10 @@ class DrawParams(NamedTuple):
     min_p: Any
 
 
-def draw_params(seq: Sequence) -> DrawParams:
+def draw_params(seq: Sequence, position: int) -> DrawParams:
+    """How to draw the token of a sequence at this position."""
     params = seq.group.params
-    # All tokens before the new one are computed, so their number is its position. The
-    # host knows it even if it has not read them yet.
-    source = f"{seq.group.seed} {seq.index} {seq.num_computed_tokens}".encode()
+    source = f"{seq.group.seed} {seq.index} {position}".encode()
     number = RESOLUTION * (xxhash.xxh3_64_intdigest(source) >> 32)
     # With a top_p of 1 all must stay. Rounded sums may reach 1, but never 2.
     top_p = params.top_p if params.top_p < 1 else 2
@@ -71,17 +71,21 @@ def draw_params(seq: Sequence) -> DrawParams:
     return DrawParams(number, params.temperature, top_k, top_p, params.min_p)
 
 
-def sample(logits: Tensor, seqs: list[Sequence]) -> SamplerOutput:
-    """A token for each sequence, from its row of logits: [num_samples, vocab_size]."""
-    raw = logits
+def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
+    """A token for each sample of a step.
+
+    raw: logits, [num_samples, vocab_size]. Other ranks know no receivers, so they take
+    the most likely tokens.
+    """
+    seqs = batch.receivers
     params = [seq.group.params for seq in seqs]
-    logits = process(logits, seqs)
+    logits = process(raw, batch)
     drawing = [p for p in params if p.temperature >= GREEDY]
-    all_draw = 0 < len(drawing) == len(seqs)  # other ranks know no sequences
+    all_draw = 0 < len(drawing) == len(seqs)
     if not all_draw:
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if drawing:
-        table = to_device(list(map(draw_params, seqs)), logits.device)
+        table = to_device([*map(draw_params, seqs, batch.positions)], logits.device)
         rows = DrawParams(*table.split(1, dim=1))
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
             logits = keep_likely(logits, drawing, rows)

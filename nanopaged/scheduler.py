@@ -11,20 +11,41 @@ eventually: the oldest is preempted last, and alone it always fits.
 """
 
 from collections import deque
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from nanopaged.batch import Batch
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, EngineStats
+from nanopaged.config import EngineConfig
 from nanopaged.sequence import Sequence, SequenceGroup
 
 
+@dataclass
+class EngineStats:
+    """What `Engine.stats` returns.
+
+    The counters begin again at 0 after an error or Ctrl-C within a step, after
+    `reset_prefix_cache`, and after `load_weights`.
+    """
+
+    blocks_total: int
+    blocks_used: int = 0  # held by a sequence
+    blocks_cached: int = 0  # in the prefix cache, held or free
+    steps: int = 0
+    output_tokens: int = 0
+    prefix_hit_tokens: int = 0  # found in the prefix cache, and not computed again
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0
+
+
 class Scheduler:
+    """The requests that have not finished, in the order of their arrival."""
+
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # Groups by request id, oldest first. The oldest ones run, the others wait, and
+        # Groups by request id, oldest first. The oldest ones run, and the others wait:
         # nobody is admitted before one that has waited longer. Other threads may add to
         # `unfinished` and to `aborted` at any time.
         self.unfinished: dict[str, SequenceGroup] = {}
@@ -37,7 +58,7 @@ class Scheduler:
     # -- Before the forward pass -------------------------------------------------------
 
     def schedule(self) -> Batch:
-        """Plan the next step. From here on, what it computes counts as computed."""
+        """Plan the next step. From now on its tokens count as computed."""
         self.end_aborted()
         batch = Batch()
         has_preempted = False
@@ -50,10 +71,11 @@ class Scheduler:
             # that starts over cannot run until the host has read its pending token.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            while request_id in self.running:
-                if self.block_manager.grow(group.next_sequences, batch.moves):
-                    break  # it has taken the blocks
-                self._preempt(batch)  # the youngest: this one, or one with no entry yet
+            # Preempt from the young end until this group has its blocks, or is itself
+            # preempted. (Younger ones have no entry in this batch yet.)
+            while request_id in self.running and not self.block_manager.grow(
+                    group.next_sequences, batch.moves):
+                self._preempt(batch)
                 has_preempted = True
             if request_id not in self.running:
                 break  # all groups after it are younger, so they wait, too
@@ -66,7 +88,7 @@ class Scheduler:
         """Let `seq` compute its next tokens, and sample if none is left after that."""
         group, manager = seq.group, self.block_manager
         budget = self.config.max_num_batched_tokens - len(batch.token_ids)
-        end = min(seq.known_end, seq.num_computed_tokens + budget)
+        end = min(seq.computable_end, seq.num_computed_tokens + budget)
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
         batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
@@ -78,7 +100,7 @@ class Scheduler:
             receivers = group.live
         for receiver in receivers:
             # (After a preemption, it may first have to compute tokens of its answer.)
-            if end == receiver.known_end:
+            if end == receiver.computable_end:
                 batch.add_sample(receiver)
 
     def _fork(self, group: SequenceGroup) -> None:
@@ -92,10 +114,11 @@ class Scheduler:
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         """Put a group into `running`, if there is room. Enough blocks must be free for
-        all its sequences at their present lengths, apart from blocks of a cached
-        prefix that others hold. (Only a cached prefix, and what was swapped out, takes
-        its blocks here. `grow` takes the rest.) While others run, 1% of the pool must
-        stay free, too (the watermark), because they may soon need a block.
+        all its sequences at their present lengths. While others run, 1% of the pool
+        must stay free, too: this is the watermark, because they may soon need a block.
+
+        Only a cached prefix, and what was swapped out, takes its blocks here. `grow`
+        takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -106,6 +129,7 @@ class Scheduler:
         prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(
             group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
+        # A cached block that others hold costs no free one.
         num_needed -= sum(manager.ref_counts[id] > 0 for id in prefix)
         watermark = manager.num_blocks // 100 if self.running else 0
         if num_needed + watermark > len(manager.free_blocks):
@@ -151,10 +175,11 @@ class Scheduler:
                 self.end_live(group)
             elif group.beam_params:
                 seq.candidates = output.logprobs[i]
-                # Once the last beam has its candidates, the search goes on or ends.
-                if seq is group.live[-1] and advance_beams(group, self.block_manager):
-                    group.sequences = group.complete_beams
-                    self.end_live(group)  # the beams that are not complete
+                if seq is group.live[-1]:  # all beams have their candidates now
+                    is_over = advance_beams(group, self.block_manager)
+                    if is_over:
+                        group.sequences = group.complete_beams
+                        self.end_live(group)  # the beams that are not complete
             else:
                 seq.append(token, output.logprobs.get(i))
                 if reason := seq.end_reason():

@@ -22,7 +22,8 @@ The engine's terms:
                  after the scheduled step
     host         the processor that runs Python; the device is the GPU, if there is one
     pending      a token is pending from when the step that samples it is scheduled
-                 until the host has read it
+                 until the host has read it. On a CPU that is within the same step; the
+                 top of `gpu/graphs.py` tells what is different on a GPU
     publish      to list a full block in the prefix cache, so that others can find it
     fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's
@@ -32,7 +33,7 @@ The engine's terms:
 """
 
 from array import array
-from copy import copy
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from nanopaged.config import BeamSearchParams, SamplingParams
@@ -77,29 +78,26 @@ class Sequence:
         # until that is known: see `batch.py`.
         self.pending: list[int] = []
 
-        self.reader = copy(group.reader)  # (`SequenceGroup` says what it is)
         self.logprobs: list[Logprobs] = []
         self.cumulative_logprob = 0.0
         self.candidates: Logprobs = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the tokens, and no blocks, because those are in this engine.
+        Another engine computes the K and V again, as after a preemption.
+        """
+        return vars(self) | {
+            "block_table": array("q"), "num_computed_tokens": 0, "pending": []}
+
     @property
-    def known_end(self) -> int:
+    def computable_end(self) -> int:
         """The position up to which tokens can be computed now. When all of them are
         computed, the next token is sampled.
 
         Before the fork this is the end of the prompt, which all sequences of the group
-        share. After the fork it is the end of the sequence's own tokens. (A sequence
-        that is alone counts as forked from the start.)
-
-        (A pending token counts, too, because its step runs before the one that computes
-        it. On a CPU nothing is pending when a step is scheduled, so skip this at first.
-        For example, request A decodes:
-
-                       token_ids  computed  pending  known_end
-            before             7         6        0          7
-            scheduled          7         7        1          8  t1 is pending
-            updated            8         7        0          8  t1 is appended)
+        share. After the fork it is the end of the sequence's own tokens, and of those
+        that are pending: their step runs before the one that computes them.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -133,14 +131,9 @@ class Sequence:
 
     def end_reason(self) -> str | None:
         """Why the sequence ends with its last token, or None if it goes on."""
-        at_max_len = len(self.token_ids) >= self.group.max_len
-        is_stop = self.ended_by_token
-        # (`final`: no token follows, so the reader need not wait for more text.)
-        if self.group.params.stop:
-            is_stop |= self.reader.finds_stop(self, final=is_stop or at_max_len)
-        if is_stop:
+        if self.ended_by_token:
             return "stop"
-        return "length" if at_max_len else None
+        return "length" if len(self.token_ids) >= self.group.max_len else None
 
 
 class SequenceGroup:
@@ -149,21 +142,25 @@ class SequenceGroup:
     All begin with the same prompt. Until it is computed, only the leader runs. Then the
     group forks: the others share the leader's blocks, and each goes its own way.
 
-    reader: what turns tokens into text and finds stop strings, if there are any. The
-    engine deals in tokens, and gives each sequence a copy.
+    A request is plain data, and can be pickled. It knows nothing of text: the front end
+    keeps the prompt's, turns tokens into text, and finds stop strings.
     """
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams,
-                 stop_token_ids: set[int], max_model_len: int, reader: Any = None,
+                 eos_token_ids: Iterable[int], max_model_len: int,
                  beam_params: BeamSearchParams | None = None) -> None:
         # `Engine.add` gives it an id, and a seed if it has none.
         self.request_id = ""
-        self.seed: Any = params.seed
+        self.seed: int | str | None = params.seed
         self.prompt_token_ids = prompt_token_ids
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
-        self.beam_params: Any = beam_params  # None: this is not a beam search
-        self.stop_token_ids = stop_token_ids
+        self.beam_params = beam_params  # None: this is not a beam search
+        # Those that end a sequence, and those that `min_tokens` forbids.
+        self.stop_token_ids = set(params.stop_token_ids or [])
+        self.banned_token_ids = self.stop_token_ids | set(eos_token_ids)
+        if not params.ignore_eos:
+            self.stop_token_ids = self.banned_token_ids
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
@@ -178,12 +175,15 @@ class SequenceGroup:
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
         self.error: Exception | None = None  # raised by a logits processor
 
-        self.reader = reader
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
         # Whether its sequences go their own ways. A single one does from the start.
         self.forked = params.n == 1
         self.complete_beams: list[Sequence] = []  # the best so far, best first
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: a request that starts over, as before its fork."""
+        return vars(self) | {"forked": len(self.live) == 1}
 
     @property
     def next_sequences(self) -> list[Sequence]:

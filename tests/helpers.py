@@ -22,6 +22,8 @@ import torch
 
 import nanopaged
 from nanopaged import BeamSearchParams, SamplingParams
+from nanopaged.batch import Batch
+from nanopaged.sampler import sample
 from nanopaged.sequence import SequenceGroup
 
 ROOT = Path(nanopaged.__file__).parent.parent
@@ -88,6 +90,13 @@ def new_group(tokens, params=None, stop=(), max_model_len=10**6):
     """A request as the scheduler sees it, outside any engine."""
     params = params or SamplingParams(max_tokens=None)
     return SequenceGroup(list(tokens), params, set(stop), max_model_len)
+
+
+def sample_for(logits, seqs):
+    """What is sampled if row i of the logits follows all computed tokens of seqs[i]."""
+    ends = [seq.num_computed_tokens for seq in seqs]
+    return sample(logits, Batch(
+        ends=ends, samples=list(range(len(seqs))), receivers=seqs))
 
 
 # -- Answers ---------------------------------------------------------------------------

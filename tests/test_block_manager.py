@@ -41,7 +41,7 @@ def admit(manager, tokens, n=1, salt=None):
 def compute(manager, *sequences):
     """What a step does: all tokens count as computed, full blocks are published."""
     for seq in sequences:
-        manager.mark_computed(seq, seq.known_end)
+        manager.mark_computed(seq, seq.computable_end)
 
 
 def run(manager, tokens, salt=None, n=1):
@@ -237,7 +237,7 @@ class Machine(stateful.RuleBasedStateMachine):
             table, index = list(seq.block_table), seq.num_computed_tokens // self.size
             shared = [b for b in table[index : index + 1] if holders[b] > 1]
             holders.subtract(shared)
-            new = -(-seq.known_end // self.size) - len(table)
+            new = -(-seq.computable_end // self.size) - len(table)
             plans.append((table, index, shared, new))
         needed = sum(len(shared) + new for _, _, shared, new in plans)
         copies, expected = [], []
@@ -257,7 +257,7 @@ class Machine(stateful.RuleBasedStateMachine):
     def write(self, seq, count):
         labels, holders = self.labels(seq), self.holders()
         start = seq.num_computed_tokens
-        count = min(count, seq.known_end - start)
+        count = min(count, seq.computable_end - start)
         for position in range(start, start + count):
             block = seq.block_table[position // self.size]
             assert holders[block] == 1, "a shared block is written"
@@ -274,7 +274,7 @@ class Machine(stateful.RuleBasedStateMachine):
         leader, order = group.live[0], self.orders[DEVICE]
         prefix = self.manager.prefix_cache.match(leader)
         num_tokens = len(prefix) * self.size
-        assert num_tokens < leader.known_end, "nothing is left to compute"
+        assert num_tokens < leader.computable_end, "nothing is left to compute"
         found = [label for block in prefix for label in self.slots[block]]
         assert found == self.labels(leader)[:num_tokens], "a wrong hit"
         revived = [block for block in prefix if block in order]

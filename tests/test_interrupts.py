@@ -368,9 +368,9 @@ def test_what_waits_costs_a_step_nothing_and_is_aborted_in_proportion(llama):
 @pytest.mark.parametrize("bad", [*map(float, ["nan", "inf", "-inf"])])
 def test_bad_logits_of_one_request_change_no_other(
         bad, victim, llama, work, monkeypatch):
-    def spoil(logits, seqs):
-        logits[[seq.group.params.max_tokens == 9 for seq in seqs]] = bad
-        return sample(logits, seqs)
+    def spoil(logits, batch):
+        logits[[seq.group.params.max_tokens == 9 for seq in batch.receivers]] = bad
+        return sample(logits, batch)
 
     with LLM(llama, **SMALL) as llm, deadline():
         others = [greedy(COUNT, seed=1, **fields) for fields in (

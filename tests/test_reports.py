@@ -22,12 +22,12 @@ from helpers import (
     greedy,
     message_of,
     new_group,
+    sample_for,
     tokens_of,
 )
 from nanopaged import SamplingParams
 from nanopaged.loading import checkpoint
 from nanopaged.logits import report_logprobs
-from nanopaged.sampler import sample
 
 CHAT = [{"role": "user", "content": "the block"}]
 TEXT = "the block table"
@@ -321,5 +321,5 @@ def test_tied_tokens_have_the_same_rank():
         assert report[token].rank == 1 and next(iter(report)) == token
         assert sorted(entry.rank for entry in report.values())[:3] == [1, 1, 1]
         assert {entry.rank for entry in report.values()} <= {1, 4}
-    (found,) = sample(logits, group.sequences).logprobs.values()
+    (found,) = sample_for(logits, group.sequences).logprobs.values()
     assert {entry.rank for entry in found.values()} == {1, 4}

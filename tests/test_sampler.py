@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper
 
-from helpers import chi_square, floats, new_group
+from helpers import chi_square, floats, new_group, sample_for
 from nanopaged import SamplingParams
 from nanopaged.sampler import (
     RESOLUTION,
@@ -23,7 +23,6 @@ from nanopaged.sampler import (
     highest_logits,
     keep_likely,
     lowest_kept,
-    sample,
 )
 
 INF = math.inf
@@ -45,7 +44,7 @@ def random_logits(*shape, seed=0, scale=1.0):
 
 def tokens_at(logits, seqs):
     """The tokens of one row of logits for all these sequences."""
-    return sample(logits.expand(len(seqs), -1), seqs).read()
+    return sample_for(logits.expand(len(seqs), -1), seqs).read()
 
 
 def expected_probs(logits, params):
@@ -201,7 +200,7 @@ def test_extreme_logits_and_temperatures_draw_possible_tokens():
         logits[:, ::2] = -INF
         seqs = [sequence(SamplingParams(temperature=heat, **limits[i]), i)
                 for i in range(20)]
-        assert all(token % 2 for token in sample(logits, seqs).read())
+        assert all(token % 2 for token in sample_for(logits, seqs).read())
 
 
 # -- Rows by themselves ----------------------------------------------------------------
@@ -230,10 +229,10 @@ def test_a_row_draws_the_same_in_any_batch_and_within_its_limits(levels):
         values = np.random.default_rng(rng.randrange(99)).integers(0, levels, shape)
         logits = torch.from_numpy(12 / levels * values).float()
         before = logits.clone()
-        output = sample(logits, seqs)
+        output = sample_for(logits, seqs)
         assert torch.equal(logits, before), "it changed its input"
         for i, (seq, token) in enumerate(zip(seqs, output.read(), strict=True)):
-            alone = sample(logits[i : i + 1], [seq])
+            alone = sample_for(logits[i : i + 1], [seq])
             assert alone.read() == [token], seq.group.params
             assert alone.logprobs.get(0) == output.logprobs.get(i)
             allowed = logits[i].clone()
@@ -258,7 +257,7 @@ def test_logprobs_are_of_the_raw_logits_and_include_the_sampled_token(dtype):
                     {"logprobs": 3, "temperature": 0.2, "top_k": 2}, {},
                     {"logprobs": 0, "temperature": 3.0},
                     {"logprobs": 99, "max_tokens": 50, "min_tokens": 50}))]
-        output = sample(logits, seqs)
+        output = sample_for(logits, seqs)
         assert list(output.logprobs) == [0, 2, 3]
         for row, count in ((0, 3), (2, 0), (3, 9)):
             token, found = output.read()[row], output.logprobs[row]

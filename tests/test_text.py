@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import HALF, add_all, complete, drain, greedy, tokens_of
 from nanopaged import SamplingParams
+from nanopaged.config import BUNDLED
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.detokenizer import Detokenizer, token_bytes
 from nanopaged.loading import checkpoint
@@ -130,7 +131,7 @@ def test_words_are_joined_as_their_tokenizer_joins_them(decoder):
 
 
 def test_the_example_at_the_top_of_the_file_is_true():
-    bundled, ids = checkpoint.load_tokenizer(checkpoint.BUNDLED), [0]
+    bundled, ids = checkpoint.load_tokenizer(BUNDLED), [0]
     row = r'(\d+) +"(.+)" +([0-9A-F ]+?)   +([0-9A-F]*) +"(.+)"'
     for token, name, data, waiting, text in re.findall(row, detokenizer.__doc__):
         ids.append(int(token))

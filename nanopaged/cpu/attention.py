@@ -1,6 +1,5 @@
 """Attention on a CPU: the loops of `paged_attention.py`, run on several threads."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,7 +7,6 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from nanopaged import fused
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
 from nanopaged.cpu import kernels, threads
 from nanopaged.paged_attention import run_program
@@ -16,9 +14,6 @@ from nanopaged.paged_attention import run_program
 # Torch computes entries with at least this many tokens. (Measured: up to 8, the kernel
 # is usually faster.)
 MIN_QUERIES = 9
-# In steps of more tokens than this, torch computes norms and rotation: it uses all
-# threads, and our kernels for them use one.
-MAX_TOKENS = 64
 
 
 def bits(x: Tensor) -> Any:
@@ -27,35 +22,12 @@ def bits(x: Tensor) -> Any:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
-             eps: float) -> tuple[Tensor, Tensor]:
-    """As in `nanopaged/fused.py`, but for few tokens `residual` itself becomes the sum.
-    """
-    if len(x) > MAX_TOKENS:
-        return fused.add_norm(x, residual, weight, eps)
-    out = x.new_empty(x.shape)
-    kernels.add_norm(*map(bits, (out, x, residual, weight)), eps)
-    return out, residual
-
-
-def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
-                cos: Tensor, sin: Tensor) -> Tensor:
-    """As in `nanopaged/fused.py`. (Rotation alone is left to torch.)"""
-    if not weights or len(x) > MAX_TOKENS:
-        return fused.norm_rotate(x, weights, num_kv_heads, eps, cos, sin)
-    out = x.new_empty(x.shape)
-    kernels.norm_rotate(*map(bits, (out, x, *weights, cos, sin)), num_kv_heads, eps)
-    return out
-
-
 class NumbaAttention(TorchAttention):
     """`paged_attention.py` computes decodes and short chunks, and torch the rest.
 
     In a decode only one query uses each key, so gathering K and V first, as torch needs
     them, would take longer than attention itself. For a long chunk it pays off.
     """
-
-    fused = SimpleNamespace(add_norm=add_norm, norm_rotate=norm_rotate)
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """[3, num_queries], the queries for the kernel: which token each of them is,
@@ -76,19 +48,19 @@ class NumbaAttention(TorchAttention):
         shape = -1, self.num_kv_heads, self.group_size, self.head_dim
         sink_scores = None if sinks is None else sinks.float().view(shape[1:3]).numpy()
         out = q.new_empty(q.shape)
-        # The arguments of `run_program`, in its order. (2**40 is no window.)
+        # The arguments of `run_program`, in its order.
         threads.run(
             run_programs, metadata.plan.shape[1], self.num_kv_heads,
             bits(out.view(shape)), bits(q.view(shape)), bits(kv_cache),
             metadata.block_tables.numpy(), *metadata.plan.numpy(), scale,
-            window or 2**40, sink_scores)
+            window, sink_scores)
         for entry in np.flatnonzero(metadata.counts >= MIN_QUERIES):
             self.attend_entry(
                 int(entry), q, kv_cache, metadata, scale, window, sinks, out)
         return out.flatten(1)
 
 
-@threads.keep
+@threads.kept_on_disk
 @njit(nogil=True)
 def run_programs(num_queries: int, num_kv_heads: int, *others: Any) -> None:
     """Run all programs. `prange` is a `range` that may be divided among threads."""

@@ -14,7 +14,7 @@ from nanopaged.paged_attention import FASTMATH, prefetch, rounded, to_float32
 
 # -- Between matrix products -----------------------------------------------------------
 
-@threads.keep
+@threads.kept_on_disk
 @njit(nogil=True, fastmath=FASTMATH)
 def add_norm(out, x, residual, weight, eps):
     """As in `nanopaged/fused.py`, but rounded only at the end, and the sum replaces the
@@ -30,7 +30,7 @@ def add_norm(out, x, residual, weight, eps):
             out[row, i] = rounded(normed, x[row, i])
 
 
-@threads.keep
+@threads.kept_on_disk
 @njit(nogil=True, fastmath=FASTMATH)
 def norm_rotate(out, x, q_weight, k_weight, cos, sin, num_kv_heads, eps):
     """As in `nanopaged/fused.py`, but rounded only at the end. (Both halves of a head
@@ -63,7 +63,7 @@ def inverse_rms(row, eps):
 # -- The KV cache ----------------------------------------------------------------------
 
 
-@threads.keep
+@threads.kept_on_disk
 @njit(nogil=True)
 def store(k, v, kv_cache, slots):
     """Copy K and V into their slots."""
@@ -101,7 +101,7 @@ def prefetch_line(_, address):
 # -- Matrix products: bfloat16 times float32 -------------------------------------------
 
 
-@threads.keep
+@threads.kept_on_disk
 @njit(nogil=True)
 def run_products(out, *others):
     """Compute out = x W^T. `run_four` explains the arguments."""

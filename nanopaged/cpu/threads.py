@@ -48,10 +48,10 @@ def with_threads(kernel: Any) -> Any:
     source = getattr(kernel, "py_func", kernel)  # if Numba is disabled: plain Python
     function = FunctionType(source.__code__, source.__globals__)
     function.__qualname__ += "_with_threads"  # its name in Numba's cache on disk
-    return keep(njit(parallel=True, nogil=True)(function))
+    return kept_on_disk(njit(parallel=True, nogil=True)(function))
 
 
-def keep(kernel: Any) -> Any:
+def kept_on_disk(kernel: Any) -> Any:
     """Keep the compiled code on disk, as `njit(cache=True)` does. But do nothing if no
     folder can be written to (RuntimeError), if Numba is disabled (AttributeError), or
     if there are no sources (OSError).
@@ -70,30 +70,11 @@ def version() -> str:
     return xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
 
 
-def prepare(runner: Any) -> None:
-    """Get a runner on a CPU ready. Call this only after its model has been loaded, or
-    malloc would also keep what loading frees, which is not needed again.
-
-    A small model runs on a single thread. It gains nothing from more, and on a busy
-    machine threads that wait for each other take very long.
-    """
-    prepare_process()
-    if sum(weight.numel() for weight in runner.model.parameters()) < 2**24:
-        runner.run = partial(run_on_one_thread, runner.run)
-
-
-def run_on_one_thread(function: Any, *arguments: Any) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return function(*arguments)
-    finally:
-        torch.set_num_threads(before)
-
-
 @cache  # once in a process
 def prepare_process() -> None:
-    """Change what malloc and fork do."""
+    """Change what malloc and fork do. Call this only after the model has been loaded:
+    malloc would also keep what loading frees, and that is not needed again.
+    """
     if sys.platform == "linux":
         # Let glibc's malloc keep freed memory, because the next step needs it again. By
         # default large pieces go back to the system, and getting them again takes a

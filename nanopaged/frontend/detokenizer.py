@@ -56,12 +56,9 @@ class Detokenizer:
     """The text of one sequence."""
 
     def __init__(self, tokenizer: Any, prompt_ids: list[int], stops: list[str],
-                 skip_special_tokens: bool = True, prompt: str | None = None) -> None:
+                 skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        # For `LLM`: the text of the prompt, and where changes of the request go.
-        self.prompt = prompt
-        self.outbox: dict[str, Any] = {}
         # Sorted: of two at the same place, the shorter comes first, and wins.
         self.stops = sorted(stops)
         self.stopped_by: str | None = None
@@ -78,15 +75,11 @@ class Detokenizer:
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""
 
-    def finds_stop(self, seq: Sequence, final: bool) -> bool:
-        """Read what is new in a sequence. Returns whether a stop string has ended it.
-
-        `final` means that no more tokens will follow.
-        """
+    def read(self, seq: Sequence) -> None:
+        """Read what is new in a sequence, and find out if a stop string ends it."""
         token_ids = seq.token_ids[:-1] if seq.ended_by_token else seq.token_ids
         may_stop = len(seq.token_ids) > seq.group.min_len
-        self.update(token_ids, final, may_stop)
-        return self.stopped_by is not None
+        self.update(token_ids, seq.finish_reason is not None, may_stop)
 
     def update(self, token_ids: list[int], final: bool, may_stop: bool) -> None:
         """Decode what is new in `token_ids`, which begin with the prompt. Look for stop

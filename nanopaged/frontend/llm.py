@@ -8,29 +8,37 @@ any time, even in the middle of a step. The next step sees both.
 
 Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort their
 own requests. If a step breaks off, the engine's state may be half-changed. Then
-`_in_step` stays True, and the next step resets the engine instead: every request that
-has started is aborted, no matter who made it, and still reported. (With several ranks
-that is impossible, because each of them may be anywhere in the step. In that case every
-later call fails.)
+`_step_is_open` stays True, and the next step resets the engine instead: every request
+that has started is aborted, no matter who made it, and still reported. With several
+ranks that is impossible, because each of them may be anywhere in the step. In that case
+every later call fails.
 """
 
 import threading
-import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
+from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
 from nanopaged.checks import check
-from nanopaged.config import BeamSearchParams, EngineConfig, EngineStats
-from nanopaged.engine import Changed, Engine
-from nanopaged.frontend.outputs import RequestOutput, request_output
-from nanopaged.frontend.prompts import Params, Prompt, as_message, make_groups
+from nanopaged.config import BUNDLED, BeamSearchParams, EngineConfig
+from nanopaged.engine import Changed
+from nanopaged.frontend.outputs import Outbox, Request, RequestOutput
+from nanopaged.frontend.prompts import (
+    Params,
+    Prompt,
+    make_requests,
+    render_chats,
+    tokenizer_of,
+)
 from nanopaged.loading import checkpoint
-from nanopaged.loading.start_up import free_runner, make_runner
+from nanopaged.loading.start_up import free_runner, make_engine
 from nanopaged.loading.weights import replace_weights
+from nanopaged.scheduler import EngineStats
 from nanopaged.sequence import SequenceGroup
 
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
@@ -51,21 +59,18 @@ class LLM(AbstractContextManager["LLM"]):
         known = EngineConfig.__dataclass_fields__
         unknown = sorted(options.keys() - known)
         check(not unknown, "options of LLM", f"among {[*known]}", unknown, TypeError)
-        model = checkpoint.BUNDLED if model is None else model
+        model = BUNDLED if model is None else model
         self.config = EngineConfig(model, **options)
-        self.model_config = checkpoint.load_config(model, self.config.model_impl)
-        self.tokenizer = checkpoint.load_tokenizer(model)  # None if there is none
+        self.model_config = checkpoint.load_config(self.config)
+        # The engine's own: `get_tokenizer` hands out another. None if there is none.
+        self.tokenizer = checkpoint.load_tokenizer(model)
         self.eos_token_ids, self.default_params = checkpoint.load_generation_config(
             model, self.model_config, self.tokenizer)
-        self._runner = make_runner(self.config, self.model_config)
-        weakref.finalize(self, free_runner, self._runner)
-        # With several ranks, all processes but the first stay here, and run the batches
-        # that it sends.
-        self._runner.ranks.serve(self._runner.run)
-        self.engine = Engine(self.config, self._runner)
-        self._outbox: Changed = {}  # of all requests from `add_request`
+        self.engine = make_engine(self.config, self.model_config)
+        self._requests: dict[SequenceGroup, Request] = {}  # that have not finished
+        self._outbox: Outbox = {}  # of all requests from `add_request`
         self._lock: Any = threading.RLock()
-        self._in_step = False  # it stays True after a step that has failed
+        self._step_is_open = False  # it stays True after a step that has failed
 
     # -- Prompts in, text out ----------------------------------------------------------
 
@@ -78,11 +83,11 @@ class LLM(AbstractContextManager["LLM"]):
         `sampling_params` is one object for all prompts, or a list with one for each.
         None stands for `default_params`, from the model's generation_config.json.
         """
-        groups = make_groups(self, prompts, sampling_params)
-        with closing(self._outputs_of(groups, final_only=True)) as outputs:
+        requests = make_requests(self, prompts, sampling_params)
+        with closing(self._outputs_of(requests, final_only=True)) as outputs:
             # Every bar, even if hidden, has a finalizer, and Python drops a Ctrl-C
             # that arrives in a finalizer. So there is no bar unless one is wanted.
-            bar = tqdm(outputs, total=len(groups)) if use_tqdm else outputs
+            bar = tqdm(outputs, total=len(requests)) if use_tqdm else outputs
             return sorted(bar, key=lambda output: int(output.request_id))
 
     def stream(self, prompts: Prompts,
@@ -92,7 +97,7 @@ class LLM(AbstractContextManager["LLM"]):
         The first `next` queues the requests. Closing the iterator aborts those that
         have not finished.
         """
-        return self._outputs_of(make_groups(self, prompts, sampling_params))
+        return self._outputs_of(make_requests(self, prompts, sampling_params))
 
     def chat(self, messages: Messages | list[Messages],
              sampling_params: ParamsForAll = None, use_tqdm: bool = True,
@@ -101,12 +106,8 @@ class LLM(AbstractContextManager["LLM"]):
 
         `chat_template_kwargs` are passed on to the tokenizer's `apply_chat_template`.
         """
-        chats: Any = list(messages)
-        chats = [chats] if any(isinstance(each, Mapping) for each in chats) else chats
-        chats = [list(map(as_message, chat)) for chat in chats]
-        options = {"add_generation_prompt": True} | (chat_template_kwargs or {})
-        encoding = self.get_tokenizer().apply_chat_template(chats, **options)
-        return self.generate(encoding, sampling_params, use_tqdm)
+        prompts = render_chats(self, messages, chat_template_kwargs or {})
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(self, prompts: Prompts,
                     params: BeamSearchParams) -> list[RequestOutput]:
@@ -123,9 +124,9 @@ class LLM(AbstractContextManager["LLM"]):
 
         An invalid request raises an error and leaves the engine unchanged.
         """
-        groups = make_groups(self, [prompt], [sampling_params])
-        self._submit(groups, self._outbox)
-        return groups[0].request_id
+        requests = make_requests(self, [prompt], [sampling_params])
+        self._submit(requests, self._outbox)
+        return requests[0].group.request_id
 
     def step(self) -> list[RequestOutput]:
         """Run a step, unless a request has changed already. Return the current output
@@ -145,64 +146,74 @@ class LLM(AbstractContextManager["LLM"]):
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
-        # `_in_step`: a step has failed, and what it aborts is still to be reported.
-        return bool(self.engine.num_unfinished or self._outbox or self._in_step)
+        # After a step that has failed, what it aborts is still to be reported.
+        return bool(self.engine.num_unfinished or self._outbox or self._step_is_open)
 
     # -- Many callers, one engine ------------------------------------------------------
 
-    def _submit(self, groups: list[SequenceGroup], outbox: Changed) -> None:
+    def _submit(self, requests: list[Request], outbox: Outbox) -> None:
         """Queue requests, all at once. What they report will be in this outbox."""
         self._check_open()
-        for group in groups:
-            group.reader.outbox = outbox
-        self.engine.add(groups)
+        for request in requests:
+            request.outbox = outbox
+        self._requests.update({request.group: request for request in requests})
+        self.engine.add([request.group for request in requests])
 
-    def _outputs_of(self, groups: list[SequenceGroup], final_only: bool = False
+    def _outputs_of(self, requests: list[Request], final_only: bool = False
                     ) -> Generator[RequestOutput, None, None]:
         """Step until these requests have finished, and yield outputs as they change."""
-        outbox: Changed = {}
+        outbox: Outbox = {}
         try:
-            self._submit(groups, outbox)
-            left = {group.request_id for group in groups}
+            self._submit(requests, outbox)
+            left = {request.group.request_id for request in requests}
             while left:
                 for output in self._collect(outbox, final_only):
                     if output.finished:
                         left.discard(output.request_id)
                     yield output
         finally:  # an error, Ctrl-C, or a stream that is closed or garbage-collected
-            for group in groups:
-                self.engine.abort(group.request_id)
+            for request in requests:
+                self.engine.abort(request.group.request_id)
+                self._requests.pop(request.group, None)
 
-    def _collect(self, outbox: Changed,
-                 final_only: bool = False) -> list[RequestOutput]:
+    def _collect(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
         with self._exclusive():
-            # The step of another thread may have filled the outbox already. (`_in_step`
-            # is True if a step has failed; `_run` then resets the engine instead.)
-            if self._in_step or (not outbox and self.engine.num_unfinished):
+            # The step of another thread may have filled the outbox already. If a step
+            # has failed, `_run` resets the engine instead of taking the next one.
+            if self._step_is_open or (not outbox and self.engine.num_unfinished):
                 self._run(self.engine.step)
-            for group in outbox.values():
+            for request in outbox.values():
+                group = request.group
                 if (error := group.error) and not group.live:
                     group.error = None  # the next call reports what the request has
                     raise error
-            outputs = [request_output(group) for group in outbox.values()
-                       if not (final_only and group.live)]
+            outputs = [request.output() for request in outbox.values()
+                       if not (final_only and request.group.live)]
             outbox.clear()
             return outputs
 
     def _run(self, act: Callable[[], Changed]) -> None:
-        """Let the engine act, and put the requests that it changes into their outboxes.
-        If a step has failed, reset the engine instead.
+        """Let the engine act. Read the text of what it changes, as far as stop strings
+        need it, and put it into outboxes. If a step has failed, reset the engine.
         """
         self._check_open()
-        if self._in_step:
+        if self._step_is_open:
             act = self.engine.reset
-        self._in_step = True
+        self._step_is_open = True
         changed = act()
         for request_id, group in changed.items():
-            group.reader.outbox[request_id] = group
+            request = self._requests.get(group)
+            if request is None:
+                continue  # nobody waits for it: its stream was closed
+            if group.params.stop:
+                for seq in request.read():
+                    self.engine.stop(seq)
+            request.outbox[request_id] = request
+            if not group.live:
+                self._requests.pop(group)
         changed.clear()
-        self._in_step = False
+        self._step_is_open = False
 
     def _reset_if_idle(self) -> bool:
         """Reset the engine, unless requests are unfinished."""
@@ -210,8 +221,9 @@ class LLM(AbstractContextManager["LLM"]):
         return not self.engine.num_unfinished
 
     def _check_open(self) -> None:
-        is_broken = self._in_step and self._runner.ranks.size > 1
-        if self._runner.model is None or is_broken:
+        runner = self.engine.runner
+        is_broken = self._step_is_open and runner.ranks.size > 1
+        if runner.model is None or is_broken:
             raise RuntimeError("this engine was shut down, or a step on several ranks "
                                "failed: start a new one")
 
@@ -221,7 +233,7 @@ class LLM(AbstractContextManager["LLM"]):
 
         A signal handler or a finalizer may run in the middle of a step, on the same
         thread. It gets an error, because a step within a step would do harm. (This asks
-        the lock, not `_in_step`, which stays True after a step has failed.)
+        the lock, not `_step_is_open`, which stays True after a step has failed.)
         """
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")
@@ -231,10 +243,17 @@ class LLM(AbstractContextManager["LLM"]):
     # -- The rest ----------------------------------------------------------------------
 
     def get_tokenizer(self) -> Any:
-        """transformers' tokenizer; ValueError if the model has none."""
-        check(self.tokenizer is not None, "model", "one with a tokenizer (needed for "
-              "text, but not for token ids)", self.config.model)
-        return self.tokenizer
+        """transformers' tokenizer; ValueError if the model has none.
+
+        It is a copy, always the same. `chat` uses its chat template. Nothing else that
+        you set on it, such as truncation, changes what the engine does.
+        """
+        tokenizer_of(self)
+        return self._tokenizer_copy
+
+    @cached_property
+    def _tokenizer_copy(self) -> Any:
+        return deepcopy(self.tokenizer)
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it started."""
@@ -259,12 +278,13 @@ class LLM(AbstractContextManager["LLM"]):
             # remain.
             check(self._reset_if_idle(), "the number of unfinished requests",
                   "0 for load_weights", self.engine.num_unfinished)
-            replace_weights(self._runner.model, named, self._runner.ranks)
+            runner = self.engine.runner
+            replace_weights(runner.model, self.model_config, named, runner.ranks)
 
     def shutdown(self) -> None:
         """Free this process's memory. The engine cannot be used after that."""
         with self._exclusive():
-            free_runner(self._runner)
+            free_runner(self.engine.runner)
 
     def __exit__(self, *exception: object) -> None:
         self.shutdown()

@@ -1,8 +1,10 @@
 """What the caller gets back. The names are vLLM's where vLLM has them."""
 
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
+from nanopaged.frontend.detokenizer import Detokenizer
 from nanopaged.sequence import Logprobs, Sequence, SequenceGroup
 
 
@@ -44,28 +46,54 @@ class RequestOutput:
 
 # -- From requests to outputs ----------------------------------------------------------
 
-def request_output(group: SequenceGroup) -> RequestOutput:
-    scores: Any = None
-    if group.params.prompt_logprobs is not None:
-        scores = [None, *group.prompt_logprobs.values()]
-    return RequestOutput(
-        group.request_id, group.reader.prompt, list(group.prompt_token_ids),
-        # (A beam has the index of its parent, so the outputs are numbered anew here.)
-        [completion_output(seq, index) for index, seq in enumerate(group.sequences)],
-        not group.live, group.num_cached_tokens, scores)
+class Request:
+    """What the front end knows of a request, and the engine does not."""
+
+    def __init__(self, group: SequenceGroup, prompt: str | None,
+                 detokenizer: Detokenizer) -> None:
+        self.group, self.prompt = group, prompt
+        self.outbox: Outbox = {}  # of the call that made it
+        self.at_start = detokenizer  # it has read the prompt
+        self.detokenizers: dict[Sequence, Detokenizer] = {}
+
+    def read(self) -> list[Sequence]:
+        """Read what is new. Returns the live sequences that a stop string ends."""
+        # (The beams of a step may be other sequences than those of the last one.)
+        self.detokenizers = {
+            seq: self.detokenizers.get(seq) or copy(self.at_start)
+            for seq in self.group.sequences}
+        for seq, detokenizer in self.detokenizers.items():
+            detokenizer.read(seq)
+        return [seq for seq in self.group.live
+                if self.detokenizers[seq].stopped_by is not None]
+
+    def output(self) -> RequestOutput:
+        self.read()
+        group = self.group
+        scores: list[Logprobs | None] | None = None
+        if group.params.prompt_logprobs is not None:
+            scores = [None, *group.prompt_logprobs.values()]
+        return RequestOutput(
+            group.request_id, self.prompt, list(group.prompt_token_ids),
+            # A beam has the index of its parent, so outputs are numbered anew here.
+            [self._completion(seq, i) for i, seq in enumerate(group.sequences)],
+            not group.live, group.num_cached_tokens, scores)
+
+    def _completion(self, seq: Sequence, index: int) -> CompletionOutput:
+        params, reason = seq.group.params, seq.finish_reason
+        text = self.detokenizers[seq].visible(final=reason is not None)
+        stop_reason: str | int | None = self.detokenizers[seq].stopped_by
+        if stop_reason is not None:
+            reason = "stop"  # even if the last token that fits has completed it
+        stop_ids = params.stop_token_ids or []
+        if reason == "stop" and seq.token_ids[-1] in stop_ids:
+            stop_reason = seq.token_ids[-1]
+        has_logprobs = params.logprobs is not None
+        return CompletionOutput(
+            index, text, seq.token_ids[seq.group.num_prompt_tokens :],
+            cumulative_logprob=seq.cumulative_logprob if has_logprobs else None,
+            logprobs=list(seq.logprobs) if has_logprobs else None,
+            finish_reason=reason, stop_reason=stop_reason)
 
 
-def completion_output(seq: Sequence, index: int) -> CompletionOutput:
-    params, is_final = seq.group.params, seq.finish_reason is not None
-    seq.reader.finds_stop(seq, is_final)  # it reads what is new
-    text = seq.reader.visible(is_final)
-    stop_reason: str | int | None = seq.reader.stopped_by
-    stop_ids = params.stop_token_ids or []
-    if seq.finish_reason == "stop" and seq.token_ids[-1] in stop_ids:
-        stop_reason = seq.token_ids[-1]
-    has_logprobs = params.logprobs is not None
-    return CompletionOutput(
-        index, text, seq.token_ids[seq.group.num_prompt_tokens :],
-        cumulative_logprob=seq.cumulative_logprob if has_logprobs else None,
-        logprobs=list(seq.logprobs) if has_logprobs else None,
-        finish_reason=seq.finish_reason, stop_reason=stop_reason)
+Outbox: TypeAlias = dict[str, Request]  # requests by id, in the order of their changes

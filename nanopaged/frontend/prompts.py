@@ -1,16 +1,21 @@
 """From prompts to requests: what a caller may pass, and what can never be served."""
 
 import json
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import compress
 from numbers import Number
 from typing import Any, TypeAlias
 
+from jinja2 import TemplateError
+
 from nanopaged.checks import check, plain
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.frontend.detokenizer import Detokenizer
+from nanopaged.frontend.outputs import Request
 from nanopaged.sequence import SequenceGroup
 
 # What the public methods take. A dict has these names. What a tokenizer returns, arrays
@@ -57,59 +62,109 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
     return content
 
 
-def as_message(given: Any) -> dict[str, Any]:
-    """A chat message as templates expect it: the text of all its parts, and the
-    arguments of tool calls parsed from JSON.
-    """
+# -- Conversations ---------------------------------------------------------------------
+
+def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Prompt]:
+    """One or more conversations as prompts, by the tokenizer's chat template."""
+    chats: Any = list(messages)
+    chats = [chats] if any(isinstance(each, Mapping) for each in chats) else chats
+    options = {"add_generation_prompt": True} | options | {"tokenize": False}
+    template = partial(llm.get_tokenizer().apply_chat_template, **options)
+    prompts: list[Prompt] = []
+    for number, chat in enumerate(chats):
+        with numbered("messages", number, len(chats)):
+            check(bool(chat), "messages", "a list of at least one message", chat)
+            text = template(list(map(partial(as_message, template), chat)))
+            ids = llm.tokenizer(text, add_special_tokens=False).input_ids
+        prompts.append({"prompt": text, "prompt_token_ids": ids})
+    return prompts
+
+
+def as_message(template: Any, given: Any) -> dict[str, Any]:
+    """A chat message as the template expects it."""
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
           "such lists", given, TypeError)
     message: dict[str, Any] = dict(given)
     content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    parts: list[Any] = content if isinstance(content, list) else [content or ""]
+    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
     for part in parts:
         is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
         check(is_text, "content", "a string, or a list of text parts", part, TypeError)
-    if isinstance(content, list):
-        message["content"] = "\n".join(part["text"] for part in parts)
+    if content is not None:
+        text = "\n".join(part["text"] for part in parts)
+        message["content"] = parts if wants_parts(template) else text
+    if calls := deepcopy(message.get("tool_calls")):
+        message["tool_calls"] = list(map(as_tool_call, calls))
+    return message
+
+
+def wants_parts(template: Any) -> bool:
+    """Whether a template takes the content of a message as a list of parts."""
+    probe = "a probe"
+    forms = probe, [{"type": "text", "text": probe}]
+    text, parts = (template([{"role": "user", "content": form}]) for form in forms)
+    return parts == text or probe not in text
+
+
+def as_tool_call(call: Any) -> Any:
+    """A tool call whose arguments are a dict, and no longer JSON."""
+    function: Any = call.get("function") if isinstance(call, Mapping) else None
+    check(isinstance(function, Mapping), "tool_calls", "a list of calls: "
+          "{'function': {'name': ..., 'arguments': ...}}", call, TypeError)
+    given = function.get("arguments") or "{}"
     try:
-        calls = deepcopy(message.get("tool_calls"))
-        for call in calls or []:
-            if isinstance(arguments := call["function"].get("arguments"), str):
-                call["function"]["arguments"] = json.loads(arguments)
-    except Exception as error:
-        check(False, "tool_calls", "a list of calls, with "
-              f"arguments in JSON ({error!r})", message["tool_calls"])
-    return message | {"tool_calls": calls} if calls else message
+        found = json.loads(given.strip() or "{}") if isinstance(given, str) else given
+        found = {} if found is None else found
+    except ValueError:
+        found = None
+    check(isinstance(found, Mapping), "arguments in tool_calls", "a dict, or its JSON",
+          given)
+    return call | {"function": function | {"arguments": found}}
 
 
 # -- Requests --------------------------------------------------------------------------
 
-def make_groups(llm: Any, prompts: Any, params: Any) -> list[SequenceGroup]:
+def make_requests(llm: Any, prompts: Any, params: Any) -> list[Request]:
     """A request to `llm` for each prompt; ValueError or TypeError names a wrong one."""
     prompts = as_prompts(prompts)
     params = list(params) if isinstance(params, Iterable) else [params] * len(prompts)
     check(len(params) == len(prompts), "sampling_params",
           f"one object, or a list of {len(prompts)}, one for each prompt", params)
-    groups = []
+    requests = []
     for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        try:
-            groups.append(make_group(llm, param, **as_dict(prompt)))
-        except (TypeError, ValueError) as error:
-            # (A subclass, such as UnicodeEncodeError, takes other arguments.)
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            where = f"prompts[{number}]: " if len(prompts) > 1 else ""
-            raise kind(f"{where}{error}") from error
-    return groups
+        with numbered("prompts", number, len(prompts)):
+            requests.append(make_request(llm, param, **as_dict(prompt)))
+    return requests
 
 
-def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any = None,
-               cache_salt: Any = None) -> SequenceGroup:
+@contextmanager
+def numbered(name: str, number: int, count: int) -> Iterator[None]:
+    """Make errors say which of several inputs is wrong."""
+    try:
+        yield
+    except (TypeError, ValueError, TemplateError) as error:
+        # (A subclass, such as UnicodeEncodeError, takes other arguments.)
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        where = f"{name}[{number}]: " if count > 1 else ""
+        raise kind(f"{where}{error}") from error
+
+
+def tokenizer_of(llm: Any) -> Any:
+    """The tokenizer that the engine uses; ValueError if the model has none."""
+    check(llm.tokenizer is not None, "model", "one with a tokenizer (needed for text, "
+          "but not for token ids)", llm.config.model)
+    return llm.tokenizer
+
+
+def make_request(llm: Any, params: Any, prompt: Any = None,
+                 prompt_token_ids: Any = None, cache_salt: Any = None) -> Request:
     """A request that can be served; ValueError or TypeError if it never can be."""
     ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
     if isinstance(ids, str):
         ids.encode()  # an error for a lone surrogate
-        ids = llm.get_tokenizer()(ids).input_ids
+        ids = tokenizer_of(llm)(ids).input_ids
     # Anything else becomes [None], which the next line refuses.
     ids = plain([*ids]) if isinstance(ids, list | tuple) else [None]
     check({*map(type, ids)} <= {int}, "prompt", "a string or a list of token ids",
@@ -117,33 +172,31 @@ def make_group(llm: Any, params: Any, prompt: Any = None, prompt_token_ids: Any 
     params = llm.default_params if params is None else params
     check(isinstance(params, Params), "sampling_params",
           "SamplingParams or BeamSearchParams", params, TypeError)
-    eos_ids = [] if params.ignore_eos else llm.eos_token_ids
+    eos_ids = llm.eos_token_ids
     vocab_size, max_seqs = llm.model_config.vocab_size, llm.config.max_num_seqs
     beam_params = params if isinstance(params, BeamSearchParams) else None
     if beam_params:
         # A group of `beam_width` sequences. Each reports enough candidates for
         # `beam_width` to go on, even if every EOS token is among them.
-        max_seqs = min(max_seqs, vocab_size - len(eos_ids))
+        num_eos = 0 if params.ignore_eos else len(eos_ids)
+        max_seqs = min(max_seqs, vocab_size - num_eos)
         params = SamplingParams(
             n=params.beam_width, temperature=0, max_tokens=params.max_tokens,
-            logprobs=params.beam_width + len(eos_ids))
+            ignore_eos=params.ignore_eos, logprobs=params.beam_width + num_eos)
     check(params.n <= max_seqs, "n (or beam_width)", f"at most {max_seqs}, "
           "because of max_num_seqs or the vocabulary", params.n)
     if cache_salt is not None:
         params = replace(params, cache_salt=cache_salt)
     if params.stop:
-        llm.get_tokenizer()  # an error if there is none
-    stop_ids = {*eos_ids, *(params.stop_token_ids or [])}
-
-    all_ids = [*ids, *stop_ids, *(params.logit_bias or {})]
+        tokenizer_of(llm)  # an error if there is none
+    all_ids = [*ids, *(params.stop_token_ids or []), *(params.logit_bias or {})]
     wrong = [id for id in all_ids if not 0 <= id < vocab_size]
     check(not wrong, "token ids", f"from 0 to {vocab_size - 1}", wrong)
     longest = llm.engine.max_model_len
     check(0 < len(ids) < longest, "number of prompt tokens",
           f"at least 1 and less than max_model_len={longest}", len(ids))
-    text = prompt if isinstance(prompt, str) else None
-    reader = Detokenizer(llm.tokenizer, ids, params.stop_strings,
-                         params.skip_special_tokens, text)
-    group = SequenceGroup(ids, params, stop_ids, longest, reader, beam_params)
+    group = SequenceGroup(ids, params, eos_ids, longest, beam_params)
     llm.engine.check_fits(group)
-    return group
+    detokenizer = Detokenizer(
+        llm.tokenizer, ids, params.stop_strings, params.skip_special_tokens)
+    return Request(group, prompt if isinstance(prompt, str) else None, detokenizer)

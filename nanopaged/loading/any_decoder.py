@@ -1,13 +1,13 @@
-"""Any decoder of transformers: its own modules, with our attention put in.
+"""Any decoder of transformers: its own modules, with our attention plugged in.
 
 This is for families that `model.py` lacks. Like `CausalLM`, `AnyDecoder` has the two
 methods that the runner calls: `forward` and `head`.
 
 What could a family do that a flat batch with blocks gets wrong? If its config tells,
-`sizes_of` refuses it before any weight is read. `attend` refuses arguments that it does
-not know. The rest only shows in the results: layers that remember tokens by other means
-than attention, or that take a token's place in the batch for its position. So
-`put_attention_in` compares two sequences with what transformers computes for them,
+`check_family` refuses it before any weight is read. `attend` refuses arguments that it
+does not know. The rest only shows in the results: layers that remember tokens by other
+means than attention, or that take a token's place in the batch for its position. So
+`plug_in_attention` compares two sequences with what transformers computes for them,
 before the engine serves anything.
 """
 
@@ -22,34 +22,17 @@ from nanopaged.attention import cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 
-# Fields of configs, as transformers' `attribute_map` names them for every family.
-COPIED = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "layer_types",
-          "head_dim", "num_attention_heads", "num_key_value_heads", "sliding_window",
-          "max_position_embeddings", "rope_parameters", "eos_token_id", "dtype")
 FAMILY = ("a family that remembers earlier tokens by attention alone, and lets it be "
           "exchanged")
 # Arguments of attention that change nothing here: Q and K are rotated already.
 HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 
 
-class Sizes(SimpleNamespace):
-    """What the engine needs from a config, and the `config` itself."""
-
-
-def sizes_of(config: Any) -> Sizes:
+def check_family(config: Any) -> None:
+    """ValueError if this config of transformers tells that we cannot compute it."""
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_open = family and family._supports_attention_backend and not family._is_stateful
     check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
-    text = config.get_text_config(decoder=True)
-    # Let sizes be read even if they differ between layers: `attend` refuses those.
-    text.allow_global_per_layer_attribute_access = True
-    sizes = Sizes(config=config, **{name: getattr(text, name, None) for name in COPIED})
-    num_heads = sizes.num_attention_heads
-    sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
-    # Multi-head latent attention (DeepSeek) rotates a part of each head.
-    mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
-    sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
-    return sizes
 
 
 def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
@@ -81,7 +64,7 @@ transformers.AttentionInterface.register("nanopaged", attend)
 
 
 class AnyDecoder(nn.Module):
-    def __init__(self, config: Any, sizes: Sizes, backend: Any) -> None:
+    def __init__(self, config: Any, sizes: Any, backend: Any) -> None:
         super().__init__()
         options = {"dtype": backend.dtype, "attn_implementation": "eager"}
         auto = transformers.AutoModelForCausalLM
@@ -125,12 +108,14 @@ class AnyDecoder(nn.Module):
         return self.model(inputs_embeds=x[None]).logits[0]  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def put_attention_in(self, runner: Any) -> None:
-        """Compute two sequences with transformers alone. Then put our attention in, and
-        compute both at once, in blocks and in two steps; ValueError if results differ.
+    def plug_in_attention(self, runner: Any) -> int:
+        """Compute two sequences with transformers alone. Then plug our attention in,
+        and compute both at once, in blocks and in two steps; ValueError if results
+        differ. Returns how long a sequence may get.
         """
         size, vocab_size = runner.config.block_size, self.sizes.vocab_size
-        length = min(2 * size + 2, 66, runner.max_model_len)  # few, but several blocks
+        longest = runner.longest_sequence
+        length = min(2 * size + 2, 66, longest)  # few, but several blocks
         ids = torch.arange(2 * length, device=runner.device).view(2, -1) % vocab_size
         num_blocks = cdiv(length, size)
         runner.make_pools(2 * num_blocks, 0)  # for this comparison alone
@@ -157,8 +142,9 @@ class AnyDecoder(nn.Module):
         window, types = self.sizes.sliding_window, self.sizes.layer_types
         is_used = types is None or "sliding_attention" in types
         if window and is_used and window not in self.shared.windows:
-            runner.max_model_len = min(runner.max_model_len, window)
+            longest = min(longest, window)
         # (In 16 bits, rounding may even send a token to another expert.)
         tolerance = 1e-3 if runner.dtype == torch.float32 else 0.2
-        check(bool(errors[:, : runner.max_model_len].mean() < tolerance),
+        check(bool(errors[:, :longest].mean() < tolerance),
               "model_type in config.json", FAMILY, self.sizes.model_type)
+        return int(longest)

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,10 +18,9 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from nanopaged.checks import check
-from nanopaged.config import SamplingParams
-from nanopaged.loading.any_decoder import sizes_of
+from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.loading.any_decoder import check_family
 
-BUNDLED = Path(__file__).parents[1] / "shakespeare"
 # What config.json may say. There are more ways to rotate Q and K, but with these the
 # angles depend on the position alone, and not on the length of the sequence.
 KNOWN = {
@@ -29,6 +29,13 @@ KNOWN = {
     "layer_types": (None, "full_attention", "sliding_attention")}
 # What our own decoder can compute. Transformers' modules compute the others.
 OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
+# What the engine reads from a config, as transformers' `attribute_map` names it for
+# every family. A family may lack some of them.
+COPIED = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype",
+    "sliding_window", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
+    "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id")
 # Our names of the parameters in generation_config.json.
 OUR_NAMES = {name: name for name in (
     "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
@@ -53,10 +60,17 @@ def find_file(name: str | Path, file: str) -> Any:
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
 
 
-def load_config(name: str | Path, model_impl: str = "auto") -> Any:
-    """The config as transformers reads it, if our own decoder computes the model. If
-    transformers' modules do, its `Sizes`. ValueError if neither can.
+class ModelConfig(SimpleNamespace):
+    """What the engine reads from a model's config.json: the fields in `COPIED`, the
+    `config` of transformers, and `model_impl`, which says whose modules compute it.
     """
+
+
+def load_config(config: EngineConfig) -> ModelConfig:
+    """The model's config; ValueError if neither our own decoder nor transformers'
+    modules can compute the model here.
+    """
+    name = config.model
     # An id of the hub is "name" or "owner/name"; anything else is a path.
     is_path = isinstance(name, Path) or str(name).count("/") > 1
     is_path |= str(name).startswith((".", "/", "~")) or Path(name).exists()
@@ -64,28 +78,38 @@ def load_config(name: str | Path, model_impl: str = "auto") -> Any:
           "Hugging Face hub, or an existing directory with a config.json", str(name))
     remedy = REPAIR if is_path else "is the id right, and is there a network?"
     with reading(f"config.json of {name}", remedy):
-        config = AutoConfig.from_pretrained(name)
-    quantization = getattr(config, "quantization_config", None)
+        found = AutoConfig.from_pretrained(name)
+    quantization = getattr(found, "quantization_config", None)
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
-    facts = config.get_text_config(decoder=True).to_dict()
+    text = found.get_text_config(decoder=True)
+    facts = text.to_dict()
     # In transformers 5, `rope_parameters` has all fields about positions. If a family
     # has several types of layers, there may be such a dict for each type.
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
     fits = all(facts.get(field) in known for field, known in OURS.items())
-    is_ours = model_impl == "nanopaged" or (model_impl == "auto" and fits)
-    for field, known in (KNOWN | (OURS if is_ours else {})).items():
+    impl = config.model_impl
+    if impl == "auto":
+        impl = "nanopaged" if fits else "transformers"
+    for field, known in (KNOWN | (OURS if impl == "nanopaged" else {})).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
         check(set(values) <= set(known), f"{field} in config.json",
               f"one of {known}", value)
-    if not is_ours:
-        return sizes_of(config)
-    size = config.hidden_size // config.num_attention_heads
-    config.head_dim = facts.get("head_dim") or size
-    return config
+    if impl == "transformers":
+        check_family(found)
+    # Let sizes be read even if they differ between layers: an `AnyDecoder` refuses it.
+    text.allow_global_per_layer_attribute_access = True
+    sizes = ModelConfig(config=found, model_impl=impl, **{
+        field: getattr(text, field, None) for field in COPIED})
+    num_heads = sizes.num_attention_heads
+    sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
+    # Multi-head latent attention (DeepSeek) rotates a part of each head.
+    mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
+    sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
+    return sizes
 
 
 def load_tokenizer(name: str | Path) -> Any:

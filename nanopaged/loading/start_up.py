@@ -2,6 +2,7 @@
 
 import logging
 import os
+import weakref
 from importlib import import_module
 from typing import Any
 
@@ -11,34 +12,53 @@ from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
-from nanopaged.loading.any_decoder import AnyDecoder
-from nanopaged.loading.checkpoint import stored_dtype
+from nanopaged.engine import Engine
+from nanopaged.loading.checkpoint import ModelConfig, stored_dtype
+from nanopaged.loading.processes import divide, join
 from nanopaged.loading.weights import load_model, optional, products
 from nanopaged.model_runner import ModelRunner
-from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
+
+
+def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
+    """An engine that is ready for its first step; `load_config` gives model_config.
+
+    On a rank other than 0 this does not return: it runs what rank 0 sends.
+    """
+    runner = make_runner(config, model_config)
+    engine = Engine(config, runner)
+    weakref.finalize(engine, free_runner, runner)
+    runner.ranks.serve(runner.run)
+    return engine
 
 
 # torch recompiles the functions that are marked `@fused` for each hidden size of any
 # engine in this process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
-def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
-    """A runner that is ready for its first step."""
-    ranks = Ranks(config, model_config)
+def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
+    """Load the model, try the largest steps, and allocate the pools."""
+    ranks = join(config)
     device = pick_device(config.device)
     model_dtype = model_config.dtype
     if model_dtype is None and config.load_format != "dummy":
-        model_dtype = stored_dtype(config.model)  # type: ignore[arg-type]
+        model_dtype = stored_dtype(config.model)
     dtype = pick_dtype(config.dtype, model_dtype, device)
-    backend = make_backend(config.attention_backend, ranks.local_config,
-                           config.block_size, dtype, device)
-    max_model_len = longest_sequence(config, model_config)
-    model = load_model(config, backend, ranks)
-    runner = ModelRunner(config, ranks, backend, model, max_model_len)
-    if isinstance(model, AnyDecoder):
-        model.put_attention_in(runner)
-    if not runner.is_gpu and (threads := optional("cpu.threads")):
-        threads.prepare(runner)
+    share = divide(model_config, ranks.size)
+    backend, ops = make_backend(config, share, dtype, device)
+    longest = longest_sequence(config, model_config)
+    model = load_model(config, share, backend, ops, ranks)
+    num_inputs = most_inputs(config, longest)
+    runner = ModelRunner(config, ranks, backend, model, share.num_hidden_layers,
+                         longest, num_inputs)
+    if share.model_impl == "transformers":
+        runner.longest_sequence = model.plug_in_attention(runner)
+    if not runner.is_gpu:
+        # A small model gains nothing from threads, and on a busy machine threads that
+        # wait for each other take very long.
+        if sum(weight.numel() for weight in model.parameters()) < 2**24:
+            runner.num_threads = 1
+        if threads := optional("cpu.threads"):
+            threads.prepare_process()
     run_trial_steps(runner)
     size_pools(runner)
     num_graphs = 0
@@ -53,7 +73,7 @@ def make_runner(config: EngineConfig, model_config: Any) -> ModelRunner:
     return runner
 
 
-def longest_sequence(config: EngineConfig, model_config: Any) -> int:
+def longest_sequence(config: EngineConfig, model_config: ModelConfig) -> int:
     """The most tokens a sequence may have; ValueError if more are asked for."""
     longest = model_config.max_position_embeddings
     # With these two ways to rotate Q and K, it may be the length that the model had
@@ -68,6 +88,20 @@ def longest_sequence(config: EngineConfig, model_config: Any) -> int:
     return int(max_model_len)
 
 
+def most_blocks(config: EngineConfig, longest: int) -> int:
+    """How many blocks can be in use at the same time, if they are enough."""
+    return config.max_num_seqs * cdiv(longest, config.block_size)  # type: ignore
+
+
+def most_inputs(config: EngineConfig, longest: int) -> int:
+    """How many numbers a step may need on the device: for each token an id, a position,
+    a slot, up to 6 numbers in a plan, and perhaps a sample; and the block tables.
+    Recorded steps are padded, and a plan on a GPU has a few thousand numbers more.
+    """
+    num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+    return (1 + 1 + 1 + 6 + 1) * num_tokens + most_blocks(config, longest) + 2**16
+
+
 def run_trial_steps(runner: ModelRunner) -> None:
     """Run steps whose results nobody reads. All their tokens are stored in one block,
     the padding block, so they need no pool yet. On a GPU, the largest steps follow.
@@ -79,8 +113,8 @@ def run_trial_steps(runner: ModelRunner) -> None:
     if runner.is_gpu:
         torch.cuda.empty_cache()
         run_padding(runner, [1] * min(max_seqs, max_tokens))
-        whole, rest = divmod(max_tokens, runner.max_model_len)
-        counts = [runner.max_model_len] * whole + [rest] * (rest > 0)
+        whole, rest = divmod(max_tokens, runner.longest_sequence)
+        counts = [runner.longest_sequence] * whole + [rest] * (rest > 0)
         run_padding(runner, counts[:max_seqs])
 
 
@@ -89,7 +123,7 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
     num_seqs = len(counts)
     num_blocks = sum(cdiv(count, runner.config.block_size) for count in counts)
     params = SamplingParams(top_p=0.5)  # this takes the most memory
-    group = SequenceGroup([0], params, set(), runner.max_model_len)
+    group = SequenceGroup([0], params, set(), runner.longest_sequence)
     runner.run(Batch(
         [0] * sum(counts), counts, counts, [runner.padding_block] * num_blocks,
         list(range(num_seqs)), receivers=group.sequences * num_seqs))
@@ -98,8 +132,9 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
 def size_pools(runner: ModelRunner) -> None:
     """Allocate the pools, at the requested size or at the largest that fits."""
     config = runner.config
+    most = most_blocks(config, runner.longest_sequence)
     block_bytes = runner.kv_caches.nbytes  # so far there is only the padding block
-    fitting = min(runner.max_blocks, free_bytes(runner) // block_bytes)
+    fitting = min(most, free_bytes(runner) // block_bytes)
     # All ranks have the same block ids, so the smallest pool decides.
     size = torch.tensor(config.num_blocks or fitting)
     num_blocks = int(runner.ranks.all_reduce(size, "MIN"))
@@ -107,9 +142,8 @@ def size_pools(runner: ModelRunner) -> None:
     num_swap_blocks = 0
     if config.preemption_mode == "swap":
         swap_bytes = int(config.swap_space * 2**30)
-        num_swap_blocks = min(runner.max_blocks, swap_bytes // block_bytes)
+        num_swap_blocks = min(most, swap_bytes // block_bytes)
     runner.make_pools(num_blocks, num_swap_blocks)
-    runner.max_model_len = min(runner.max_model_len, num_blocks * config.block_size)
 
 
 def free_bytes(runner: ModelRunner) -> int:
@@ -164,9 +198,11 @@ BACKENDS = {
     "triton": "gpu.attention.TritonAttention", "flash": "gpu.attention.FlashAttention"}
 
 
-def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dtype,
-                 device: torch.device) -> TorchAttention:
-    """An attention backend; ValueError if it cannot run here."""
+def make_backend(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype,
+                 device: torch.device) -> tuple[TorchAttention, Any]:
+    """An attention backend, and the operations between matrix products that go with it;
+    ValueError if the backend cannot run here.
+    """
     names = ["torch"]  # what can run here, the best one first
     if device.type == "cuda":
         if torch.cuda.get_device_properties(device).major >= 8:
@@ -176,13 +212,16 @@ def make_backend(name: str, model_config: Any, block_size: int, dtype: torch.dty
             names = ["numba", "torch"]
         if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of these two
             names += ["triton", "flash"]
-    name = names[0] if name == "auto" else name
+    wanted = config.attention_backend
+    name = names[0] if wanted == "auto" else wanted
     check(name in names, "attention_backend",
           f"'auto', or one of {names} with this device and dtype", name)
     module, _, kind = BACKENDS[name].rpartition(".")
     try:
-        backend: Any = getattr(import_module(f"nanopaged.{module}"), kind)
-        return backend(model_config, block_size, dtype, device)  # type: ignore[no-any-return]
+        make: type[TorchAttention] = getattr(import_module(f"nanopaged.{module}"), kind)
+        backend = make(model_config, config.block_size, dtype, device)
     except ImportError as error:
         raise ValueError(f"attention_backend={name!r} needs a package that is missing "
                          f"(install it, or use 'torch'): {error}") from error
+    ops = "cpu.norms" if name == "numba" else "fused"
+    return backend, import_module(f"nanopaged.{ops}")

@@ -17,8 +17,8 @@ from transformers.modeling_utils import local_torch_dtype
 
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig
-from nanopaged.loading.any_decoder import AnyDecoder, Sizes
-from nanopaged.loading.checkpoint import find_tensors, reading
+from nanopaged.loading.any_decoder import AnyDecoder
+from nanopaged.loading.checkpoint import ModelConfig, find_tensors, reading
 from nanopaged.model import CausalLM
 from nanopaged.ranks import Ranks
 
@@ -36,7 +36,8 @@ products = optional("cpu.products")
 
 
 @torch.no_grad()
-def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
+def load_model(config: EngineConfig, model_config: ModelConfig, backend: Any, ops: Any,
+               ranks: Ranks) -> Any:
     """A rank's share of the model, with the weights of its checkpoint.
 
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
@@ -46,14 +47,16 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
     compute_dtype = backend.dtype
     if products:
         compute_dtype = products.compute_dtype(compute_dtype, backend.device)
-    if isinstance(ranks.local_config, Sizes):
+    is_ours = model_config.model_impl == "nanopaged"
+    model: Any
+    if not is_ours:
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
         with reading(f"the weights of {config.model}"):
-            model: nn.Module = AnyDecoder(config, ranks.local_config, backend)
+            model = AnyDecoder(config, model_config, backend)
     else:
         with backend.device, local_torch_dtype(compute_dtype), no_init_weights():
-            model = CausalLM(ranks.local_config, backend, ranks)
+            model = CausalLM(model_config, backend, ops, ranks)
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.to(backend.dtype)
@@ -63,14 +66,15 @@ def load_model(config: EngineConfig, backend: Any, ranks: Ranks) -> nn.Module:
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
-    elif isinstance(model, CausalLM):  # (an AnyDecoder has loaded its own)
-        load_checkpoint(model, config.model, ranks)  # type: ignore[arg-type]
+    elif is_ours:  # an AnyDecoder has loaded its own
+        read_weights(model, model_config, config.model, ranks)
     if products:
         products.pack_products(model)
     return model
 
 
-def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
+def read_weights(model: CausalLM, model_config: ModelConfig, source: str | Path,
+                 ranks: Ranks) -> None:
     """Copy every tensor to its place; ValueError if one is missing or left over.
 
     A file is mapped into memory, so no more is read than is copied. It is opened again
@@ -84,22 +88,27 @@ def load_checkpoint(model: CausalLM, source: str | Path, ranks: Ranks) -> None:
         with reading(str(file)), safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
-    for module, kind, names in match_tensors(model, shapes, ranks, str(source)):
+    places = find_places(
+        model, model_config.tie_word_embeddings, shapes, ranks, str(source))
+    for module, kind, names in places:
         write(module, kind, [read(name) for name in names], ranks)
 
 
 @torch.no_grad()
-def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -> None:
-    """Like `load_checkpoint`, from memory. All is checked before anything changes."""
+def replace_weights(model: CausalLM, model_config: ModelConfig,
+                    weights: dict[str, Tensor], ranks: Ranks) -> None:
+    """Like `read_weights`, from memory. All is checked before anything changes."""
     check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
-    check(isinstance(model, CausalLM), "model_impl", "'nanopaged' for load_weights",
-          "transformers")
+    check(model_config.model_impl == "nanopaged", "model_impl",
+          "'nanopaged' for load_weights", model_config.model_impl)
     for name, tensor in weights.items():
         is_right = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         check(is_right and tensor.is_floating_point() and not tensor.is_meta, name,
               "a dense tensor of floating-point numbers", tensor, TypeError)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    for module, kind, names in match_tensors(model, shapes, ranks, "load_weights"):
+    places = find_places(
+        model, model_config.tie_word_embeddings, shapes, ranks, "load_weights")
+    for module, kind, names in places:
         write(module, kind, [weights[name] for name in names], ranks)
     if products:
         products.pack_products(model)
@@ -109,14 +118,14 @@ def replace_weights(model: CausalLM, weights: dict[str, Tensor], ranks: Ranks) -
 Place = tuple[nn.Module, str, list[str]]
 
 
-def match_tensors(model: CausalLM, shapes: Mapping[str, list[int]], ranks: Ranks,
-                  source: str) -> list[Place]:
+def find_places(model: CausalLM, is_tied: bool, shapes: Mapping[str, list[int]],
+                ranks: Ranks, source: str) -> list[Place]:
     """Where the tensors with these names and shapes belong; ValueError if one is
     missing, is left over, or does not fit.
     """
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     # A head in the checkpoint is used even if config.json says that it is tied.
-    is_tied = ranks.local_config.tie_word_embeddings and head not in shapes
+    is_tied = is_tied and head not in shapes
     places: list[Place] = []
     expected: dict[str, list[int]] = {}
     # A tied head is the same parameter as the embeddings, and is left out.

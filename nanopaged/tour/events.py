@@ -138,7 +138,7 @@ class TracedScheduler(WatchedScheduler):
         end, num_prompt_tokens = seq.num_computed_tokens, seq.group.num_prompt_tokens
         number = end - first
         if number == 0:
-            if seq.known_end > first:
+            if seq.computable_end > first:
                 self.events.say(
                     "budget", "The budget is used up, so {} must wait for the next "
                     "step.", name)

@@ -89,7 +89,7 @@ def blocks_needed(llm: LLM, prompts: list[str], n: int, max_tokens: int) -> int:
     """How many blocks the largest request may take; ValueError if a prompt is too long.
     """
     lengths = [len(ids) for ids in llm.get_tokenizer()(prompts).input_ids]
-    longest = llm.model_config.max_position_embeddings
+    longest: int = llm.model_config.max_position_embeddings
     check(max(lengths) + max_tokens <= longest, "the number of tokens in a prompt",
           f"at most {longest - max_tokens} (with its answer: {longest})", max(lengths))
     return max(llm.engine.block_manager.max_blocks(length, [length + max_tokens] * n)

@@ -6,7 +6,6 @@ family must not show in its answers, but in an error when the engine starts.
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +22,7 @@ from helpers import (
 )
 from nanopaged.loading.any_decoder import AnyDecoder
 from nanopaged.loading.weights import load_model
+from nanopaged.ranks import Ranks
 
 # Windows, sinks, MLA, mixtures of experts, and plain ones.
 QUICK = ["cohere2", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_oss", "granite",
@@ -218,9 +218,9 @@ def test_what_only_our_own_decoder_can_do_says_so(family, engine, monkeypatch):
     message = message_of(lambda: llm.load_weights(model.state_dict().items()))
     assert message == ("model_impl must be 'nanopaged' for load_weights, "
                        "got 'transformers'")
-    ranks = SimpleNamespace(size=2, local_config=llm.model_config)
+    backend = llm.engine.runner.backend
     message = message_of(lambda: load_model(
-        llm.config, llm.engine.runner.backend, ranks))
+        llm.config, llm.model_config, backend, None, Ranks(size=2)))
     assert message == ("tensor_parallel_size must be 1 for modules of transformers, "
                        "got 2")
 
