@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from nanopaged.checks import Checked, bounded, check
 
-BUNDLED = Path(__file__).parent / "shakespeare"
-
 
 @dataclass(frozen=True)
 class SamplingParams(Checked):
@@ -116,8 +114,8 @@ class BeamSearchParams(Checked):
 class EngineConfig(Checked):
     """The keyword arguments of `LLM`. The engine chooses those that are "auto".
 
-    model: a directory, or the id of a repository on the Hugging Face hub. The default
-        is the bundled model.
+    model: a directory, or the id of a repository on the Hugging Face hub. None stands
+        for the bundled model.
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
         CPU without them keeps bfloat16 weights, K and V, which take half the memory,
         and computes in float32: decoding is faster, and long prompts are slower, than
@@ -151,7 +149,7 @@ class EngineConfig(Checked):
     seed: determines the seeds of requests that have none, and dummy weights.
     """
 
-    model: str | Path = BUNDLED
+    model: str | Path | None = None
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] = 16

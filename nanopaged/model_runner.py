@@ -60,7 +60,7 @@ class ModelRunner:
         # of trial steps and of recorded ones is written. It is never moved. In `moves`
         # this number is the first block in CPU memory.
         self.padding_block = num_blocks
-        with self.modes():
+        with self.modes(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swap_space = self._make_pool(num_swap_blocks, torch.device("cpu"))
 

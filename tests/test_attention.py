@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import ROOT, run_python
+from nanopaged import fused
 from nanopaged.attention import Metadata, TorchAttention, locate, slot_mapping
 from nanopaged.loading import start_up
 
@@ -419,10 +420,10 @@ def test_norms_and_rotation_are_those_of_fused_py(dtype, num_tokens):
     weights, angles = [draw(16), draw(16)], 3 * draw(num_tokens, 1, 8).repeat(1, 1, 2)
     cos, sin = angles.cos(), angles.sin()
     results = []
-    for name, as_given in (("numba", torch.clone), ("torch", torch.Tensor.double)):
-        fused = make_backend(name, dtype=dtype).fused
-        normed, total = fused.add_norm(*map(as_given, (x, residual, weight)), 1e-6)
-        rotated = [fused.norm_rotate(
+    loops = start_up.pick_ops(dtype, CPU)
+    for ops, as_given in ((loops, torch.clone), (fused, torch.Tensor.double)):
+        normed, total = ops.add_norm(*map(as_given, (x, residual, weight)), 1e-6)
+        rotated = [ops.norm_rotate(
             as_given(heads), [as_given(each) for each in norms], 2, 1e-6,
             as_given(cos), as_given(sin)) for norms in (weights, [])]
         results.append([normed, total, *rotated])

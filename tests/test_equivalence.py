@@ -11,7 +11,7 @@ import random
 import pytest
 
 from helpers import complete, first_tokens_of, greedy
-from nanopaged.config import BUNDLED
+from nanopaged.loading.checkpoint import BUNDLED
 
 LENGTHS = [1, 3, 4, 5, 8, 9, 15, 16, 17, 31, 32, 33]
 NEW_TOKENS, MAX_MODEL_LEN = 16, 64

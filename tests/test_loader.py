@@ -18,7 +18,7 @@ from helpers import (
     message_of,
     run_python,
 )
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, EngineConfig, SamplingParams
 from nanopaged.cpu.products import pack
 from nanopaged.loading.checkpoint import load_config, load_generation_config
 
@@ -233,13 +233,13 @@ def test_the_generation_config_names_eos_tokens_and_defaults(
     (path / "generation_config.json").unlink()
     if fields is not None:
         (path / "generation_config.json").write_text(json.dumps(fields))
-    found = load_generation_config(path, load_config(path))
+    found = load_generation_config(load_config(EngineConfig(path)))
     assert found == (eos_ids, SamplingParams(**params))
     ignored = ["['length_penalty']"] if "max_tokens" in params else []
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == ignored
     if eos_ids == [3]:  # as in config.json
         path = edit_model(path, lambda config: config.update(eos_token_id=None))
-        assert load_generation_config(path, load_config(path))[0] == []
+        assert load_generation_config(load_config(EngineConfig(path)))[0] == []
 
 
 # -- Weights that change ---------------------------------------------------------------

@@ -154,11 +154,11 @@ def test_the_arguments_of_a_tool_call_may_be_json(shared, monkeypatch):
     seen = []
     monkeypatch.setattr(
         type(shared.tokenizer), "apply_chat_template",
-        lambda _, chats, **options: seen.append(chats) or [[5, 6]])
+        lambda _, chat, **options: seen.append(chat) or "a text")
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
     shared.chat(chat, greedy(2), use_tqdm=False)
-    (message,) = seen[0][0]
+    (message,) = seen[-1]
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
     assert call["function"]["arguments"] == '{"x": [1]}', "the caller's was changed"
     for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x"):

@@ -55,8 +55,7 @@ class World:
     def add(self, prompt, max_tokens=4, *, n=1, stop=(), beams=None, salt=None):
         params = SamplingParams(n=n, max_tokens=max_tokens, cache_salt=salt,
                                 logprobs=3 * n if beams else None)
-        group = SequenceGroup(list(prompt), params, set(stop), self.longest, None,
-                              beams)
+        group = SequenceGroup(list(prompt), params, set(stop), self.longest, beams)
         group.request_id = str(len(self.groups))
         most = self.manager.max_blocks(len(prompt), [group.max_len] * params.n)
         assert most <= self.manager.num_blocks, "the engine would refuse it"

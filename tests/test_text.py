@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import HALF, add_all, complete, drain, greedy, tokens_of
 from nanopaged import SamplingParams
-from nanopaged.config import BUNDLED
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.detokenizer import Detokenizer, token_bytes
 from nanopaged.loading import checkpoint
+from nanopaged.loading.checkpoint import BUNDLED
 
 CHARACTERS = "ab  stheé€你的热情😀\u0301\n"
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 from tqdm.auto import tqdm
 
 from nanopaged.checks import check
-from nanopaged.config import BUNDLED, BeamSearchParams, EngineConfig
+from nanopaged.config import BeamSearchParams, EngineConfig
 from nanopaged.engine import Changed
 from nanopaged.frontend.outputs import Outbox, Request, RequestOutput
 from nanopaged.frontend.prompts import (
@@ -59,13 +59,12 @@ class LLM(AbstractContextManager["LLM"]):
         known = EngineConfig.__dataclass_fields__
         unknown = sorted(options.keys() - known)
         check(not unknown, "options of LLM", f"among {[*known]}", unknown, TypeError)
-        model = BUNDLED if model is None else model
         self.config = EngineConfig(model, **options)
         self.model_config = checkpoint.load_config(self.config)
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
-        self.tokenizer = checkpoint.load_tokenizer(model)
+        self.tokenizer = checkpoint.load_tokenizer(self.model_config.source)
         self.eos_token_ids, self.default_params = checkpoint.load_generation_config(
-            model, self.model_config, self.tokenizer)
+            self.model_config, self.tokenizer)
         self.engine = make_engine(self.config, self.model_config)
         self._requests: dict[SequenceGroup, Request] = {}  # that have not finished
         self._outbox: Outbox = {}  # of all requests from `add_request`

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -70,58 +69,66 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Promp
     chats = [chats] if any(isinstance(each, Mapping) for each in chats) else chats
     options = {"add_generation_prompt": True} | options | {"tokenize": False}
     template = partial(llm.get_tokenizer().apply_chat_template, **options)
+    forms = accepted_forms(template)
     prompts: list[Prompt] = []
     for number, chat in enumerate(chats):
         with numbered("messages", number, len(chats)):
             check(bool(chat), "messages", "a list of at least one message", chat)
-            text = template(list(map(partial(as_message, template), chat)))
+            text = template([as_message(each, *forms) for each in chat])
             ids = llm.tokenizer(text, add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": ids})
     return prompts
 
 
-def as_message(template: Any, given: Any) -> dict[str, Any]:
+def accepted_forms(template: Any) -> tuple[bool, bool]:
+    """Whether a chat template takes the content of a message as a string, and whether
+    it takes a list of parts. A template may also drop what it does not expect, or write
+    it as Python would, so it is tried.
+    """
+    probe, results = "a probe", []
+    for content in (probe, [{"type": "text", "text": probe}]):
+        try:
+            results.append(template([{"role": "user", "content": content}]))
+        except Exception:
+            results.append("")
+    text, parts = results
+    return probe in text, probe in parts and (parts == text or probe not in text)
+
+
+def as_message(given: Any, takes_text: bool, takes_parts: bool) -> dict[str, Any]:
     """A chat message as the template expects it."""
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
           "such lists", given, TypeError)
     message: dict[str, Any] = dict(given)
     content = message.get("content")
-    parts: list[Any] = content if isinstance(content, list) else [content or ""]
-    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts]
+    parts = content if isinstance(content, list) else [{"text": content or ""}]
+    parts = [{"text": part} if isinstance(part, str) else part for part in parts]
     for part in parts:
         is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
         check(is_text, "content", "a string, or a list of text parts", part, TypeError)
-    if content is not None:
-        text = "\n".join(part["text"] for part in parts)
-        message["content"] = parts if wants_parts(template) else text
-    if calls := deepcopy(message.get("tool_calls")):
+    if takes_parts and (isinstance(content, list) or (content and not takes_text)):
+        message["content"] = [{"type": "text"} | part for part in parts]
+    elif content is not None:
+        message["content"] = "\n".join(part["text"] for part in parts)
+    if calls := message.get("tool_calls"):
         message["tool_calls"] = list(map(as_tool_call, calls))
     return message
 
 
-def wants_parts(template: Any) -> bool:
-    """Whether a template takes the content of a message as a list of parts."""
-    probe = "a probe"
-    forms = probe, [{"type": "text", "text": probe}]
-    text, parts = (template([{"role": "user", "content": form}]) for form in forms)
-    return parts == text or probe not in text
-
-
-def as_tool_call(call: Any) -> Any:
-    """A tool call whose arguments are a dict, and no longer JSON."""
-    function: Any = call.get("function") if isinstance(call, Mapping) else None
-    check(isinstance(function, Mapping), "tool_calls", "a list of calls: "
-          "{'function': {'name': ..., 'arguments': ...}}", call, TypeError)
-    given = function.get("arguments") or "{}"
+def as_tool_call(call: Any) -> dict[str, Any]:
+    """A tool call whose arguments are a dict. They may be its JSON, or missing."""
     try:
-        found = json.loads(given.strip() or "{}") if isinstance(given, str) else given
-        found = {} if found is None else found
-    except ValueError:
-        found = None
-    check(isinstance(found, Mapping), "arguments in tool_calls", "a dict, or its JSON",
-          given)
-    return call | {"function": function | {"arguments": found}}
+        function = dict(call["function"])
+        found = function.get("arguments")
+        if isinstance(found, str):
+            found = json.loads(found.strip() or "null")
+        function["arguments"] = {} if found is None else {**found}
+        return dict(call) | {"function": function}
+    except Exception as error:
+        check(False, "tool_calls", f"a list of calls, with arguments in JSON ({error})",
+              call)
+        raise
 
 
 # -- Requests --------------------------------------------------------------------------

@@ -72,9 +72,9 @@ class AnyDecoder(nn.Module):
             self.model = auto.from_config(sizes.config, **options).eval()
         else:
             self.model, info = auto.from_pretrained(
-                config.model, config=sizes.config, output_loading_info=True, **options)
+                sizes.source, config=sizes.config, output_loading_info=True, **options)
             wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-            check(not wrong, f"the weights in {config.model}",
+            check(not wrong, f"the weights in {sizes.source}",
                   "exactly the tensors that config.json calls for", wrong)
         self.model.to(backend.device)
         self.sizes, self.decoder = sizes, self.model.get_decoder()

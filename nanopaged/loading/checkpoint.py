@@ -21,6 +21,7 @@ from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.loading.any_decoder import check_family
 
+BUNDLED = Path(__file__).parents[1] / "shakespeare"
 # What config.json may say. There are more ways to rotate Q and K, but with these the
 # angles depend on the position alone, and not on the length of the sequence.
 KNOWN = {
@@ -61,8 +62,9 @@ def find_file(name: str | Path, file: str) -> Any:
 
 
 class ModelConfig(SimpleNamespace):
-    """What the engine reads from a model's config.json: the fields in `COPIED`, the
-    `config` of transformers, and `model_impl`, which says whose modules compute it.
+    """What the engine reads from a model's config.json: the fields in `COPIED`. And the
+    `source`, a directory or an id of the hub; `config`, as transformers read it; and
+    `model_impl`, which says whose modules compute the model.
     """
 
 
@@ -70,7 +72,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
     """The model's config; ValueError if neither our own decoder nor transformers'
     modules can compute the model here.
     """
-    name = config.model
+    name: str | Path = BUNDLED if config.model is None else config.model
     # An id of the hub is "name" or "owner/name"; anything else is a path.
     is_path = isinstance(name, Path) or str(name).count("/") > 1
     is_path |= str(name).startswith((".", "/", "~")) or Path(name).exists()
@@ -102,7 +104,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
         check_family(found)
     # Let sizes be read even if they differ between layers: an `AnyDecoder` refuses it.
     text.allow_global_per_layer_attribute_access = True
-    sizes = ModelConfig(config=found, model_impl=impl, **{
+    sizes = ModelConfig(source=name, config=found, model_impl=impl, **{
         field: getattr(text, field, None) for field in COPIED})
     num_heads = sizes.num_attention_heads
     sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
@@ -136,13 +138,14 @@ def load_tokenizer(name: str | Path) -> Any:
     return tokenizer
 
 
-def load_generation_config(name: str | Path, model_config: Any, tokenizer: Any = None
+def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
                            ) -> tuple[list[int], SamplingParams]:
     """The ids of all EOS tokens, and the parameters for requests without their own.
 
     Both come from generation_config.json, if the model has one. It may name several EOS
     tokens where config.json has one or none. The tokenizer's EOS token is added.
     """
+    name = model_config.source
     fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
     with reading(f"generation_config.json of {name}"):
         if find_file(name, "generation_config.json"):

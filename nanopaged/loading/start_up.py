@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nanopaged import fused
 from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
@@ -37,16 +38,17 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     """Load the model, try the largest steps, and allocate the pools."""
+    share = divide(model_config, config.tensor_parallel_size)
     ranks = join(config)
     device = pick_device(config.device)
     model_dtype = model_config.dtype
     if model_dtype is None and config.load_format != "dummy":
-        model_dtype = stored_dtype(config.model)
+        model_dtype = stored_dtype(model_config.source)
     dtype = pick_dtype(config.dtype, model_dtype, device)
-    share = divide(model_config, ranks.size)
-    backend, ops = make_backend(config, share, dtype, device)
+    backend = make_backend(
+        config.attention_backend, share, config.block_size, dtype, device)
     longest = longest_sequence(config, model_config)
-    model = load_model(config, share, backend, ops, ranks)
+    model = load_model(config, share, backend, pick_ops(dtype, device), ranks)
     num_inputs = most_inputs(config, longest)
     runner = ModelRunner(config, ranks, backend, model, share.num_hidden_layers,
                          longest, num_inputs)
@@ -198,11 +200,9 @@ BACKENDS = {
     "triton": "gpu.attention.TritonAttention", "flash": "gpu.attention.FlashAttention"}
 
 
-def make_backend(config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype,
-                 device: torch.device) -> tuple[TorchAttention, Any]:
-    """An attention backend, and the operations between matrix products that go with it;
-    ValueError if the backend cannot run here.
-    """
+def make_backend(name: str, model_config: ModelConfig, block_size: int,
+                 dtype: torch.dtype, device: torch.device) -> TorchAttention:
+    """An attention backend; ValueError if it cannot run here."""
     names = ["torch"]  # what can run here, the best one first
     if device.type == "cuda":
         if torch.cuda.get_device_properties(device).major >= 8:
@@ -212,16 +212,19 @@ def make_backend(config: EngineConfig, model_config: ModelConfig, dtype: torch.d
             names = ["numba", "torch"]
         if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of these two
             names += ["triton", "flash"]
-    wanted = config.attention_backend
-    name = names[0] if wanted == "auto" else wanted
+    name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",
           f"'auto', or one of {names} with this device and dtype", name)
     module, _, kind = BACKENDS[name].rpartition(".")
     try:
         make: type[TorchAttention] = getattr(import_module(f"nanopaged.{module}"), kind)
-        backend = make(model_config, config.block_size, dtype, device)
+        return make(model_config, block_size, dtype, device)
     except ImportError as error:
         raise ValueError(f"attention_backend={name!r} needs a package that is missing "
                          f"(install it, or use 'torch'): {error}") from error
-    ops = "cpu.norms" if name == "numba" else "fused"
-    return backend, import_module(f"nanopaged.{ops}")
+
+
+def pick_ops(dtype: torch.dtype, device: torch.device) -> Any:
+    """The operations between matrix products: loops on a CPU, else `fused.py`."""
+    has_loops = products and device.type == "cpu" and dtype != torch.float16
+    return optional("cpu.norms") if has_loops else fused

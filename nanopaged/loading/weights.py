@@ -6,7 +6,6 @@ that could change an answer.
 
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +51,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: Any, op
     if not is_ours:
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
-        with reading(f"the weights of {config.model}"):
+        with reading(f"the weights of {model_config.source}"):
             model = AnyDecoder(config, model_config, backend)
     else:
         with backend.device, local_torch_dtype(compute_dtype), no_init_weights():
@@ -67,20 +66,19 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: Any, op
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
     elif is_ours:  # an AnyDecoder has loaded its own
-        read_weights(model, model_config, config.model, ranks)
+        read_weights(model, model_config, ranks)
     if products:
         products.pack_products(model)
     return model
 
 
-def read_weights(model: CausalLM, model_config: ModelConfig, source: str | Path,
-                 ranks: Ranks) -> None:
+def read_weights(model: CausalLM, model_config: ModelConfig, ranks: Ranks) -> None:
     """Copy every tensor to its place; ValueError if one is missing or left over.
 
     A file is mapped into memory, so no more is read than is copied. It is opened again
     for each tensor. Otherwise everything read from it would stay in memory.
     """
-    found = find_tensors(source)
+    found = find_tensors(model_config.source)
     shapes = {name: info.shape for name, (_, info) in found.items()}
 
     def read(name: str) -> Tensor:
@@ -88,8 +86,8 @@ def read_weights(model: CausalLM, model_config: ModelConfig, source: str | Path,
         with reading(str(file)), safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
-    places = find_places(
-        model, model_config.tie_word_embeddings, shapes, ranks, str(source))
+    places = find_places(model, model_config.tie_word_embeddings, shapes, ranks,
+                         str(model_config.source))
     for module, kind, names in places:
         write(module, kind, [read(name) for name in names], ranks)
 

@@ -73,7 +73,8 @@ FAULTS = {
     "a_stop_token_has_no_text": (
         STOPS, "seq.token_ids[:-1] if seq.ended_by_token else ", ""),
     "a_stop_at_the_last_token": (
-        SEQUENCE, "if is_stop:", "if is_stop and not at_max_len:"),
+        SEQUENCE, "if self.ended_by_token:",
+        "if self.ended_by_token and len(self.token_ids) < self.group.max_len:"),
     "min_tokens": (SEQUENCE, "self.num_prompt_tokens + params.min_tokens",
                    "params.min_tokens"),
     "cumulative_logprob": (SEQUENCE, "self.cumulative_logprob += logprobs",

@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.config import BUNDLED
+from nanopaged.loading.checkpoint import BUNDLED
 
 NAMES = ["ROMEO", "JULIET", "KING", "QUEEN", "LUCIO", "ANGELO", "PETRUCHIO", "CLAUDIO"]
 PROMPTS = [f"{name}:\n" for name in NAMES]

@@ -24,7 +24,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
-from nanopaged import LLM, SamplingParams
+from nanopaged import LLM, EngineConfig, SamplingParams
 from nanopaged.loading.checkpoint import load_config
 
 logging.set_verbosity_error()
@@ -157,7 +157,7 @@ def try_config(family, folder, error):
     """A family whose models need more than sizes: does its config.json say enough?"""
     try:
         AutoConfig.for_model(family).save_pretrained(folder)
-        load_config(folder, "transformers")
+        load_config(EngineConfig(folder, model_impl="transformers"))
     except ValueError as refusal:
         return "refused", str(refusal)
     except Exception as other:

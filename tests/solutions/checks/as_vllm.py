@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from nanopaged.config import BUNDLED
+from nanopaged.loading.checkpoint import BUNDLED
 
 LINES = [
     "But, soft! what light through yonder window breaks?",

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.config import BUNDLED
+from nanopaged.loading.checkpoint import BUNDLED
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import rollouts
