@@ -82,7 +82,7 @@ def shape(heads, hidden, vocab, **more):
 
 
 # name: (family, fields, largest shard or None for one file). The sizes divide by the
-# numbers of ranks in test_parallel.py, and by nothing that any code could rely on.
+# numbers of ranks in test_ranks.py, and by nothing that any code could rely on.
 VARIANTS = {
     "llama": ("llama", shape((4, 2, 16), 64, 160), None),
     "llama-llama3-rope-tied-biases": ("llama", shape(
@@ -256,6 +256,18 @@ def draw_prompts(reference):
         return prompts
 
     return draw
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "one step ahead"])
+def ahead(request):
+    """Whether a step is launched before the last one is read, as on a GPU."""
+    return request.param
+
+
+@pytest.fixture(params=["recompute", "swap"])
+def mode(request):
+    """Both modes of preemption; with `ahead`, all four ways to run an engine."""
+    return request.param
 
 
 @pytest.fixture

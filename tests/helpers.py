@@ -178,6 +178,28 @@ def drain(llm, limit=5000):
     return last
 
 
+def watch(llm, look):
+    """Have `look(phase, batch)` called in every step: "begin" (without a batch),
+    "scheduled", "executed" (the tokens are known) and "updated" (sequences have them).
+    """
+    scheduler = llm.engine.scheduler
+    schedule, update = scheduler.schedule, scheduler.update
+
+    def watched_schedule():
+        look("begin", None)
+        batch = schedule()
+        look("scheduled", batch)
+        return batch
+
+    def watched_update(batch, output):
+        output.read()
+        look("executed", batch)
+        update(batch, output)
+        look("updated", batch)
+
+    scheduler.schedule, scheduler.update = watched_schedule, watched_update
+
+
 def waiting(scheduler):
     """The groups that do not run, by request id."""
     return {request_id: group for request_id, group in scheduler.unfinished.items()
@@ -268,8 +290,9 @@ def code_lines(source):
 
 def copy_package(folder):
     """Copy the engine, without the tour and the simulation, into a folder."""
-    ignored = shutil.ignore_patterns("tour", "paper")
-    shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
+    ignored = shutil.ignore_patterns("tour", "paper", "__pycache__")
+    return shutil.copytree(
+        ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
 
 
 def apply_patch(name, folder):

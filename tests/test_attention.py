@@ -9,7 +9,6 @@ reads too far, or writes beside its slot, shows.
 import itertools
 import random
 import re
-import shutil
 import sys
 import threading
 from functools import cached_property
@@ -24,7 +23,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers import ROOT, run_python
+from helpers import copy_package, run_python
 from nanopaged import fused
 from nanopaged.attention import Metadata, TorchAttention, locate, slot_mapping
 from nanopaged.loading import start_up
@@ -440,8 +439,7 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
     """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder,
     and may lack GNU's OpenMP.
     """
-    copy = shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged",
-                           ignore=shutil.ignore_patterns("__pycache__"))
+    copy = copy_package(tmp_path)
     (copy / "__pycache__").touch()  # a file, so not even root can write into it
     printed = run_python(
         "-c", SMALL_CASES, str(tmp_path / "outs"), cwd=tmp_path, HOME="/dev/null",
@@ -455,8 +453,7 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
 
 @SLOW
 def test_a_kernel_that_someone_has_edited_is_compiled_again(tmp_path):
-    copy = shutil.copytree(ROOT / "nanopaged", tmp_path / "nanopaged",
-                           ignore=shutil.ignore_patterns("__pycache__"))
+    copy = copy_package(tmp_path)
     code = """from test_attention import Case, make_backend
 print(float(Case([(5, 1)]).run(make_backend("numba")).sum()))"""
 

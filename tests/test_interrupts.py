@@ -33,11 +33,11 @@ from helpers import (
     generate,
     greedy,
     tokens_of,
+    watch,
 )
 from nanopaged import LLM, BeamSearchParams, model_runner
 from nanopaged.sampler import sample
 from nanopaged.sequence import SequenceGroup
-from nanopaged.tour.observers import observers
 
 COUNT = 10
 SMALL = {"block_size": 4, "num_blocks": 26, "max_model_len": 64, "max_num_seqs": 8,
@@ -148,8 +148,6 @@ def ask_for_everything(llm, prompts):
     llm.generate(prompts, params, use_tqdm=False)
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("count", [5, pytest.param(30, marks=pytest.mark.slow)])
 def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
     rng = random.Random(count)
@@ -167,16 +165,17 @@ def test_ctrl_c_at_a_random_line(count, ahead, mode, llama, work):
 def test_a_second_ctrl_c_after_the_first(stride, llama, work):
     """While the first one ends the call, and while the next call starts anew."""
     def observer(phase, batch):
-        if phase == phases[moment % 4] and len(llm.engine.scheduler.running) > 1:
-            observers(llm).clear()
-            struck.left = moment
+        is_late = len(llm.engine.scheduler.running) > 1
+        if moments and is_late and phase == phases[moments[0] % 4]:
+            struck.left = moments.pop()
             signal.raise_signal(signal.SIGINT)
 
-    phases = ["begin", "scheduled", "executed", "updated"]
+    phases, moments = ["begin", "scheduled", "executed", "updated"], []
     with LLM(llama, **SMALL) as llm:
-        for moment in range(1, 110, stride):  # noqa: B007
+        watch(llm, observer)
+        for moment in range(1, 110, stride):
             llm.add_request(work[0][0], greedy(n=2))
-            observers(llm).append(observer)
+            moments.append(moment)
             with AtLine(0) as struck, deadline():
                 with suppress(KeyboardInterrupt):
                     ask_for_everything(llm, work[0])
@@ -243,7 +242,6 @@ def test_ctrl_c_in_the_cpu_kernel(llama, monkeypatch):
 # -- Threads ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 def test_threads_get_their_own_answers_and_leave_nothing_behind(ahead, llama, work):
     def serve(index):
         pairs = list(zip(*work, strict=True))
@@ -277,7 +275,7 @@ def test_what_needs_a_step_says_at_once_that_it_is_within_one(phase, llama, work
 
     struck = []
     with LLM(llama, **SMALL) as llm, deadline():
-        observers(llm).append(observer)
+        watch(llm, observer)
         assert is_sound(llm, work) and struck
 
 
@@ -308,7 +306,6 @@ def test_a_signal_handler_may_add_abort_and_close_at_any_line(growth, llama, wor
         assert moment > 1000 and is_sound(llm, work)
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 @pytest.mark.parametrize("place", [
     "begin", "scheduled", "forward pass", "executed", "updated"])
 def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
@@ -321,7 +318,7 @@ def test_after_a_failed_step_the_next_call_begins_with_an_empty_cache(
         llm.engine.steps_ahead = ahead
         places = {llm.engine.runner.model if place == "forward pass" else place}
         llm.engine.runner.model.register_forward_pre_hook(fail)
-        observers(llm).append(fail)
+        watch(llm, fail)
         waiting = llm.add_request(work[0][3], greedy(COUNT))
         with pytest.raises(ZeroDivisionError):
             generate(llm, work[0], greedy(n=2))

@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import helpers
-from helpers import CPU, add_all, complete, drain, first_tokens_of, tokens_of
+from helpers import CPU, add_all, complete, drain, first_tokens_of, tokens_of, watch
 from nanopaged import LLM
-from nanopaged.tour.observers import observers
 
 COUNT = 24
 LENGTHS = [5, 12, 7, 16, 9, 20]
@@ -31,11 +30,11 @@ def work(llama, reference, draw_prompts):
     return prompts, [reference.generate(llama, prompt, COUNT) for prompt in prompts]
 
 
-@pytest.fixture(params=[False, True], ids=["in turn", "one step ahead"])
-def llm(request, llama, engine):
+@pytest.fixture
+def llm(ahead, llama, engine):
     llm = engine(llama, max_num_seqs=8)
     assert not llm.engine.steps_ahead, "only on a GPU"
-    llm.engine.steps_ahead = request.param
+    llm.engine.steps_ahead = ahead
     return llm
 
 
@@ -96,7 +95,7 @@ def test_an_abort_ends_a_request_of_generate_and_an_unknown_id_does_nothing(llm,
         if phase == "updated" and llm.stats().output_tokens == 4:
             llm.abort_request("1")
 
-    observers(llm).append(abort_the_second)
+    watch(llm, abort_the_second)
     first, second = llm.generate(work[0][:2], greedy(), use_tqdm=False)
     assert tokens_of(first) == work[1][0] and tokens_of(second) == work[1][1][:2]
     assert second.finished and second.outputs[0].finish_reason == "abort"

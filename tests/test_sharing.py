@@ -1,16 +1,17 @@
 """Everything at once: groups, beams, aborts and abandoned streams on tiny pools.
 
-Plain requests, several continuations, beam searches, shared prefixes, stop strings and
-chunks: after every step every block must be held by exactly the tables that name it. In
-the end every request must have produced what it produces alone, and what was aborted a
-part of that. This finds leaks, deadlocks and mixed-up K and V that only show up after
-much else has happened.
+Plain requests, several continuations, beam searches, shared prefixes, stop strings,
+chunks, scored prompts and processors: after every step every block must be held by
+exactly the tables that name it. In the end every request must have produced what it
+produces alone, and what was aborted a part of that. This finds leaks, deadlocks and
+mixed-up K and V that only show up after much else has happened.
 """
 
 import random
 from collections import Counter
 
 import pytest
+import torch
 
 from helpers import (
     CPU,
@@ -20,14 +21,20 @@ from helpers import (
     is_swapped,
     swap_space,
     waiting,
+    watch,
 )
 from nanopaged import LLM, BeamSearchParams
-from nanopaged.tour.observers import observers
 
 LONGEST = 40  # tokens of prompt and answer
 
 
 # -- Everything at once ----------------------------------------------------------------
+
+
+def forbid_a_third(token_ids, logits):
+    """A logits processor that depends on all tokens so far."""
+    at = int(token_ids.sum()) % 3
+    return logits.index_fill(1, torch.arange(at, logits.shape[1], 3), -torch.inf)
 
 
 def draw_mixed(seed, count):
@@ -38,7 +45,10 @@ def draw_mixed(seed, count):
             seed, count, vocab_size=300, lengths=range(1, 24), max_tokens=16,
             more=lambda rng: {
                 "top_p": rng.choice([1.0, 0.9]), "ignore_eos": rng.random() < 0.6,
-                "cache_salt": rng.choice([None, None, None, "a"])}):
+                "cache_salt": rng.choice([None, None, None, "a"]),
+                "prompt_logprobs": rng.choice([None, None, None, 0]),
+                "frequency_penalty": rng.choice([0, 0, 0.5]),
+                "logits_processors": rng.choice([None, None, [forbid_a_third]])}):
         stem = rng.choice([*stems, *stems, *[[]] * 6])[: rng.choice([4, 7, 20])]
         yield (stem + body)[:24], params
 
@@ -49,7 +59,7 @@ class Stress:
     def __init__(self, path, options, runs_ahead, requests, rng):
         self.llm, self.requests, self.rng = LLM(path, **options), requests, rng
         self.llm.engine.steps_ahead = runs_ahead
-        observers(self.llm).append(self.check)
+        watch(self.llm, self.check)
         # The streams, and the numbers of requests by their id or that of their stream.
         self.streams, self.under_way = [], {}
         self.last, self.given_up, self.seen = {}, set(), Counter()
@@ -126,9 +136,14 @@ class Stress:
                 assert one.finish_reason in (None, reason), f"request {number}"
                 if is_whole:
                     assert outcome(one) == outcome(other), f"request {number}"
-                    for given, at in zip(one.logprobs or [], other.logprobs or [],
-                                         strict=True):
-                        assert floats(given) == pytest.approx(floats(at), abs=1e-4)
+                    check_logprobs(one.logprobs, other.logprobs)
+            if is_whole:
+                check_logprobs(output.prompt_logprobs, whole.prompt_logprobs)
+
+
+def check_logprobs(found, expected):
+    for given, at in zip(found or [], expected or [], strict=True):
+        assert floats(given or {}) == pytest.approx(floats(at or {}), abs=1e-4)
 
 
 def outcome(completion):

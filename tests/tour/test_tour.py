@@ -136,7 +136,6 @@ def record(llm, requests, seed):
     return run, phases
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("options", [
     {}, {"preemption_mode": "swap"}, {"enable_prefix_caching": False}], ids=str)
 def test_the_state_of_every_frame_is_the_engines(small, options, ahead):
