@@ -11,15 +11,7 @@ import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from helpers import (
-    complete,
-    counters,
-    drain,
-    generate,
-    greedy,
-    swap_space,
-    tokens_of,
-)
+from helpers import complete, drain, generate, greedy, tokens_of
 from nanopaged import Logprob, SamplingParams
 
 V = 160
@@ -51,21 +43,14 @@ def processed(llama, reference, prompts):
 # -- Processors ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode, ahead", [
-    (None, False), ("swap", True), *(
-        pytest.param(*case, marks=pytest.mark.slow) for case in (
-            (None, True), ("swap", False), ("recompute", False), ("recompute", True)))])
-def test_transformers_own_processors(mode, ahead, llama, processed, engine, prompts):
-    tight = {"num_blocks": 18, "preemption_mode": mode} if mode else {"num_blocks": 200}
-    llm = engine(llama, swap_space=swap_space(llama, 20, 4), **tight)
+def test_transformers_own_processors(ahead, llama, processed, engine, prompts):
+    llm = engine(llama, num_blocks=200)
     llm.engine.steps_ahead = ahead
     for name, processors in PROCESSORS.items():
         params = [greedy(24, logits_processors=processors if i % 3 else None)
                   for i in range(len(prompts))]
         answers = generate(llm, prompts, params)
         assert [tokens for tokens, in answers] == processed[name]
-    preemptions = {name: n for name, n in counters(llm).items() if "preempt" in name}
-    assert (preemptions.get(f"preemptions_{mode}", 0) > 0) == bool(mode)
 
 
 @torch.inference_mode()
@@ -137,7 +122,6 @@ class Trouble(Exception):
     pass
 
 
-@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "ahead"])
 def test_an_error_ends_its_own_request_alone(ahead, llama, engine):
     """Whoever asked gets the error; the others get their tokens."""
 
@@ -221,17 +205,3 @@ def test_prompt_logprobs_are_those_of_transformers(
                     assert abs(entry.logprob - row[id]) < 1e-4
                     assert entry.rank == 1 + int((row > row[id]).sum())
     assert llm.generate([prompts[0]], greedy(1))[0].prompt_logprobs is None
-
-
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_prompts_are_scored_once_whatever_is_preempted(mode, llama, engine, prompts):
-    roomy = engine(llama, num_blocks=200)
-    tight = engine(llama, num_blocks=18, preemption_mode=mode,
-                   max_num_batched_tokens=16, swap_space=swap_space(llama, 20, 4))
-    params = greedy(30, prompt_logprobs=0)
-    one, two = (
-        [o.prompt_logprobs for o in llm.generate(prompts, params, use_tqdm=False)]
-        for llm in (roomy, tight))
-    for left, right in zip(one, two, strict=True):
-        assert [*map(list, left[1:])] == [*map(list, right[1:])]
-    assert getattr(tight.stats(), f"preemptions_{mode}") > 0
