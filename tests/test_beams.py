@@ -2,8 +2,8 @@
 
 The oracle is `generate(num_beams=..)` in float32, one prompt at a time. A search counts
 only if no choice came close to a tie, where the order of a float32 sum decides and not
-the engine. Searches run next to each other and to ordinary requests, with room for all,
-and on pools that preempt by recomputing and by swapping.
+the engine. Searches run next to each other and to ordinary requests, with room for all;
+test_sharing.py has them on pools that are too small.
 """
 
 import itertools
@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
-from helpers import all_tokens_of, drain, floats, greedy, message_of, swap_space
+from helpers import all_tokens_of, drain, floats, greedy, message_of
 from nanopaged import BeamSearchParams
 
 NEW_TOKENS = 14
@@ -146,28 +146,21 @@ def check_searches(llm, path, requests, search, eos=EOS):
 # -- The beams of transformers ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("pool", ["roomy", "recompute", "swap"])
 @pytest.mark.parametrize("width", [2, 3, 4, 6])
 def test_beams_equal_transformers(
-    width, pool, beam_model, engine, reference, search, draw, draw_prompts
+    width, beam_model, engine, reference, search, draw, draw_prompts
 ):
     params = [params_of(width, index) for index in range(8)]
     requests = [(draw(beam_model, 5 + 3 * (index % 3), each, 100 * width + index), each)
                 for index, each in enumerate(params)]
-    largest = 2 + width * 5  # blocks of the longest request
     llm = engine(
-        beam_model, num_blocks=400 if pool == "roomy" else largest + 1,
-        max_model_len=32, max_num_seqs=4 * width, max_num_batched_tokens=4 * width + 6,
-        preemption_mode="swap" if pool == "swap" else "recompute",
-        swap_space=swap_space(beam_model, 100, 4), enable_prefix_caching=width % 2 > 0)
+        beam_model, num_blocks=400, max_model_len=32, max_num_seqs=4 * width,
+        max_num_batched_tokens=4 * width + 6, enable_prefix_caching=width % 2 > 0)
     (plain,) = draw_prompts(beam_model, [7], NEW_TOKENS, seed=width)
     plain_id = llm.add_request(plain, greedy(NEW_TOKENS))
     outputs = check_searches(llm, beam_model, requests, search)
     expected = reference.generate(beam_model, plain, NEW_TOKENS)
     assert all_tokens_of(outputs[plain_id]) == [expected]
-    stats = llm.stats()
-    assert (stats.preemptions_recompute > 0) == (pool == "recompute")
-    assert (stats.preemptions_swap > 0) == (pool == "swap")
 
     # If searches never branched, any engine that decodes greedily would pass.
     found = [search(beam_model, *request) for request in requests]
