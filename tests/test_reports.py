@@ -88,6 +88,17 @@ WRONG_PROMPTS = {
     "half a character": ("\ud800", "surrogates not allowed"),
     "too long": ([[5]] * 99 + [[5] * 200] + [[5]], "prompts[99]: number of prompt tok")}
 
+# {a part of the message: chats}
+WRONG_CHATS = {
+    "messages must be a list of {'role'": ["hi", ["hi"], [{}], [{"content": "a"}],
+                                           [[3]]],
+    "content must be a string, or a list of text parts": [
+        [{"role": "user", "content": content}]
+        for content in ([{"type": "image_url", "image_url": {}}], 3, {"text": "a"})],
+    "tool_calls must be a list of calls": [
+        [{"role": "assistant", "content": "", "tool_calls": calls}]
+        for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x")]}
+
 
 @pytest.fixture(scope="module")
 def shared(text_model):
@@ -128,26 +139,20 @@ def test_what_a_chat_template_returns_is_a_prompt(options, shared, tokenizer):
 
 
 def test_the_parts_of_a_message_are_its_text(shared):
-    """And what is no text is an error."""
     parts = [{"type": "text", "text": "the block"}, {"type": "text", "text": "table"}]
     plain = [{"role": "user", "content": "the block\ntable"}]
     asked = [{"role": "user", "content": parts}]
     answers = [shared.chat(chat, greedy(4), use_tqdm=False)[0]
                for chat in (plain, asked)]
     assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
-    image = [{"type": "image_url", "image_url": {}}]
-    for content in (image, 3, {"text": "a"}):
-        wrong = [{"role": "user", "content": content}]
-        assert "content must be a string, or a list of text parts" in message_of(
-            lambda wrong=wrong: shared.chat(wrong, greedy(4)))
     (from_generator,) = shared.chat(iter(plain), greedy(4), use_tqdm=False)
     assert from_generator.prompt_token_ids == answers[0].prompt_token_ids
 
 
-@pytest.mark.parametrize("messages", ["hi", ["hi"], [{}], [{"content": "a"}], [[3]]])
-def test_what_is_no_message_is_an_error(messages, shared):
-    assert "messages must be a list of {'role'" in message_of(
-        lambda: shared.chat(messages, greedy(4)))
+@pytest.mark.parametrize("words", WRONG_CHATS)
+def test_any_other_chat_is_an_error_that_names_what_is_wrong(words, shared):
+    for chat in WRONG_CHATS[words]:
+        assert words in message_of(lambda chat=chat: shared.chat(chat, greedy(4)))
 
 
 def test_the_arguments_of_a_tool_call_may_be_json(shared, monkeypatch):
@@ -161,10 +166,6 @@ def test_the_arguments_of_a_tool_call_may_be_json(shared, monkeypatch):
     (message,) = seen[-1]
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
     assert call["function"]["arguments"] == '{"x": [1]}', "the caller's was changed"
-    for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x"):
-        wrong = [{"role": "assistant", "content": "", "tool_calls": calls}]
-        assert "tool_calls must be a list of calls" in message_of(
-            lambda wrong=wrong: shared.chat(wrong, greedy(2)))
 
 
 # -- One set of stop tokens ------------------------------------------------------------
