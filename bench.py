@@ -42,7 +42,7 @@ from tqdm import tqdm
 import nanopaged
 from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
 from nanopaged.attention import cdiv
-from nanopaged.cpu.products import pack
+from nanopaged.loading.weights import products
 from nanopaged.model import Linear
 from nanopaged.paper import simulation
 from nanopaged.paper.figures import FIGURES, standalone
@@ -468,7 +468,8 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     rows, columns = 8192, 2048
     linear = Linear(columns, rows=rows).to(device, dtype)
     linear.requires_grad_(False).weight.normal_()
-    pack(linear)
+    if products:
+        products.pack(linear)
     x = torch.randn(batch, columns).to(device, dtype)
     sum_s = fastest(buffer.sum, device)
     product_s = fastest(lambda: linear(x), device)
