@@ -17,11 +17,17 @@ import run  # noqa: E402
 
 @pytest.fixture
 def report(tmp_path, monkeypatch):
-    """`report(parts, fail, *options)`: the exit status and the report's parts."""
-
-    def make(parts, fail="", *options):
-        monkeypatch.setenv("NANOPAGED_FAIL", fail)
-        file = tmp_path / "report.json"
+    """`report(parts, *options, part=code)`: the exit status and the report's parts,
+    where these parts do a first task, and then run the code.
+    """
+    def make(parts, *options, **failing):
+        code = "import os, sys, time\nfrom gpu import parts\n"
+        for name, failure in failing.items():
+            code += f"def fail(task, quick): task('first', dict); {failure}\n"
+            code += f"parts.{name} = fail\n"
+        script, file = tmp_path / "script.py", tmp_path / "report.json"
+        script.write_text(code + "sys.exit(parts.main())")
+        monkeypatch.setattr(run, "SCRIPT", script)
         words = ["--quick", "--parts", ",".join(parts), "--json", str(file), *options]
         code = run.main(words)
         return code, json.loads(file.read_text())["parts"]
@@ -33,7 +39,8 @@ def report(tmp_path, monkeypatch):
 def test_a_part_that_hangs_is_out_of_time_and_the_others_run(report, monkeypatch):
     monkeypatch.setitem(run.PARTS, "ranks", 2)
     monkeypatch.setitem(run.PARTS, "kernels", 8)
-    code, parts = report(["ranks", "kernels"], "ranks:hang", "--seconds", "96")
+    code, parts = report(["ranks", "kernels"], "--seconds", "96",
+                         ranks="time.sleep(10_000)")
     assert code == 1 and parts["ranks"]["state"] == "out of time"
     assert {"machine", "first"} == {*parts["ranks"]["tasks"]}, "what was done is lost"
     assert parts["kernels"]["state"] == "complete" and parts["kernels"]["tasks"]
@@ -51,8 +58,9 @@ def test_an_unknown_part_is_an_error_and_so_is_no_gpu(report, capsys):
 @pytest.mark.slow
 def test_parts_may_fail_in_any_way_and_each_other_is_complete(report):
     """test_gpu_lease.py has those that fail here."""
-    words = "kernels:exit tokens:exception"
-    code, parts = report(run.PARTS, words, "--seconds", "6000")  # for a busy machine
+    code, parts = report(
+        run.PARTS, "--seconds", "6000",  # for a busy machine
+        kernels="os._exit(3)", tokens="task('injected', lambda: 1 / 0)")
     failed = {name for name, found in parts.items() if found["state"] == "failed"}
     assert code == 1 and parts.keys() == run.PARTS.keys()
     assert failed == {"kernels", "tokens"}

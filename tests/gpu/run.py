@@ -1,7 +1,6 @@
 """One command runs everything that needs a GPU; nothing need be installed but packages.
 
-    python tests/gpu/run.py --json gpu.json
-    python tests/gpu/run.py --parts kernels,speed
+    python tests/gpu/run.py                    # writes gpu.json
     python tests/gpu/run.py --quick            # tiny, also on a CPU
 
 Each part (parts.py) is a process of its own with a time limit, and writes its figures
@@ -25,8 +24,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds that each part may take; what one leaves over goes to those that follow. With
 # one GPU `ranks` does nothing, so it comes first. `kernels` compiles for 80 seconds.
-PARTS = {"ranks": 60, "tokens": 160, "kernels": 160, "workload": 90, "speed": 75,
-         "step": 80, "sweep": 75, "peer": 160}
+PARTS = {"ranks": 60, "tokens": 160, "kernels": 160, "workload": 90, "step": 80,
+         "sweep": 75, "speed": 75, "peer": 160}
+SCRIPT = Path(__file__).with_name("parts.py")
 DIRECTORY = re.compile(r"""(?<![\w.:/])/(?:[^\s/"'\\]+/)+""")
 
 
@@ -34,9 +34,9 @@ def why_no_gpu():
     """What torch says if it cannot use a GPU; an empty string if it can."""
     words = [sys.executable, "-c", "import torch; torch.cuda.init()"]
     try:
-        result = subprocess.run(words, capture_output=True, text=True, timeout=60)
-    except subprocess.TimeoutExpired:
-        return "torch.cuda.init() takes more than a minute"
+        result = subprocess.run(words, capture_output=True, text=True, timeout=150)
+    except subprocess.TimeoutExpired:  # a cold disk takes a minute
+        return "torch.cuda.init() takes more than 150 seconds"
     return result.stderr.strip().rpartition("\n")[2] if result.returncode else ""
 
 
@@ -44,18 +44,15 @@ def run_part(name, seconds, quick, file):
     """Its tasks, and its state: "complete", "failed" or "out of time". So far they are
     in `file`, which is left if this process is killed, too.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file, log = file or Path(folder, "tasks"), Path(folder, "log")
-        command = [sys.executable, str(Path(__file__).with_name("parts.py")), name,
-                   str(file), *["--quick"] * quick]
-        paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                            "HF_HUB_OFFLINE": "1"}
-        began = time.monotonic()
-        with log.open("wb") as output:
-            # In a session of its own: a signal reaches what it has started, too.
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=env,
-                                       cwd=ROOT, start_new_session=True)
+    command = [sys.executable, str(SCRIPT), name, str(file), *["--quick"] * quick]
+    paths = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)),
+                        "HF_HUB_OFFLINE": "1"}
+    began = time.monotonic()
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        # In a session of its own: a signal reaches what it has started, too.
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=env, cwd=ROOT,
+                                   start_new_session=True)
         state = "failed"
         try:
             if process.wait(max(0, seconds)) == 0:
@@ -69,13 +66,13 @@ def run_part(name, seconds, quick, file):
                     os.killpg(process.pid, number)
                     time.sleep(0 if process.poll() is not None else grace)
             process.wait()
-        result = {"state": state, "seconds": round(time.monotonic() - began, 1)}
-        tasks = file.read_text() if file.exists() else "{}"
-        result["tasks"] = json.loads(DIRECTORY.sub("", tasks))
-        if state != "complete":
-            output = log.read_text(errors="replace")[-3000:]
-            result["output"] = DIRECTORY.sub("", output)
-        return result
+        log.seek(0)
+        output = DIRECTORY.sub("", log.read()[-3000:])
+    tasks = file.read_text() if file.exists() else "{}"
+    file.unlink(missing_ok=True)
+    result = {"state": state, "seconds": round(time.monotonic() - began, 1),
+              "tasks": json.loads(DIRECTORY.sub("", tasks))}
+    return result if state == "complete" else result | {"output": output}
 
 
 def write(path, report):
@@ -106,31 +103,27 @@ def main(argv=None):
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("--parts", default=",".join(PARTS), help=", ".join(PARTS))
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", default="gpu.json")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--seconds", type=float, help="for all parts")
     args = parser.parse_args(argv)
-    names = args.parts.split(",")
+    names, file = args.parts.split(","), args.json.absolute()
     if unknown := set(names) - PARTS.keys():
         parser.error(f"unknown parts: {', '.join(sorted(unknown))}")
-    not_run = {"state": "not run", "seconds": 0, "tasks": {}}
-    report = {"quick": args.quick, "parts": dict.fromkeys(names, not_run)}
-    if args.json:
-        write(args.json, report)
+    ends = time.monotonic() + (args.seconds or sum(map(PARTS.get, names)))
     if not args.quick and (reason := why_no_gpu()):
         parser.error(f"torch cannot use a GPU: {reason} (--quick needs none)")
 
-    ends = time.monotonic() + (args.seconds or sum(map(PARTS.get, names)))
+    not_run = {"state": "not run", "seconds": 0, "tasks": {}}
+    report = {"quick": args.quick, "parts": dict.fromkeys(names, not_run)}
     for i, name in enumerate(names):
         # If a part hangs, it takes at most its share of what is left.
         left = (ends - time.monotonic()) * PARTS[name] / sum(map(PARTS.get, names[i:]))
-        file = args.json and args.json.with_suffix(f".{name}")
-        part = run_part(name, left, args.quick, file)
+        write(file, report)
+        part = run_part(name, left, args.quick, file.with_suffix(f".{name}"))
         report["parts"][name] = part
-        if args.json:
-            write(args.json, report)
-            file.unlink(missing_ok=True)
         show(name, part)
+    write(file, report)
     return int(any(part["state"] != "complete" for part in report["parts"].values()))
 
 
