@@ -10,6 +10,7 @@ Where there is no GPU, the parts run on one that is only pretended.
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,9 +20,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
-from itertools import product
+from itertools import cycle, islice, product
 from operator import eq
 from pathlib import Path
+from shutil import which
 from statistics import median
 from unittest.mock import patch
 
@@ -35,6 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import bench  # noqa: E402
+from attention_cases import Case, make_backend  # noqa: E402
 from gpu.run import write  # noqa: E402
 from nanopaged import LLM, SamplingParams, sampler  # noqa: E402
 from nanopaged.sequence import SequenceGroup  # noqa: E402
@@ -101,11 +104,9 @@ def tokens(task, quick):
 
 
 def on_device(case, keys=None, programs=6):
-    """A function that runs Triton's kernels for a case of test_attention.py; with other
-    numbers of keys in a round, and of programs for a multiprocessor.
+    """A function that runs Triton's kernels for a case; with other numbers of keys in a
+    round, and of programs for a multiprocessor.
     """
-    from test_attention import make_backend
-
     backend = make_backend("triton", case.heads, case.block_size, case.dtype, DEVICE)
     backend.keys_per_round = keys or backend.keys_per_round
     backend.target_parts = backend.target_parts * programs // 6
@@ -114,8 +115,6 @@ def on_device(case, keys=None, programs=6):
 
 def model_cases(quick):
     """The shapes of real models, in each dtype."""
-    from test_attention import Case
-
     dtypes = [torch.bfloat16, torch.float16, torch.float32]
     seqs = [(20, 1), (0, 5)] if quick else [(1500, 1), (3, 1), (0, 300), (200, 90)]
     decodes = [(past, 1) for past, _ in seqs]
@@ -136,11 +135,14 @@ def kernels(task, quick):
 
 
 def gpu_ms(function, repeats=20):
-    """The median time of a call, by the GPU's own clock."""
+    """The median time of a call, by the GPU's own clock. At first the GPU sleeps, about
+    2 ms, so that the host is ahead of it, and launches take no time.
+    """
     function()
     pairs = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(4_000_000)
         begin.record()
         function()
         end.record()
@@ -149,14 +151,20 @@ def gpu_ms(function, repeats=20):
     return median(begin.elapsed_time(end) for begin, end in pairs)
 
 
+def clocks():
+    """The GPU's, and its power, right after some load."""
+    words = "--query-gpu=clocks.sm,clocks.mem,power.draw", "--format=csv,noheader"
+    tool = which("nvidia-smi")
+    return tool and subprocess.run([tool, *words], stdout=-1, text=True).stdout.strip()
+
+
 def measure_bandwidth(task):
-    limits = task("limits", lambda: bench.machine_limits(DEVICE, torch.bfloat16))
+    limits = task("limits", lambda: bench.machine_limits(DEVICE, torch.bfloat16)
+                  | {"clocks": clocks()})
     return limits.get("bytes_per_s", 1)
 
 
 def decode_case(quick, shape):
-    from test_attention import Case
-
     if quick:
         return Case([(20, 1), (40, 1)], (4, 2, 16), 16, torch.float32)
     seqs = [(length - 1, 1) for length in SHAPES[shape]]
@@ -164,12 +172,16 @@ def decode_case(quick, shape):
 
 
 def attention_speed(attend, case, bandwidth, calls):
-    """Recorded, so that launches take no time. The bytes are those of K and V."""
+    """Recorded, so that launches take no time. The bytes are those of K and V. Copies
+    of a small cache take turns, because the GPU's own cache may hold one of them.
+    """
+    copies = min(calls, 1 + (1 << 28) // case.cache.nbytes)
+    caches = [case.cache, *(case.cache.clone() for _ in range(copies - 1))]
     attend()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for _ in range(calls):
+        for case.cache in islice(cycle(caches), calls):
             attend()
     ms = gpu_ms(graph.replay, 2 * calls) / calls
     num_bytes = 2 * case.ends.sum() * case.heads[1] * case.heads[2]
@@ -245,7 +257,7 @@ def sweep(task, quick):
         try:
             error = case.worst_error(attend(*setting))
             return {"error": error} | attention_speed(
-                partial(attend, *setting), case, bandwidth, 1 if quick else 10)
+                partial(attend, *setting), case, bandwidth, 2 if quick else 10)
         except OutOfResources as error:
             return {"skipped": str(error)}
 
@@ -270,24 +282,21 @@ def sweep(task, quick):
             for variant in variants:
                 pool.submit(attend, first, *variant)
         best = measure_all(product([first], variants))[:3]
+        for shape in others:  # float64 would take half a minute
+            make_case(shape).expected = attend(shape, *default).double().cpu()
         measure_all(product(others, dict.fromkeys([default, *best])))
         counts = [(*default, programs) for programs in (3, 6, 9, 12)]
         measure_all(product([first, *others], counts[: 1 if quick else None]))
 
 
 # -- A decode step taken apart ---------------------------------------------------------
-
-# These four know what the engine is made of. A change of names breaks a test.
+# These three know what the engine is made of. A change of names breaks a test.
 
 
 def recorded_step(llm, size):
-    """Of so many sequences: a function that runs it, and the states that it leaves."""
+    """Of so many sequences: what runs it, and then, what computes its logits."""
     graph, states = llm.engine.runner.graphs.recorded[size]
-    return graph.replay, states
-
-
-def compute_logits(llm, states):
-    return llm.engine.runner.model.head(states)
+    return graph.replay, partial(llm.engine.runner.model.head, states)
 
 
 def draw(logits, params):
@@ -333,15 +342,22 @@ def step(task, quick):
         keys = size * (length + len(outputs[0].outputs[0].token_ids))
         floor = 1e3 * (WEIGHT_BYTES + keys * TOKEN_BYTES) / bandwidth
         return {"step_ms": ms, "floor_ms": floor, "share of the limit": floor / ms,
-                "host_ms": ms - 1e3 * sum(waits) / count, "keys": keys}
+                "host_ms": ms - 1e3 * sum(waits) / count, "keys": keys,
+                "clocks": clocks()}
 
     @torch.inference_mode()
     def time_pieces(size):
-        """With the inputs of the last step: it writes the same K and V again."""
-        replay, states = recorded_step(llm, size)
-        logits = compute_logits(llm, states)
-        pieces = {"recorded": replay, "head": partial(compute_logits, llm, states)} | {
+        """With the inputs of the last step: it writes the same K and V again. Also two
+        ways to sort for top_p, and how long drawing takes if it is not compiled.
+        """
+        replay, head = recorded_step(llm, size)
+        logits = head()
+        pieces = {"recorded": replay, "head": head,
+                  "topk": partial(logits.topk, logits.shape[1]),
+                  "sort": partial(logits.sort, descending=True)} | {
             name: partial(draw, logits, params) for name, params in SAMPLERS.items()}
+        pieces["drawn_eagerly"] = torch.compiler.set_stance("force_eager")(
+            pieces["drawn"])
         return {f"{name}_ms": gpu_ms(run, 2 if quick else 20)
                 for name, run in pieces.items()}
 
@@ -373,8 +389,7 @@ def profile_steps(llm, steps=4):
 
 
 def ranks(task, quick):
-    """Two of them: their tokens, an end without `shutdown`, and a rank that is killed.
-    """
+    """Two: their tokens, an end without `shutdown`, and a rank that is killed."""
     from conftest import write_model
     from helpers import generate, greedy
     from test_ranks import OPTIONS, check_end
@@ -396,8 +411,7 @@ def ranks(task, quick):
 
 
 def main():
-    part, file, *quick = sys.argv[1:]
-    quick, file = bool(quick), Path(file)
+    part, file, quick = sys.argv[1], Path(sys.argv[2]), "--quick" in sys.argv
     torch.set_num_threads(1 if quick else torch.get_num_threads())
     if quick:  # measuring them would take longer than all the rest
         bench.machine_limits = lambda *_: {"bytes_per_s": 1e9, "flops_per_s": 1e12}
@@ -413,16 +427,9 @@ def main():
         return done[name]
 
     task("machine", lambda: bench.machine() | {"CUDA": torch.version.cuda})
-    # For tests of the report: "part:exception", "part:exit" or "part:hang", or several.
-    words = os.environ.get("NANOPAGED_FAIL", "").split()
-    failures = dict(word.split(":") for word in words)
-    if part in failures:
-        task("first", dict)
-        {"exit": lambda: os._exit(3), "hang": lambda: time.sleep(10_000),
-         "exception": lambda: task("injected", lambda: 1 / 0)}[failures[part]]()
     has_device = HAS_GPU or part in ("ranks", "peer")  # these can use the CPU
-    pretend = None if has_device else import_module("gpu.pretended").PretendedGpu
-    with nullcontext() if has_device else pretend():
+    with (nullcontext() if has_device
+          else import_module("gpu.pretended").PretendedGpu()):
         globals()[part](task, quick)
     return int(any("failed" in figures for figures in done.values()))
 

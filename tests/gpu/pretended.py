@@ -171,9 +171,8 @@ class PretendedGpu(TorchFunctionMode):
 
     def functions(self):
         """Those of torch.cuda that the engine calls."""
-        properties = SimpleNamespace(
-            multi_processor_count=1, major=self.capability[0], name="a pretended GPU",
-            total_memory=1 << 30)
+        properties = SimpleNamespace(multi_processor_count=1, total_memory=1 << 30,
+                                     major=self.capability[0])
         gpu = self
 
         class Event:
@@ -219,9 +218,8 @@ class PretendedGpu(TorchFunctionMode):
         return {
             "is_available": lambda: True, "device_count": lambda: 1,
             "current_device": lambda: 0, "set_device": lambda _: None,
-            "get_device_name": lambda *_: properties.name,
             "get_device_properties": lambda *_: properties,
-            "synchronize": lambda *_: self.wait("synchronize"),
+            "_sleep": lambda _: None, "synchronize": lambda: self.wait("synchronize"),
             # Later, the first steps will take so much again.
             "empty_cache": lambda: vars(self).update(held=1000),
             "mem_get_info": lambda *_: (self.free_bytes - self.held, self.free_bytes),
@@ -311,7 +309,6 @@ class PretendedGpu(TorchFunctionMode):
 
             result = call()
             outs = tensors_of(result)
-
             self.note(name, lambda: copy_all(call(), outs))
             return on_gpu(result)
 
