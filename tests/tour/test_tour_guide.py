@@ -104,7 +104,8 @@ def test_a_tree_joins_each_token_with_the_one_that_it_continues():
 
 # Numbers that are names: of models, of formats, of a decade, of parts of the paper.
 NAMED = re.compile(
-    r"Llama-\d-\d+B|Llama \d|OPT-\d+B|A100|70B model|float\d\d|\d+s|40 GB"
+    r"vLLM 0\.32\.0|v1|SHA-256|Llama-\d-\d+B|Llama \d|OPT-\d+B|A100|70B model"
+    r"|float\d\d|\d+s|40 GB"
     r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes|[Pp]ow2|1% of the pool|Qwen3")
 
 
@@ -146,7 +147,8 @@ def test_a_run_of_a_and_b_is_the_story_that_the_files_tell():
 
 
 def test_the_chapters_take_what_the_opening_says_and_each_asks_first():
-    assert sum(chapter.minutes for chapter in guide.CHAPTERS) == 107
+    minutes = sum(chapter.minutes for chapter in guide.CHAPTERS)
+    assert minutes == 107 and round(guide.SLOWER * minutes) == 145
     assert "In about two hours:" in TEXTS["opening"]
     for name in CHAPTERS[: CHAPTERS.index("build")]:
         assert "?" in TEXTS[name][:400], f"{name} begins without a question"
@@ -364,6 +366,10 @@ def test_the_first_screen_has_a_picture_and_a_run_to_step(
         "return ['.picture', '#start [aria-label^=Next]', '#start .np-pools .np-cell']"
         ".map(name => document.querySelector(name).getBoundingClientRect().bottom)")
     assert max(bottoms) < size[1]
+    step = browser.text(".guide header [href^='#start=']")  # of which the words speak
+    assert browser.text("#start .np-where").lower().startswith(f"{step} of")
     browser.run("document.querySelector('#start [aria-label^=Next]').click()")
-    assert browser.text("#start .np-where").startswith("Step 1 of")
     assert "updated" in browser.text("#start .np-where")
+    assert browser.text("#start .np-ask").startswith("Predict:")
+    assert browser.run("const panel = document.querySelector('#start .np-tables');"
+                       "return panel.scrollHeight <= panel.clientHeight")

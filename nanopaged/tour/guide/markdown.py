@@ -47,8 +47,7 @@ def render(text: str, values: Mapping[str, object]) -> Html:
     markdown.normalizeLink = str  # type: ignore[assignment, method-assign]
     environment = Environment(
         undefined=StrictUndefined, finalize=hold, extensions=["jinja2.ext.do"])
-    environment.filters |= {"comma": "{:,}".format, "fixed": fixed, "listed": listed,
-                            "repr": repr}
+    environment.filters |= {"comma": "{:,}".format, "fixed": fixed, "repr": repr}
     functions = {"source": source, "part": part}
     filled = environment.from_string(text).render(functions | dict(values))
     page = markdown.render(FOLD.sub(fold_marked, filled))
@@ -70,10 +69,6 @@ def open_table(*_: object) -> str:
 
 def fixed(number: float, digits: int = 0) -> str:
     return f"{number:,.{digits}f}"
-
-
-def listed(items: list[object]) -> str:
-    return ", ".join(map(str, items))
 
 
 # -- Pieces of HTML --------------------------------------------------------------------
