@@ -102,6 +102,11 @@ def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):
     assert "server: ok" in check("server")
 
 
+def test_programs_for_vllm_find_what_vllm_answers(check):
+    """Recorded by checks/vllm_answers.py."""
+    assert "answers are those of vLLM" in check("as_vllm", "vllm")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name, package, expected", [
     ("names", "xgrammar", "run, or say what is not supported"),

@@ -1,161 +1,210 @@
 """Run programs written for vLLM: `import as_vllm` before they import vllm.
 
-vLLM's names then refer to nanopaged's classes. Options without an effect here are
-accepted, None means the default, and what would change an answer is still an error.
-Structured outputs need xgrammar.
+vLLM's names then refer to what is here, to nanopaged's classes, and to vllm_options.py,
+which decides which options are accepted. Structured outputs need xgrammar.
 """
 
 import sys
-from dataclasses import fields, replace
-from functools import lru_cache
+from argparse import ArgumentParser
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import torch
+import vllm_options
+import vllm_outputs
 from structured import Grammars
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm_options import DEFAULTS, RequestOutputKind, SamplingParams, known
+from vllm_outputs import Counter, Gauge, Writer
 
 import nanopaged
-from nanopaged.loading.checkpoint import load_tokenizer
+from nanopaged.frontend.prompts import as_prompts
+from nanopaged.loading.checkpoint import load_generation_config, load_tokenizer
 
-# Options without an effect; below, values without one.
-IGNORED = {
-    "detokenize", "disable_custom_all_reduce", "disable_log_stats",
-    "distributed_executor_backend", "download_dir", "enable_chunked_prefill",
-    "enable_sleep_mode", "gpu_ids", "max_logprobs", "max_lora_rank", "max_loras",
-    "max_parallel_loading_workers", "max_seq_len_to_capture", "model_impl",
-    "spaces_between_special_tokens", "tokenizer", "tokenizer_mode",
-    "tokenizer_revision", "trust_remote_code"}
-NEUTRAL = {
-    "best_of": [1], "data_parallel_size": [1], "early_stopping": [False],
-    "enable_lora": [False], "length_penalty": [1], "pipeline_parallel_size": [1],
-    "logprobs_mode": ["raw_logprobs", "processed_logprobs"],
-    "revision": ["main"], "use_beam_search": [False]}
-DTYPES = {"half": "float16", "float": "float32"}
-# With these values, log-probabilities are the same before and after processing.
-UNPROCESSED = {
-    "temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "min_tokens": 0,
-    "changes_logits": False, "structured_outputs": None}
+DTYPES = {"half": "float16", "float": "float32", "None": "auto"}
+TEMPLATE = {"add_generation_prompt", "chat_template", "continue_final_message", "tools"}
+# With their defaults, log-probabilities are the same before and after processing.
+PROCESSING = (
+    "temperature", "top_p", "top_k", "min_p", "min_tokens", "repetition_penalty",
+    "presence_penalty", "frequency_penalty", "logit_bias", "logits_processors",
+    "structured_outputs", "bad_words", "allowed_token_ids")
 
 
-def known(kind, options):
-    """The options that nanopaged has; TypeError for one that would have an effect."""
-    names = {field.name for field in fields(kind)}
-    kept = {}
-    for name, value in options.items():
-        if name == "dtype" and value is not None:
-            value = DTYPES.get(str(value), str(value).removeprefix("torch."))
-        if name in names:
-            if value is not None or name == "max_tokens":
-                kept[name] = value
-        elif name not in IGNORED and value not in (None, *NEUTRAL.get(name, ())):
-            raise TypeError(f"{name}={value!r} is not supported")
-    return kept
+# -- The engine ------------------------------------------------------------------------
 
+class ModelConfig(SimpleNamespace):
+    """vLLM's. It also has what the model's config.json has."""
 
-class StructuredOutputsParams:
-    """One of json, json_object, regex, choice and grammar."""
+    def __getattr__(self, name):
+        return getattr(self.__dict__["hf_config"], name)
 
-    def __init__(self, **options):
-        options.pop("disable_any_whitespace", None)  # there never is any
-        if options.pop("json_object", None):
-            options["json"] = {"type": "object"}
-        given = {kind: value for kind, value in options.items() if value}
-        kinds = {"json", "regex", "choice", "grammar"}
-        if len(given) != 1 or not given.keys() <= kinds:
-            raise TypeError("structured_outputs must be one of json, json_object, "
-                            f"regex, choice and grammar, got {given}")
-        [(self.kind, self.value)] = given.items()
-
-
-class SamplingParams(nanopaged.SamplingParams):
-    # Some libraries look here for the names that they may pass.
-    __annotations__ = dict(nanopaged.SamplingParams.__annotations__)
-    __struct_fields__ = (*__annotations__, "include_stop_str_in_output")
-
-    def __new__(cls, *values, **options):
-        return object.__new__(cls)
-
-    def __init__(self, *values, include_stop_str_in_output=False,
-                 structured_outputs=None, guided_decoding=None, **options):
-        names = ("n", "presence_penalty", "frequency_penalty", "repetition_penalty",
-                 "temperature", "top_p", "top_k")  # in vLLM's order
-        vars(self).update(include_stop_str_in_output=include_stop_str_in_output,
-                          structured_outputs=structured_outputs or guided_decoding)
-        options |= dict(zip(names, values, strict=False))
-        super().__init__(**known(nanopaged.SamplingParams, options))
+    def get_vocab_size(self):
+        return self.vocab_size
 
 
 class LLM(nanopaged.LLM):
     def __init__(self, model, tokenizer=None, **options):
-        # `generate` refuses what would make a difference.
+        # `prepare` refuses what would make a difference.
         self.is_processed = options.get("logprobs_mode") == "processed_logprobs"
-        super().__init__(model, **known(nanopaged.EngineConfig, options))
+        dtype = str(options.pop("dtype", None)).removeprefix("torch.")
+        num_blocks = options.pop("num_gpu_blocks_override", None)
+        options = {"num_blocks": num_blocks} | options
+        super().__init__(model, **known("EngineConfig", options),
+                         dtype=DTYPES.get(dtype, dtype))
         if tokenizer is not None:
-            is_name = isinstance(tokenizer, str)
+            is_name = isinstance(tokenizer, str | Path)
             self.tokenizer = load_tokenizer(tokenizer) if is_name else tokenizer
-        config = SimpleNamespace(max_model_len=self.engine.max_model_len,
-                                 hf_config=self.model_config)
+            self.eos_token_ids, self.default_params = load_generation_config(
+                model, self.model_config, self.tokenizer)
+        self.model_config = ModelConfig(hf_config=self.model_config, model=model,
+                                        max_model_len=self.engine.max_model_len)
         self.grammars = lru_cache(1)(lambda: Grammars(self))
-        # Trainers bring the weights one by one. They are kept until all have come.
+        self.writer = Writer(self.tokenizer)
         self.new_weights = {}
-        part = SimpleNamespace(load_weights=self.new_weights.update)
-        for name in "model", "model_runner", "driver_worker":
-            part = SimpleNamespace(**{name: part})
-        self.llm_engine = SimpleNamespace(
-            model_config=config, get_tokenizer=self.get_tokenizer, model_executor=part)
+        self.llm_engine = LLMEngine(self)
+
+    @classmethod
+    def from_engine_args(cls, engine_args):
+        return cls(**vars(engine_args))
 
     def get_default_sampling_params(self):
-        return self.default_params
-
-    def prepare(self, params):
-        """The parameters of one request."""
-        for name, value in UNPROCESSED.items() if self.is_processed else ():
-            if getattr(params, name, value) != value:
-                raise TypeError(f"{name} must be {value} for processed_logprobs")
-        form = getattr(params, "structured_outputs", None)
-        if form is None:
-            return params
-        process = self.grammars().processor(
-            form.kind, form.value, f"{form.kind} in structured_outputs")
-        return replace(params, logits_processors=[
-            *(params.logits_processors or []), process])
+        return SamplingParams(**vars(self.default_params))
 
     def generate(self, prompts=None, sampling_params=None, use_tqdm=True,
-                 lora_request=None, prompt_token_ids=None):
-        known(nanopaged.SamplingParams, {"lora_request": lora_request})
-        prompts = prompts if prompt_token_ids is None else prompt_token_ids
-        if isinstance(prompts, str | dict) or any(isinstance(p, int) for p in prompts):
-            prompts = [prompts]
-        params = sampling_params if isinstance(sampling_params, list | tuple) else [
-            sampling_params] * len(prompts)
-        outputs = super().generate(prompts, [*map(self.prepare, params)], use_tqdm)
-        for output, param in zip(outputs, params, strict=True):
-            keeps_stop = getattr(param, "include_stop_str_in_output", False)
-            for answer in output.outputs if keeps_stop else []:
-                if isinstance(answer.stop_reason, str):
-                    answer.text += answer.stop_reason
-        return outputs
+                 lora_request=None, prompt_token_ids=None, **options):
+        known("SamplingParams", {"lora_request": lora_request} | options)
+        prompts = as_prompts(prompts if prompt_token_ids is None else prompt_token_ids)
+        params = sampling_params or self.get_default_sampling_params()
+        params = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        outputs = super().generate(
+            prompts, [*map(self.prepare, params)], bool(use_tqdm))
+        return [*map(self.writer.request, outputs, params)]
 
-    def chat(self, messages, sampling_params=None, use_tqdm=True,
-             lora_request=None, chat_template_kwargs=None, **options):
-        known(nanopaged.SamplingParams, {"lora_request": lora_request})
-        template = {name: value for name, value in options.items() if value is not None}
+    def chat(self, messages, sampling_params=None, use_tqdm=True, lora_request=None,
+             *, chat_template_kwargs=None, **options):
+        template = {name: options.pop(name) for name in TEMPLATE & options.keys()}
+        known("SamplingParams", {"lora_request": lora_request} | options)
         return super().chat(messages, sampling_params, use_tqdm,
                             template | (chat_template_kwargs or {}))
 
-    def reset_prefix_cache(self):
-        if self.new_weights:
-            self.load_weights(self.new_weights.items())
-            self.new_weights.clear()
-        return super().reset_prefix_cache()
+    def beam_search(self, prompts, params, lora_request=None, use_tqdm=False,
+                    concurrency_limit=None):
+        known("SamplingParams", {"lora_request": lora_request})
+        self.check_weights()
+        params = nanopaged.BeamSearchParams(**known("BeamSearchParams", vars(params)))
+        outputs = super().generate(prompts, params, bool(use_tqdm))
+        return [self.writer.beams(output) for output in outputs]
 
-    def sleep(self, level=1):
+    def prepare(self, given):
+        """nanopaged's parameters for one request."""
+        self.check_weights()
+        vocab_size = self.model_config.vocab_size
+        for name in PROCESSING if self.is_processed else ():
+            default = DEFAULTS["SamplingParams"][name]
+            if getattr(given, name) not in (default, []):
+                raise ValueError(f"{name} must be {default} for processed_logprobs")
+        processors = [*(given.logits_processors or []),
+                      *given.processors(self.tokenizer, vocab_size)]
+        if form := given.structured_outputs:
+            processors.append(self.grammars().processor(
+                form.kind, form.value, f"{form.kind} in structured_outputs"))
+        return replace(given.ours(vocab_size), logits_processors=processors or None)
+
+    def get_metrics(self):
+        stats, labels = self.stats(), {"engine": "0", "model_name": self.config.model}
+        preemptions = stats.preemptions_recompute + stats.preemptions_swap
+        counts = self.writer.counts | {"num_preemptions": preemptions}
+        usage = stats.blocks_used / stats.blocks_total
+        return [Gauge("vllm:kv_cache_usage_perc", labels, usage)] + [
+            Counter(f"vllm:{name}", labels, count) for name, count in counts.items()]
+
+    # -- Weights
+
+    @cached_property
+    def weight_names(self):
+        """Those that a checkpoint may have, and those that it must have."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.model_config.hf_config)
+        return {*model.state_dict()}, {name for name, _ in model.named_parameters()}
+
+    def receive(self, weights):
+        """Trainers bring weights one by one. Keep copies until all have come."""
+        every, needed = self.weight_names
+        for name, tensor in weights:
+            if name not in every:
+                raise ValueError(f"the name of a weight must be like {min(needed)}, "
+                                 f"got {name}")
+            if name in needed:  # others are tied to one of these
+                self.new_weights[name] = tensor.detach().clone()
+        if self.new_weights.keys() == needed:
+            self.check_weights()
+
+    def check_weights(self):
+        """Load those that have come, if they are all."""
+        if not self.new_weights:
+            return
+        if missing := sorted(self.weight_names[1] - self.new_weights.keys()):
+            raise RuntimeError(f"load_weights must bring {len(missing)} more weights "
+                               f"before the next request, such as {missing[0]}")
+        self.load_weights(self.new_weights.items())
+        self.new_weights.clear()
+
+    def sleep(self, *arguments, **options):
         """The memory stays in use."""
 
-    def wake_up(self, tags=None):
-        """There is nothing to do."""
+    wake_up = start_profile = stop_profile = sleep
 
+
+class LLMEngine:
+    """Requests one by one. For everything else, it has what its LLM has."""
+
+    def __init__(self, llm):
+        self.llm, self.requests = llm, {}
+        part = SimpleNamespace(load_weights=llm.receive)
+        for name in "model", "model_runner", "driver_worker":
+            part = SimpleNamespace(**{name: part})
+        self.model_executor = part
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["llm"], name)
+
+    @classmethod
+    def from_engine_args(cls, engine_args):
+        return LLM.from_engine_args(engine_args).llm_engine
+
+    def add_request(self, request_id, prompt, params, arrival_time=None, **options):
+        known("SamplingParams", options)
+        if params.output_kind == RequestOutputKind.DELTA:
+            raise ValueError("output_kind must be CUMULATIVE or FINAL_ONLY, got DELTA")
+        ours = self.llm.add_request(prompt, self.llm.prepare(params))
+        self.requests[ours] = request_id, params.clone()
+        return request_id
+
+    def step(self):
+        outputs = []
+        for output in self.llm.step():
+            output.request_id, params = self.requests[ours := output.request_id]
+            if output.finished:
+                del self.requests[ours]
+            if output.finished or params.output_kind == RequestOutputKind.CUMULATIVE:
+                outputs.append(self.llm.writer.request(output, params))
+        return outputs
+
+    def abort_request(self, request_ids):
+        wanted = [request_ids] if isinstance(request_ids, str) else request_ids
+        for ours, (request_id, _) in self.requests.items():
+            if request_id in wanted:
+                self.llm.abort_request(ours)
+
+    def get_num_unfinished_requests(self):
+        return len(self.requests)
+
+
+# -- vLLM's modules --------------------------------------------------------------------
 
 def get_tokenizer(name, tokenizer_mode=None, trust_remote_code=None, **options):
     return AutoTokenizer.from_pretrained(name, **options)
@@ -165,31 +214,47 @@ def resolve_hf_chat_template(tokenizer, chat_template=None, **options):
     return chat_template or tokenizer.chat_template
 
 
+def clean_up(*arguments, **options):
+    """There is nothing to do."""
+
+
 class Unsupported:
     """Programs may import it, but not use it."""
 
     def __init__(self, *arguments, **options):
-        raise TypeError("LoRA and a separate server of vLLM's are not supported")
+        raise TypeError(f"{type(self).__name__} is not supported: use LLM or LLMEngine")
 
 
 VERSION = "0.31.0"  # TRL wants 0.22 to 0.31
 NAMES = {name: getattr(nanopaged, name) for name in nanopaged.__all__}
-for each in (LLM, SamplingParams, StructuredOutputsParams, get_tokenizer,
-             resolve_hf_chat_template):
-    NAMES[each.__name__] = each
-NAMES |= {"GuidedDecodingParams": StructuredOutputsParams, "TextPrompt": dict,
-          "TokensPrompt": dict, "__version__": VERSION}
-NAMES |= dict.fromkeys(("LoRARequest", "get_ip", "packed_nccl_broadcast_producer",
-                        "trainer_init"), Unsupported)
-# Every module has all the names.
-for path in (
-        "", ".distributed", ".distributed.weight_transfer",
-        ".distributed.weight_transfer.nccl_common",
-        ".distributed.weight_transfer.packed_tensor", ".entrypoints",
-        ".entrypoints.chat_utils", ".entrypoints.llm", ".inputs", ".lora",
-        ".lora.request", ".outputs", ".sampling_params", ".transformers_utils",
-        ".transformers_utils.tokenizer", ".utils", ".utils.network_utils"):
-    name = f"vllm{path}"
+NAMES |= {each.__name__: each for each in (
+    vllm_options.BeamSearchParams, vllm_options.EngineArgs, RequestOutputKind,
+    SamplingParams, vllm_options.StructuredOutputsParams, vllm_outputs.CompletionOutput,
+    Counter, Gauge, vllm_outputs.Logprob, vllm_outputs.RequestOutput, LLM, LLMEngine,
+    get_tokenizer, resolve_hf_chat_template)}
+NAMES |= {
+    "FlexibleArgumentParser": ArgumentParser, "TextPrompt": dict, "TokensPrompt": dict,
+    "GuidedDecodingParams": vllm_options.StructuredOutputsParams,
+    "__version__": VERSION}
+NAMES |= dict.fromkeys((
+    "cleanup_dist_env_and_memory", "destroy_distributed_environment",
+    "destroy_model_parallel"), clean_up)
+NAMES |= {name: type(name, (Unsupported,), {}) for name in (
+    "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "Histogram", "LoRARequest",
+    "PoolingParams", "Vector", "get_ip", "packed_nccl_broadcast_producer",
+    "trainer_init")}
+MODULES = """
+    vllm vllm.distributed vllm.distributed.parallel_state
+    vllm.distributed.weight_transfer vllm.distributed.weight_transfer.nccl_common
+    vllm.distributed.weight_transfer.packed_tensor vllm.engine vllm.engine.arg_utils
+    vllm.engine.async_llm_engine vllm.engine.llm_engine vllm.entrypoints
+    vllm.entrypoints.chat_utils vllm.entrypoints.llm vllm.inputs vllm.logprobs vllm.lora
+    vllm.lora.request vllm.outputs vllm.sampling_params vllm.tokenizers
+    vllm.transformers_utils vllm.transformers_utils.tokenizer vllm.utils
+    vllm.utils.argparse_utils vllm.utils.network_utils vllm.v1 vllm.v1.engine
+    vllm.v1.engine.async_llm vllm.v1.engine.llm_engine vllm.v1.metrics
+    vllm.v1.metrics.reader"""
+for name in MODULES.split():  # every module has all the names
     module = sys.modules[name] = ModuleType(name)
     vars(module).update(NAMES, __spec__=ModuleSpec(name, None), __path__=[])
     parent, _, child = name.rpartition(".")

@@ -1,13 +1,14 @@
-"""The drop-in for vLLM: the names that scripts use, and five programs, each beside an
-answer of transformers.
+"""The drop-in for vLLM: what vLLM itself has answered, the names that scripts use, and
+five programs, each beside an answer of transformers.
 
-    python as_vllm.py names|lm_eval|langchain|llama_index|outlines|trl
+    python as_vllm.py vllm|names|lm_eval|langchain|llama_index|outlines|trl
 """
 
 import json
 import re
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -15,9 +16,11 @@ from typing import Literal
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import as_vllm  # noqa: F401
 import torch
+import vllm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
+from vllm_answers import answers
 
 from nanopaged.loading.checkpoint import BUNDLED
 
@@ -47,6 +50,26 @@ class Reference:
             logits_processor=[*processors])
         answer = found[0, len(ids) :]
         return self.tokenizer.decode(answer, skip_special_tokens=True)
+
+
+# -- vLLM itself -----------------------------------------------------------------------
+
+def is_near(found, expected):
+    """Whether they are the same, but for rounded numbers."""
+    if isinstance(expected, list):
+        return len(found) == len(expected) and all(map(is_near, found, expected))
+    is_number = isinstance(expected, float) and isinstance(found, float)
+    return abs(found - expected) < 2e-3 if is_number else found == expected
+
+
+def check_vllm():
+    recorded = json.loads(Path(__file__).with_name("vllm.json").read_text())
+    found = json.loads(json.dumps(answers()))
+    wrong = [name for name in recorded if not is_near(found[name], recorded[name])]
+    for name in wrong:
+        print(f"{name}: {found[name]}\n  vLLM: {recorded[name]}")
+    assert not wrong and found.keys() == recorded.keys(), wrong
+    print(f"{len(recorded)} answers are those of vLLM")
 
 
 # -- lm-eval ---------------------------------------------------------------------------
@@ -252,6 +275,8 @@ def check_names():
         assert tokens == [output.token_ids] * 2
     check_structured_outputs()
     check_new_weights()
+    check_another_tokenizer()
+    check_refusals()
     print(f"{len(SCRIPTS)} kinds of scripts: run, or say what is not supported")
 
 
@@ -287,26 +312,84 @@ def check_structured_outputs():
 
 
 def check_new_weights():
-    """As a trainer brings them: one by one, then it resets the prefix cache."""
+    """As trainers bring them: one by one, all at once, or merged with an adapter for as
+    long as they are sent. Between the first and the last, requests are refused.
+    """
     with LLM(str(BUNDLED), num_blocks=64, dtype="float32",
              logprobs_mode="processed_logprobs") as llm:
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
-        worker = llm.llm_engine.model_executor.driver_worker
-        for name, weight in Reference().model.named_parameters():
-            new = weight.roll(1, 0) if "layers.0.mlp" in name else weight
-            worker.model_runner.model.load_weights([(name, new.data)])
+        model = llm.llm_engine.model_executor.driver_worker.model_runner.model
         params = SamplingParams(max_tokens=8, logprobs=0, seed=3)
-        old = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0]
-        assert llm.reset_prefix_cache()
-        new = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0]
-        assert old.logprobs != new.logprobs
+
+        def logprobs():
+            return llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0].logprobs
+
+        old = logprobs()
+        policy = Reference().model
+        for name, weight in policy.named_parameters():
+            merged = weight.data.clone()
+            merged += 0.1 * ("layers.0.mlp" in name)
+            model.load_weights([(name, merged)])
+            merged -= 0.1 * ("layers.0.mlp" in name)
+            if name == "model.embed_tokens.weight":
+                try:
+                    llm.chat([{"role": "user", "content": "Hi"}], params)
+                except RuntimeError as error:
+                    assert "layers.0.input_layernorm.weight" in str(error)
+                else:
+                    raise AssertionError("the model has some of the weights only")
+        assert llm.reset_prefix_cache() and logprobs() != old
+        model.load_weights(policy.state_dict().items())
+        assert logprobs() == old
+        try:
+            model.load_weights([("_orig_mod.norm.weight", weight)])
+        except ValueError as error:
+            assert "_orig_mod.norm.weight" in str(error)
+        else:
+            raise AssertionError("this is not a weight of the model")
         try:
             llm.generate("ROMEO:", SamplingParams(temperature=0.5, logprobs=0))
-        except TypeError as error:
+        except ValueError as error:
             assert "temperature" in str(error)
         else:
             raise AssertionError("log-probabilities are not processed")
+
+
+def check_another_tokenizer():
+    """Its EOS ends an answer."""
+    other = AutoTokenizer.from_pretrained(BUNDLED)
+    other.eos_token = "\u0120"  # a space
+    with LLM(str(BUNDLED), tokenizer=other, num_blocks=64) as llm:
+        params = SamplingParams(temperature=0, max_tokens=40)
+        params.logit_bias = {other.eos_token_id: 100.0}
+        answer = llm.generate("ROMEO:", params, use_tqdm=False)[0].outputs[0]
+        assert answer.finish_reason == "stop"
+        assert answer.token_ids == [other.eos_token_id]
+
+
+def check_refusals():
+    """What is missing is named, with the value."""
+    for make, words in (
+            (lambda: SamplingParams(flat_logprobs=True), "flat_logprobs True"),
+            (lambda: SamplingParams(detokenize=False, stop=["a"]), "detokenize"),
+            (lambda: LLM(str(BUNDLED), kv_cache_dtype="fp8"), "kv_cache_dtype fp8"),
+            (lambda: LLM(str(BUNDLED), enable_lora=True), "enable_lora True"),
+            (lambda: vllm.AsyncLLM(), "AsyncLLM"),
+            (lambda: vllm.LoRARequest("a", 1, "b"), "LoRARequest")):
+        try:
+            make()
+        except (TypeError, ValueError) as error:
+            assert all(word in str(error) for word in words.split()), error
+        else:
+            raise AssertionError(f"{words} was not refused")
+    args = ["--max-model-len", "256", "--dtype", "float32", "--enable-prefix-caching"]
+    parser = vllm.EngineArgs.add_cli_args(vllm.utils.FlexibleArgumentParser())
+    engine_args = vllm.EngineArgs.from_cli_args(parser.parse_args(args))
+    assert engine_args.max_model_len == 256 and engine_args.dtype == "float32"
+    vllm.distributed.cleanup_dist_env_and_memory()
+    changed = replace(SamplingParams(stop="a"), include_stop_str_in_output=True, n=2)
+    assert changed.stop == ["a"] and changed.include_stop_str_in_output
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""What programs for vLLM get back: its names, and the text of every token."""
+
+from collections import Counter as Counts
+from dataclasses import dataclass, make_dataclass
+from types import SimpleNamespace
+
+import nanopaged
+
+
+@dataclass
+class Logprob:
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+class CompletionOutput(nanopaged.CompletionOutput):
+    lora_request = None
+
+    def finished(self):
+        return self.finish_reason is not None
+
+
+class RequestOutput(nanopaged.RequestOutput):
+    metrics = lora_request = encoder_prompt = encoder_prompt_token_ids = None
+
+
+Counter, Gauge = (make_dataclass(kind, ["name", "labels", "value"])
+                  for kind in ("Counter", "Gauge"))
+
+
+class Writer:
+    """It writes what nanopaged returns as vLLM would, and counts tokens."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.counts = Counts(prompt_tokens=0, generation_tokens=0, prefix_cache_hits=0)
+
+    def request(self, output, params):
+        if output.finished:
+            self.counts["prompt_tokens"] += len(output.prompt_token_ids)
+            self.counts["prefix_cache_hits"] += output.num_cached_tokens
+        answers = []
+        for answer in output.outputs:
+            ids, stop = answer.token_ids, answer.stop_reason
+            if output.finished:
+                self.counts["generation_tokens"] += len(ids)
+            if params.include_stop_str_in_output and answer.finish_reason == "stop":
+                answer.text += stop if isinstance(stop, str) else self.text(
+                    ids[-1], ids[:-1], skip_special_tokens=params.skip_special_tokens)
+            answer.text = answer.text if params.detokenize else ""
+            answer.logprobs = self.tables(answer.logprobs)
+            answers.append(CompletionOutput(**vars(answer)))
+        return RequestOutput(**vars(output) | {
+            "outputs": answers, "prompt_logprobs": self.tables(output.prompt_logprobs)})
+
+    def beams(self, output):
+        """The prompt is part of a beam's tokens and text."""
+        sequences = []
+        for beam in output.outputs:
+            tokens = output.prompt_token_ids + beam.token_ids
+            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+            sequences.append(SimpleNamespace(
+                tokens=tokens, text=text, cum_logprob=beam.cumulative_logprob,
+                logprobs=self.tables(beam.logprobs), lora_request=None,
+                finish_reason=beam.finish_reason, stop_reason=beam.stop_reason))
+        return SimpleNamespace(sequences=sequences)
+
+    def tables(self, tables):
+        """Log-probabilities, each with the text of its token."""
+        found, before = [], []
+        for table in tables or []:
+            found.append(table and {
+                token: Logprob(*each, self.text(token, before))
+                for token, each in table.items()})
+            before += [*(table or {})][:1]
+        return tables and found
+
+    def text(self, token, before, **options):
+        """The text of a token after others. A character that several tokens spell is
+        the text of the last of them.
+        """
+        if self.tokenizer is None:
+            return None
+        once, twice, start, both = (
+            self.tokenizer.decode(ids, **options) for ids in (
+                [token], [token] * 2, before[-4:], [*before[-4:], token]))
+        if "\ufffd" not in twice:
+            return twice[len(once) :]
+        return both.rstrip("\ufffd")[len(start.rstrip("\ufffd")) :]
