@@ -86,7 +86,7 @@ class StructuredOutputsParams:
 class SamplingParams(with_defaults("SamplingParams")):
     """They may be changed. `ours` is what nanopaged gets with each request."""
 
-    __struct_fields__ = tuple(DEFAULTS["SamplingParams"])  # some libraries look here
+    __struct_fields__ = tuple(DEFAULTS["SamplingParams"])
 
     def __post_init__(self):
         for name in "stop", "stop_token_ids", "bad_words":
@@ -134,6 +134,8 @@ class SamplingParams(with_defaults("SamplingParams")):
         return deepcopy(self)
 
 
+# Libraries look here, or in `__struct_fields__`, for the names that they may pass.
+SamplingParams.__annotations__ = dict.fromkeys(SamplingParams.__struct_fields__, Any)
 BeamSearchParams = with_defaults("BeamSearchParams", "beam_width", "max_tokens")
 RequestOutputKind = IntEnum("RequestOutputKind", "CUMULATIVE DELTA FINAL_ONLY", start=0)
 

@@ -388,6 +388,7 @@ def check_refusals():
     engine_args = vllm.EngineArgs.from_cli_args(parser.parse_args(args))
     assert engine_args.max_model_len == 256 and engine_args.dtype == "float32"
     vllm.distributed.cleanup_dist_env_and_memory()
+    assert {"temperature", "max_tokens"} <= SamplingParams.__annotations__.keys()
     changed = replace(SamplingParams(stop="a"), include_stop_str_in_output=True, n=2)
     assert changed.stop == ["a"] and changed.include_stop_str_in_output
 
