@@ -39,8 +39,9 @@ NEUTRAL = {
     "best_of": [1], "chat_template_content_format": ["auto", "string"],
     "load_format": ["safetensors", "hf"], "model_impl": ["vllm"], "revision": ["main"],
     "logprobs_mode": ["raw_logprobs", "processed_logprobs"],
-    "structured_outputs_config": [{"backend": "xgrammar"},
-                                  {"disable_any_whitespace": True}]}
+    "structured_outputs_config": [
+        {"backend": "xgrammar"},
+        {"backend": "xgrammar", "disable_any_whitespace": True}]}
 
 
 def known(kind, options):
