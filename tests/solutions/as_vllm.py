@@ -117,7 +117,7 @@ class LLM(nanopaged.LLM):
     def get_metrics(self):
         stats, labels = self.stats(), {"engine": "0", "model_name": self.config.model}
         preemptions = stats.preemptions_recompute + stats.preemptions_swap
-        counts = self.writer.counts | {"num_preemptions": preemptions}
+        counts = {"num_preemptions": preemptions} | self.writer.counts
         usage = stats.blocks_used / stats.blocks_total
         return [Gauge("vllm:kv_cache_usage_perc", labels, usage)] + [
             Counter(f"vllm:{name}", labels, count) for name, count in counts.items()]

@@ -34,7 +34,7 @@ class Writer:
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer
-        self.counts = Counts(prompt_tokens=0, generation_tokens=0, prefix_cache_hits=0)
+        self.counts = Counts(prefix_cache_hits=0, prompt_tokens=0, generation_tokens=0)
 
     def request(self, output, params):
         if output.finished:
