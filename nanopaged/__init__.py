@@ -17,8 +17,8 @@ The folders could be left out, apart from loading/:
 from importlib.util import find_spec
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
-from nanopaged.scheduler import EngineStats
 from nanopaged.sequence import Logprob
+from nanopaged.stats import EngineStats
 
 if find_spec("nanopaged.frontend"):  # without it, use `Engine`
     from nanopaged.frontend.llm import LLM

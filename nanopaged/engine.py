@@ -18,8 +18,9 @@ from nanopaged.checks import check
 from nanopaged.config import EngineConfig
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sampler import SamplerOutput
-from nanopaged.scheduler import EngineStats, Scheduler
+from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.stats import EngineStats
 
 Changed = dict[str, SequenceGroup]  # requests by id, in the order in which they changed
 

@@ -38,8 +38,8 @@ from nanopaged.frontend.prompts import (
 from nanopaged.loading import checkpoint
 from nanopaged.loading.start_up import free_runner, make_engine
 from nanopaged.loading.weights import replace_weights
-from nanopaged.scheduler import EngineStats
 from nanopaged.sequence import SequenceGroup
+from nanopaged.stats import EngineStats
 
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 ParamsForAll: TypeAlias = Params | Iterable[Params | None] | None

@@ -69,48 +69,33 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Promp
     chats = [chats] if any(isinstance(each, Mapping) for each in chats) else chats
     options = {"add_generation_prompt": True} | options | {"tokenize": False}
     template = partial(llm.get_tokenizer().apply_chat_template, **options)
-    forms = accepted_forms(template)
+    # Some templates expect the content of a message as a list, and drop a string.
+    takes_text = "a probe" in template([{"role": "user", "content": "a probe"}])
     prompts: list[Prompt] = []
     for number, chat in enumerate(chats):
         with numbered("messages", number, len(chats)):
             check(bool(chat), "messages", "a list of at least one message", chat)
-            text = template([as_message(each, *forms) for each in chat])
+            text = template([as_message(each, takes_text) for each in chat])
             ids = llm.tokenizer(text, add_special_tokens=False).input_ids
         prompts.append({"prompt": text, "prompt_token_ids": ids})
     return prompts
 
 
-def accepted_forms(template: Any) -> tuple[bool, bool]:
-    """Whether a chat template takes the content of a message as a string, and whether
-    it takes a list of parts. A template may also drop what it does not expect, or write
-    it as Python would, so it is tried.
-    """
-    probe, results = "a probe", []
-    for content in (probe, [{"type": "text", "text": probe}]):
-        try:
-            results.append(template([{"role": "user", "content": content}]))
-        except Exception:
-            results.append("")
-    text, parts = results
-    return probe in text, probe in parts and (parts == text or probe not in text)
-
-
-def as_message(given: Any, takes_text: bool, takes_parts: bool) -> dict[str, Any]:
+def as_message(given: Any, takes_text: bool) -> dict[str, Any]:
     """A chat message as the template expects it."""
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
           "such lists", given, TypeError)
     message: dict[str, Any] = dict(given)
     content = message.get("content")
-    parts = content if isinstance(content, list) else [{"text": content or ""}]
-    parts = [{"text": part} if isinstance(part, str) else part for part in parts]
-    for part in parts:
-        is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        check(is_text, "content", "a string, or a list of text parts", part, TypeError)
-    if takes_parts and (isinstance(content, list) or (content and not takes_text)):
-        message["content"] = [{"type": "text"} | part for part in parts]
-    elif content is not None:
-        message["content"] = "\n".join(part["text"] for part in parts)
+    if content is not None:
+        texts = [content]
+        if isinstance(content, list):
+            texts = [p.get("text") if isinstance(p, Mapping) else p for p in content]
+        check(all(isinstance(text, str) for text in texts), "content",
+              "a string, or a list of text parts", content, TypeError)
+        message["content"] = "\n".join(texts) if takes_text else [
+            {"type": "text", "text": text} for text in texts]
     if calls := message.get("tool_calls"):
         message["tool_calls"] = list(map(as_tool_call, calls))
     return message
@@ -119,16 +104,15 @@ def as_message(given: Any, takes_text: bool, takes_parts: bool) -> dict[str, Any
 def as_tool_call(call: Any) -> dict[str, Any]:
     """A tool call whose arguments are a dict. They may be its JSON, or missing."""
     try:
-        function = dict(call["function"])
+        function = call["function"]
         found = function.get("arguments")
         if isinstance(found, str):
-            found = json.loads(found.strip() or "null")
-        function["arguments"] = {} if found is None else {**found}
-        return dict(call) | {"function": function}
+            found = json.loads(found.strip() or "{}")
+        found = {} if found is None else {**found}
+        return {**call, "function": {**function, "arguments": found}}
     except Exception as error:
-        check(False, "tool_calls", f"a list of calls, with arguments in JSON ({error})",
-              call)
-        raise
+        raise ValueError("tool_calls must be a list of calls, with arguments in JSON, "
+                         f"got {call!r:.200} ({error})") from error
 
 
 # -- Requests --------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Every tensor is accounted for: it is an error if one is missing, or if one is le
 that could change an answer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -79,17 +79,14 @@ def read_weights(model: CausalLM, model_config: ModelConfig, ranks: Ranks) -> No
     for each tensor. Otherwise everything read from it would stay in memory.
     """
     found = find_tensors(model_config.source)
-    shapes = {name: info.shape for name, (_, info) in found.items()}
 
     def read(name: str) -> Tensor:
         file, _ = found[name]
         with reading(str(file)), safe_open(file, "pt") as tensors:
             return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
-    places = find_places(model, model_config.tie_word_embeddings, shapes, ranks,
-                         str(model_config.source))
-    for module, kind, names in places:
-        write(module, kind, [read(name) for name in names], ranks)
+    shapes = {name: info.shape for name, (_, info) in found.items()}
+    fill(model, model_config, shapes, read, ranks)
 
 
 @torch.no_grad()
@@ -104,26 +101,30 @@ def replace_weights(model: CausalLM, model_config: ModelConfig,
         check(is_right and tensor.is_floating_point() and not tensor.is_meta, name,
               "a dense tensor of floating-point numbers", tensor, TypeError)
     shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    places = find_places(
-        model, model_config.tie_word_embeddings, shapes, ranks, "load_weights")
-    for module, kind, names in places:
-        write(module, kind, [weights[name] for name in names], ranks)
+    fill(model, model_config, shapes, weights.__getitem__, ranks)
     if products:
         products.pack_products(model)
+
+
+def fill(model: CausalLM, model_config: ModelConfig, shapes: dict[str, list[int]],
+         get: Callable[[str], Tensor], ranks: Ranks) -> None:
+    """Write the tensors with these names and shapes into the model."""
+    for module, kind, names in find_places(model, model_config, shapes, ranks):
+        write(module, kind, [get(name) for name in names], ranks)
 
 
 # A parameter: its module, "weight" or "bias", and the tensors that it stacks.
 Place = tuple[nn.Module, str, list[str]]
 
 
-def find_places(model: CausalLM, is_tied: bool, shapes: Mapping[str, list[int]],
-                ranks: Ranks, source: str) -> list[Place]:
+def find_places(model: CausalLM, model_config: ModelConfig,
+                shapes: dict[str, list[int]], ranks: Ranks) -> list[Place]:
     """Where the tensors with these names and shapes belong; ValueError if one is
     missing, is left over, or does not fit.
     """
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     # A head in the checkpoint is used even if config.json says that it is tied.
-    is_tied = is_tied and head not in shapes
+    is_tied = model_config.tie_word_embeddings and head not in shapes
     places: list[Place] = []
     expected: dict[str, list[int]] = {}
     # A tied head is the same parameter as the embeddings, and is left out.
@@ -147,12 +148,12 @@ def find_places(model: CausalLM, is_tied: bool, shapes: Mapping[str, list[int]],
 
     # Old checkpoints also have the angles by which Q and K are rotated.
     given = {name for name in shapes if ".rotary_emb." not in name}
-    check(given == expected.keys(), f"the weights in {source}",
+    check(given == expected.keys(), "the weights",
           "exactly the tensors that config.json calls for",
           {"missing": sorted(expected.keys() - given),
            "left over": sorted(given - expected.keys())})
     for name, shape in expected.items():
-        check(list(shapes[name]) == shape, f"the shape of {name} in {source}", shape,
+        check(list(shapes[name]) == shape, f"the shape of {name}", shape,
               list(shapes[name]))
     if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.weight = nn.Parameter(  # all is checked, so it may change
