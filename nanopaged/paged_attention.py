@@ -65,7 +65,7 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, tokens, table_st
     # -1e30, so the first real key shrinks this 1 to 0.)
     highest = np.full(group_size, np.float32(-1e30))
     if sinks is not None:
-        highest[:] = sinks[kv_head]
+        highest = np.maximum(highest, sinks[kv_head])  # (-inf is no sink)
     total = np.ones(group_size, np.float32)
     acc = np.zeros((group_size, head_dim), np.float32)
 

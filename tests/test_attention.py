@@ -139,6 +139,23 @@ def test_windows_sinks_and_scales(name, is_brief):
         case.check(name, target_parts=(4, 60, 1200)[seed], keys_per_round=16)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter
+@EACH
+def test_a_sink_of_minus_infinity_is_none(name):
+    """Though a query sees none of the first keys of its tile, or they score as low."""
+    no_sinks = torch.full((4,), -torch.inf)
+    for seqs in ([(0, 40)], [(100, 1), (90, 3)], [(40, 20), (200, 1)]):
+        Case(seqs, block_size=16, window=5, sinks=no_sinks).check(
+            name, keys_per_round=16)
+    if name == "torch":
+        return
+    case = Case([(140, 1)], block_size=16, sinks=no_sinks)
+    case.q.fill_(1)
+    case.dense[0][:70, 0] = -torch.inf
+    case.write(case.cache, 0, 0, 140)
+    case.check(name, keys_per_round=16, target_parts=240)
+
+
 # -- What writes to the cache ----------------------------------------------------------
 
 

@@ -126,7 +126,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     total = tl.full([ROWS], 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32)
-        highest = tl.where(first_key == 0, sink * LOG2_E, highest)
+        # (A sink of -inf is none.)
+        highest = tl.where(first_key == 0, tl.maximum(sink * LOG2_E, highest), highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(start, end, KEYS):
         # Find each key by its block: this is what paging costs. `vector` is its number
