@@ -88,7 +88,7 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
         table = to_device([*map(draw_params, seqs, batch.positions)], logits.device)
         rows = DrawParams(*table.split(1, dim=1))
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
-            logits = keep_likely(logits, drawing, rows)
+            logits = keep_likely(logits, params, rows)
         drawn = draw(logits, rows.temperature.float(), rows.random)
         # What is drawn for greedy rows is not used.
         is_greedy = rows.temperature[:, 0] < GREEDY
@@ -119,7 +119,7 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     return is_above.byte().argmax(-1)
 
 
-def keep_likely(logits: Tensor, drawing: list[SamplingParams],
+def keep_likely(logits: Tensor, params: list[SamplingParams],
                 rows: DrawParams) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
 
@@ -136,24 +136,30 @@ def keep_likely(logits: Tensor, drawing: list[SamplingParams],
     # which are not used.)
     gap = rows.temperature * rows.min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
-    if any(p.top_k or p.top_p < 1 for p in drawing):
-        # If every row has a top_k, the largest one says how many logits are needed.
-        top_ks, vocab_size = [p.top_k for p in drawing], logits.shape[1]
-        most = min(max(top_ks), vocab_size) if all(top_ks) else vocab_size
-        lowest = lowest.maximum(lowest_kept(highest_logits(logits, most), rows))
+    # Only the rows that have such a limit are sorted.
+    top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
+    if top_ks:
+        at = to_device([*top_ks], logits.device)
+        # If each of them has a top_k, the largest one says how many logits are needed.
+        most = max(top_k or logits.shape[1] for top_k in top_ks.values())
+        limits = DrawParams(*(column[at] for column in rows))
+        kept = lowest_kept(highest_logits(logits[at], most), limits)
+        lowest[at] = lowest[at].maximum(kept)
     return logits.masked_fill(logits < lowest, -torch.inf)
 
 
 def highest_logits(logits: Tensor, most: int) -> Tensor:
-    """The highest logits of each row, in descending order: [num_samples, most].
+    """The highest logits of each row, in descending order: `most` of them, or all.
 
     On a CPU, NumPy sorts all of them sooner than torch finds the first thousand: it
     sorts values without their indices, by vector instructions.
     """
-    if logits.is_cuda:
+    if not logits.is_cuda:
+        ascending = torch.from_numpy(np.sort(logits.float().numpy()))
+        return ascending[:, -most:].flip(-1)
+    if most < logits.shape[1]:
         return logits.topk(most).values
-    ascending = torch.from_numpy(np.sort(logits.float().numpy()))
-    return ascending[:, logits.shape[1] - most :].flip(-1)
+    return logits.sort(descending=True).values
 
 
 def lowest_kept(values: Tensor, rows: DrawParams) -> Tensor:

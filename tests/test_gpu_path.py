@@ -18,15 +18,18 @@ import pytest
 import torch
 
 from helpers import (
+    ROOT,
     add_all,
     counters,
     drain,
     draw_requests,
     message_of,
+    new_group,
     run_python,
     serve,
 )
 from nanopaged import SamplingParams
+from nanopaged.sampler import sample
 
 triton = pytest.importorskip("triton", reason="pip install triton")
 
@@ -43,7 +46,7 @@ def gpu():
 
 @pytest.fixture
 def quick_gpu():
-    """One whose kernels and compiled functions compute nothing."""
+    """One whose kernels compute nothing."""
     with PretendedGpu(computes=False) as gpu:
         yield gpu
 
@@ -65,9 +68,13 @@ def requests(seed=24, count=8, max_tokens=12, **more):
 def take_random_steps(llm, num_steps):
     """Requests come, with all that changes what a step launches; some are aborted."""
     rng, ids = random.Random(0), []
+    changes = [{"presence_penalty": 1}, {"frequency_penalty": 0.5},
+               {"repetition_penalty": 1.2}, {"logit_bias": {3: 1}},
+               {"logits_processors": [lambda ids, logits: -logits]}, *[{}] * 5]
     drawn = iter(requests(0, num_steps, max_tokens=20, more=lambda rng: {
         "top_p": rng.choice([1, 0.9]), "top_k": rng.choice([0, 1, 5]),
-        "ignore_eos": rng.random() < 0.5}))
+        "min_p": rng.choice([0, 0.1]), "ignore_eos": rng.random() < 0.5,
+        "prompt_logprobs": rng.choice([None, None, 2])} | rng.choice(changes)))
     for _ in range(num_steps):
         if rng.random() < 0.3 or not llm.has_unfinished_requests():
             ids.append(llm.add_request(*next(drawn)))
@@ -243,9 +250,10 @@ def count_variants(calls):
     80, pytest.param(400, marks=pytest.mark.slow)])
 def test_serving_compiles_nothing_that_the_start_has_not(
         make_model, engine, num_steps):
+    """In 16 bits, because whatever changes logits computes in 32."""
     options = {"max_model_len": 120, "max_num_seqs": 17, "num_blocks": 24}
     with PretendedGpu(computes=False) as gpu:
-        llm = engine(make_model("qwen3", seed=3), device="cuda",
+        llm = engine(make_model("qwen3", seed=3), device="cuda", dtype="float16",
                      max_num_batched_tokens=64, **options)
         at_start, num_at_start = {*gpu.kernel_keys}, len(gpu.compiled)
         assert {name for name, _ in gpu.compiled} == {
@@ -256,7 +264,7 @@ def test_serving_compiles_nothing_that_the_start_has_not(
     assert not new, f"Triton compiles {sorted(new)[0]} while the engine serves"
     counts = count_variants(list(gpu.compiled.values()))
     assert counts[-1] == counts[num_at_start - 1], "a function is compiled once more"
-    assert counts[-1] <= 2 * 4, "each for one token, and for more"
+    assert counts[-1] <= 2 * 5, "each for one token, and for more; one in 32 bits, too"
 
 
 # -- What a step costs -----------------------------------------------------------------
@@ -299,6 +307,26 @@ def test_nothing_waits_but_the_reading_of_tokens(tiny, engine, quick_gpu):
         top_p=0.9, top_k=5, min_tokens=3, stop_token_ids=[5, 6]))])
     assert {*quick_gpu.waits} == {"an event"}
     assert len(quick_gpu.waits) <= llm.stats().steps
+
+
+@pytest.mark.parametrize(("limits", "expected"), [
+    ({"top_p": 0.9}, ("sort", (2, 160))), ({"top_k": 3}, ("topk", (2, 160)))], ids=str)
+def test_only_the_rows_that_have_limits_are_sorted(limits, expected, gpu, monkeypatch):
+    """And wholly only if all their logits are asked for."""
+    functions = {name: getattr(torch.Tensor, name) for name in ("sort", "topk")}
+    sorts = set()
+    for name in functions:
+        def note(x, *arguments, name=name, **more):
+            sorts.add((name, tuple(x.shape)))
+            return functions[name](x, *arguments, **more)
+
+        monkeypatch.setattr(torch.Tensor, name, note)
+    params = [{}, limits, {"min_p": 0.1}, {"temperature": 0}, limits, {}]
+    seqs = [new_group([1], SamplingParams(**each)).sequences[0] for each in params]
+    logits = torch.randn(6, 160, generator=torch.Generator().manual_seed(0)).half()
+    tokens = sample(logits.to("cuda"), seqs).read()
+    assert sorts == {expected}
+    assert tokens == sample(logits, seqs).read()
 
 
 # -- Compiled ahead of time ------------------------------------------------------------
@@ -379,6 +407,15 @@ def test_kernels_compile_for_gpus_and_fit_into_them(make_model, engine, tmp_path
             num_programs = {80: 2, 90: 3}.get(arch, 1)
             assert num_programs * 128 * registers <= 64 << 10, job
             assert num_programs * (shared + 1024) <= whole << 10, job
+
+
+@pytest.mark.slow
+def test_compiled_kernels_compute_attention():
+    """A program executes the PTX of whole steps on NumPy, and compares the results."""
+    program = ROOT.parent / "shared/ptx/check_kernels.py"
+    if not program.exists():
+        pytest.skip("shared/ptx/check_kernels.py does not lie beside this repository.")
+    run_python(str(program), OMP_NUM_THREADS="1", TRITON_INTERPRET=None)
 
 
 @pytest.mark.slow

@@ -124,11 +124,13 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
     """Run a step of padding, with counts[i] tokens in sequence i."""
     num_seqs = len(counts)
     num_blocks = sum(cdiv(count, runner.config.block_size) for count in counts)
-    params = SamplingParams(top_p=0.5)  # this takes the most memory
-    group = SequenceGroup([0], params, set(), runner.longest_sequence)
-    runner.run(Batch(
-        [0] * sum(counts), counts, counts, [runner.padding_block] * num_blocks,
-        list(range(num_seqs)), receivers=group.sequences * num_seqs))
+    for bias in ({}, {0: 1.0}):  # logits stay as they are, or are changed in float32
+        # (Sorting takes the most memory.)
+        params = SamplingParams(top_p=0.5, logit_bias=bias)
+        group = SequenceGroup([0], params, set(), runner.longest_sequence)
+        runner.run(Batch(
+            [0] * sum(counts), counts, counts, [runner.padding_block] * num_blocks,
+            list(range(num_seqs)), receivers=group.sequences * num_seqs))
 
 
 def size_pools(runner: ModelRunner) -> None:
