@@ -5,15 +5,33 @@ torch.compile turns a function that is marked `@fused` into as few kernels as po
 Such a function takes weights as arguments, so that all layers share the compiled code.
 """
 
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import TypeVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-# Without split reductions, one program adds up a whole row, and no second kernel has to
-# add up what several programs have found.
-fused = torch.compile(dynamic=True, disable=not torch.cuda.is_available(),
-                      options={"split_reductions": False})
+Result = TypeVar("Result")
+# Whether this thread wants compiled code. (It computes for one engine at a time.)
+compiles = ContextVar("compiles", default=True)
+
+
+def fused(function: Callable[..., Result]) -> Callable[..., Result]:
+    """Run a function as one piece of compiled code, if the engine compiles."""
+    # Without split reductions, one program adds up a whole row, and no second kernel
+    # has to add up what several programs have found.
+    compiled = torch.compile(function, dynamic=True, options={
+        "split_reductions": False}, disable=not torch.cuda.is_available())
+
+    @wraps(function)
+    def run(*arguments: object) -> Result:
+        return compiled(*arguments) if compiles.get() else function(*arguments)
+
+    return run
 
 
 @fused

@@ -15,13 +15,14 @@ it also records the steps of `gpu/graphs.py`.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from nanopaged import fused
 from nanopaged.attention import Metadata, TorchAttention, locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
@@ -73,15 +74,17 @@ class ModelRunner:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """What the engine fixes while it computes. The thread may have another current
+        """What the engine fixes while it computes. Its thread may have another current
         GPU or number of threads, may be in autocast, may have told torch.compile to do
         something else, or torch to fill all new memory.
         """
         settings: Any = torch.utils.deterministic
         num_threads, fills = torch.get_num_threads(), settings.fill_uninitialized_memory
+        stance = torch.compiler.set_stance("default")
         with (torch.inference_mode(), torch.autocast(self.device.type, enabled=False),
-              torch.compiler.set_stance("default" if self.compiles else "force_eager"),
-              torch.accelerator.device_index(self.device.index)):
+              torch.accelerator.device_index(self.device.index),
+              stance if self.compiles else nullcontext()):
+            compiles = fused.compiles.set(self.compiles)
             try:
                 settings.fill_uninitialized_memory = False
                 torch.set_num_threads(self.num_threads)
@@ -89,6 +92,7 @@ class ModelRunner:
             finally:
                 torch.set_num_threads(num_threads)
                 settings.fill_uninitialized_memory = fills
+                fused.compiles.reset(compiles)
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """Run a step on all ranks. (On a GPU this only launches it.)"""

@@ -12,24 +12,28 @@ import logging
 import os
 import random
 import re
+import threading
 from collections import Counter
 
 import pytest
 import torch
+from torch._dynamo import eval_frame
 
 from helpers import (
     ROOT,
     add_all,
+    complete,
     counters,
     drain,
     draw_requests,
+    greedy,
     message_of,
     new_group,
     run_python,
+    sample_for,
     serve,
 )
-from nanopaged import SamplingParams
-from nanopaged.sampler import sample
+from nanopaged import SamplingParams, fused
 
 triton = pytest.importorskip("triton", reason="pip install triton")
 
@@ -195,14 +199,38 @@ def test_the_start_draws_random_weights_on_the_gpu_and_says_what_it_does(
     assert serve(llm, requests(count=2))
 
 
-def test_a_graph_records_compiled_functions_whatever_other_threads_do(
+def test_a_graph_records_compiled_functions_whatever_the_caller_has_set(
         tiny, engine, quick_gpu):
-    """A stance holds for all threads: this one is what an eager engine sets."""
     with torch.compiler.set_stance("force_eager"):
         engine(tiny, device="cuda", **OPTIONS)
     for graph in quick_gpu.graphs:
         assert {"add_norm", "silu_mul", "norm_rotate"} <= {
             name for name, _ in graph.operations}
+
+
+def test_an_eager_engine_lets_others_run_compiled(tiny, engine, quick_gpu):
+    """While one thread is within a step that compiles nothing."""
+    compiled = engine(tiny, device="cuda", **OPTIONS)
+    eager = engine(tiny, device="cpu", enforce_eager=True, **OPTIONS)
+    is_within, may_go_on, ways = threading.Event(), threading.Event(), []
+
+    def stay(_, logits):
+        is_within.set()
+        assert may_go_on.wait(60)
+        return logits
+
+    def note(_, logits):
+        ways.append((fused.compiles.get(), eval_frame._stance.stance))
+        return logits
+
+    thread = threading.Thread(target=complete, args=(
+        eager, [1, 2], greedy(1, logits_processors=[stay])))
+    thread.start()
+    assert is_within.wait(60)
+    complete(compiled, [1, 2], greedy(1, logits_processors=[note]))
+    may_go_on.set()
+    thread.join()
+    assert ways == [(True, "default")]
 
 
 def test_every_graph_is_reset_before_an_engine_goes(tiny, engine, quick_gpu):
@@ -325,9 +353,9 @@ def test_only_the_rows_that_have_limits_are_sorted(limits, expected, monkeypatch
     seqs = [new_group([1], SamplingParams(**each)).sequences[0] for each in params]
     logits = torch.randn(6, 160, generator=torch.Generator().manual_seed(0)).half()
     with PretendedGpu():
-        tokens = sample(logits.to("cuda"), seqs).read()
+        tokens = sample_for(logits.to("cuda"), seqs).read()
     assert sorts == {expected}
-    assert tokens == sample(logits, seqs).read()
+    assert tokens == sample_for(logits, seqs).read()
 
 
 # -- Compiled ahead of time ------------------------------------------------------------

@@ -25,6 +25,8 @@ this one are read, so that the GPU never waits for Python. Therefore:
     next request, and its tokens are ignored
 """
 
+import logging
+import warnings
 from typing import Any
 
 import numpy as np
@@ -36,10 +38,36 @@ from nanopaged.batch import Batch
 from nanopaged.model_runner import ModelRunner
 
 
+def record(runner: ModelRunner) -> "Graphs | None":
+    """Record steps of decodes, if the host does not wait for the device in them. In
+    some families it does: in a mixture of experts, for example, to learn which ones the
+    tokens chose. A graph cannot wait, so these are served without graphs.
+    """
+    with runner.modes():
+        if not waits_for_device(runner):
+            return Graphs(runner)
+    logging.getLogger("nanopaged").warning(
+        "the modules of this model wait for the GPU, so no CUDA graphs are recorded")
+    return None
+
+
+def waits_for_device(runner: ModelRunner) -> bool:
+    """Whether the host waits for the device in the forward pass of a decode."""
+    metadata = runner.prepare(Batch(
+        token_ids=[0], counts=[1], ends=[1], block_ids=[runner.padding_block]))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            runner.forward(metadata)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return any("called a synchronizing" in str(each.message) for each in found)
+
+
 class Graphs:
     """The forward pass of decodes, recorded for some numbers of sequences."""
 
-    @torch.inference_mode()
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.recorded: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
@@ -55,10 +83,8 @@ class Graphs:
             metadata = runner.prepare(self._pad(batch, size))
             runner.forward(metadata)  # the first call may set up what later ones need
             graph = torch.cuda.CUDAGraph()
-            # Other threads may go on using the GPU. (An engine in one of them may have
-            # told torch.compile to do nothing, and that holds for all threads.)
-            with (torch.compiler.set_stance("default"),
-                  torch.cuda.graph(graph, memory_pool, stream, "thread_local")):
+            # Other threads may go on using the GPU.
+            with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
                 states = runner.forward(metadata)
             self.recorded[size] = (graph, states)
 

@@ -83,11 +83,6 @@ class AnyDecoder(nn.Module):
         self.shared: Any = SimpleNamespace(backend=backend, windows=set())
         for module in self.modules():
             vars(module)["shared"] = self.shared
-        # In a mixture of experts, the host waits to learn which ones the tokens chose,
-        # and a CUDA graph cannot wait.
-        names = str(self.model).lower()
-        if "moe" in names or "expert" in names:
-            backend.can_be_recorded = False
 
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         self.shared.kv_caches, self.shared.metadata = iter(kv_caches), metadata

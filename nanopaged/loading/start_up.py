@@ -63,12 +63,11 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
             threads.prepare_process()
     run_trial_steps(runner)
     size_pools(runner)
-    num_graphs = 0
     if runner.compiles and backend.can_be_recorded:
-        from nanopaged.gpu.graphs import Graphs
+        from nanopaged.gpu.graphs import record
 
-        runner.graphs = Graphs(runner)
-        num_graphs = len(runner.graphs.recorded)
+        runner.graphs = record(runner)
+    num_graphs = len(runner.graphs.recorded) if runner.graphs else 0
     logging.getLogger("nanopaged").info(
         "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
         type(backend).__name__, dtype, runner.num_blocks, config.block_size, num_graphs)

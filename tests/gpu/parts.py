@@ -40,6 +40,7 @@ import bench  # noqa: E402
 from attention_cases import Case, make_backend  # noqa: E402
 from gpu.run import write  # noqa: E402
 from nanopaged import LLM, SamplingParams, sampler  # noqa: E402
+from nanopaged.batch import Batch  # noqa: E402
 from nanopaged.sequence import SequenceGroup  # noqa: E402
 
 # Query heads, KV heads, head_dim.
@@ -301,7 +302,9 @@ def recorded_step(llm, size):
 
 def draw(logits, params):
     group = SequenceGroup([0], SamplingParams(**params), set(), 100)
-    return sampler.sample(logits, group.sequences * len(logits))
+    rows = range(len(logits))
+    return sampler.sample(logits, Batch(ends=[1] * len(rows), samples=[*rows],
+                                        receivers=group.sequences * len(rows)))
 
 
 def time_waits(waits):

@@ -9,6 +9,7 @@ and compiled functions. A recorded graph repeats its operations on the same tens
 import inspect
 import re
 import time
+import warnings
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -146,6 +147,7 @@ class PretendedGpu(TorchFunctionMode):
         self.copies = self.copies_to_host = 0
         self.kernel_keys, self.compiled = {}, {}
         self.depth, self.recording, self.selected = 0, None, set()
+        self.sync_mode = "default"
         # What engines that came before have given back, and torch still holds.
         self.held = 100 << 30
         self.operations = Operations(self)
@@ -224,6 +226,7 @@ class PretendedGpu(TorchFunctionMode):
             "empty_cache": lambda: vars(self).update(held=1000),
             "mem_get_info": lambda *_: (self.free_bytes - self.held, self.free_bytes),
             "graph_pool_handle": lambda: None, "Event": Event, "graph": record,
+            "set_sync_debug_mode": lambda mode: setattr(self, "sync_mode", mode),
             "Stream": lambda: stream, "current_stream": lambda *_: stream,
             "CUDAGraph": CUDAGraph}
 
@@ -273,6 +276,8 @@ class PretendedGpu(TorchFunctionMode):
     def wait(self, why):
         if self.recording is not None:
             raise RuntimeError(f"while a graph is recorded the host waits: {why}")
+        if self.sync_mode == "warn":
+            warnings.warn(f"called a synchronizing operation: {why}", stacklevel=2)
         self.waits.append(why)
 
     @contextmanager
@@ -298,7 +303,8 @@ class PretendedGpu(TorchFunctionMode):
         """A stand-in for a compiled function: one kernel, whose arguments are noted."""
 
         def run(*arguments):
-            if eval_frame._stance.stance == "force_eager":
+            is_eager = eval_frame._stance.stance == "force_eager"
+            if is_eager or not fused.compiles.get():
                 return function(*arguments)
             name, shapes = function.__name__, tree_map(shape_of, arguments)
             self.compiled.setdefault((name, str(shapes)), (function, shapes))

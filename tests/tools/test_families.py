@@ -131,13 +131,24 @@ def test_dense_families_run_in_cuda_graphs(family, engine):
         assert gpu.launches.count("graph") > 4
 
 
-@pytest.mark.parametrize("name", ["gpt_oss", "granitemoe", "qwen3_moe"])
-def test_mixtures_of_experts_are_not_recorded(name, family, engine):
-    """Their host waits for what tokens choose, and a recorded step cannot wait."""
+@pytest.mark.parametrize(("name", "fields", "waits"), [
+    ("olmo3", {}, False),
+    ("gemma3n_text", {"activation_sparsity_pattern": [0.95, 0.0, 0.0]}, True),
+    ("gemma3n_text", {"activation_sparsity_pattern": [0.95, 0.0, 0.0],
+                      "num_kv_shared_layers": 1}, True)])
+def test_a_family_whose_host_waits_is_served_without_graphs(
+        name, fields, waits, family, engine, caplog):
     pytest.importorskip("triton", reason="pip install triton")
-    path, _ = family(name)
-    llm = engine(path, attention_backend="triton", max_num_batched_tokens=8)
-    assert not llm.engine.runner.backend.can_be_recorded
+    from gpu.pretended import PretendedGpu
+
+    path, _ = family(name, **fields)
+    options = {"max_num_seqs": 2, "max_model_len": 16, "max_num_batched_tokens": 8}
+    expected = complete(engine(path, **options), [5, 6, 7], greedy(6)).token_ids
+    with PretendedGpu(), caplog.at_level("WARNING", "nanopaged"):
+        llm = engine(path, device="cuda", **options)
+        assert complete(llm, [5, 6, 7], greedy(6)).token_ids == expected
+        assert waits == (llm.engine.runner.graphs is None)
+    assert waits == ("wait for the GPU" in caplog.text)
 
 
 # -- Refusals --------------------------------------------------------------------------
