@@ -5,7 +5,7 @@ exists is therefore valid, and no other file checks it again.
 `dataclasses.replace` makes a changed copy.
 """
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +21,12 @@ class SamplingParams(Checked):
     top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` (or
         -1) keep all of them.
     min_p: sample only tokens that are at least `min_p` times as likely as the most
-        likely one.
+        likely one. This counts before top_k and top_p.
     max_tokens: None means as many as the engine's `max_model_len` allows.
-    min_tokens: until there are this many tokens, no EOS or stop token is sampled. Stop
-        strings that are complete by then are ignored.
-    stop: one string or several. A stop string ends the sequence and is cut off.
+    min_tokens: until there are this many tokens, no EOS or stop token is sampled, not
+        even with `ignore_eos`. Stop strings that are complete by then are ignored.
+    stop: one string or several. A stop string ends the sequence and is cut off. Of
+        several, the one that is complete first counts.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
     ignore_eos: continue after an EOS token.
     seed: makes the draws repeatable, whatever else the engine serves. None lets the
@@ -48,6 +49,7 @@ class SamplingParams(Checked):
     """
 
     n: int = bounded(1, low=1)
+    _: KW_ONLY
     temperature: float | int = bounded(1.0, high=1e30)
     top_p: float | int = bounded(1.0, low=1e-6, high=1)
     top_k: int = bounded(0, low=-1)
@@ -106,6 +108,7 @@ class BeamSearchParams(Checked):
 
     beam_width: int = bounded(low=1)
     max_tokens: int = bounded(low=1)
+    _: KW_ONLY
     length_penalty: float | int = bounded(1.0, low=-10, high=10)
     ignore_eos: bool = False
 
@@ -150,6 +153,7 @@ class EngineConfig(Checked):
     """
 
     model: str | Path | None = None
+    _: KW_ONLY
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     block_size: Literal[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024] = 16

@@ -123,19 +123,15 @@ def keep_likely(logits: Tensor, params: list[SamplingParams],
                 rows: DrawParams) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
 
-        top_k   the k most likely tokens stay
+        min_p   tokens stay if they are at least min_p times as likely as the most
+                likely one
+        top_k   of these the k most likely tokens stay
         top_p   of these the most likely ones stay, up to and including the one that
                 brings the sum of their probabilities to top_p
-        min_p   of these, the tokens stay if they are at least min_p times as likely
-                as the most likely one
 
-    Each limit is a lowest logit, so that tied tokens stay or go together.
+    Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # If a token is min_p times as likely as the most likely one, this is how far its
-    # logit lies from the highest. (It is -inf without min_p, and NaN in greedy rows,
-    # which are not used.)
-    gap = rows.temperature * rows.min_p.log()
-    lowest = logits.amax(-1, keepdim=True) + gap.float()
+    lowest = logits.amax(-1, keepdim=True) + min_p_gap(rows)
     # Only the rows that have such a limit are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
@@ -143,9 +139,18 @@ def keep_likely(logits: Tensor, params: list[SamplingParams],
         # If each of them has a top_k, the largest one says how many logits are needed.
         most = max(top_k or logits.shape[1] for top_k in top_ks.values())
         limits = DrawParams(*(column[at] for column in rows))
-        kept = lowest_kept(highest_logits(logits[at], most), limits)
-        lowest[at] = lowest[at].maximum(kept)
+        highest = highest_logits(logits[at], most)
+        lowest[at] = lowest_kept(highest, lowest[at], limits)
     return logits.masked_fill(logits < lowest, -torch.inf)
+
+
+def min_p_gap(rows: DrawParams) -> Tensor:
+    """How far the logit of a token that is min_p times as likely as the most likely one
+    lies from the highest. It is -inf without min_p, and NaN in greedy rows, whose
+    limits are not used.
+    """
+    gap: Tensor = rows.temperature * rows.min_p.log()
+    return gap.float()
 
 
 def highest_logits(logits: Tensor, most: int) -> Tensor:
@@ -162,12 +167,14 @@ def highest_logits(logits: Tensor, most: int) -> Tensor:
     return logits.sort(descending=True).values
 
 
-def lowest_kept(values: Tensor, rows: DrawParams) -> Tensor:
+def lowest_kept(values: Tensor, lowest: Tensor, rows: DrawParams) -> Tensor:
     """The lowest logit that top_k and top_p leave: [num_samples, 1].
 
-    values: [num_samples, num_values], logits, the highest first
+    values: [num_samples, num_values], logits, the highest first; lowest: what min_p
+    leaves, [num_samples, 1]
     """
     is_out = torch.arange(values.shape[1], device=values.device) >= rows.top_k
+    is_out |= values < lowest
     scaled = (values.float() - values[:, :1]) / rows.temperature.float()
     probs = scaled.masked_fill(is_out, -torch.inf).softmax(-1)
     before = probs.cumsum(-1) - probs  # of the more likely tokens

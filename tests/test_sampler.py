@@ -50,10 +50,11 @@ def tokens_at(logits, seqs):
 def expected_probs(logits, params):
     """The probabilities of one row's tokens by their definition, in float64."""
     scaled = logits.double() / params.temperature
-    top = scaled.sort(descending=True).values[: params.top_k or None]
+    probs = scaled.softmax(-1)
+    likely = scaled[probs >= params.min_p * probs.max()]
+    top = likely.sort(descending=True).values[: params.top_k or None]
     probs = top.softmax(-1)
-    before = probs.cumsum(-1) - probs  # of the more likely ones
-    is_kept = (before < params.top_p) & (probs >= params.min_p * probs[0])
+    is_kept = probs.cumsum(-1) - probs < params.top_p
     return scaled.masked_fill(scaled < top[is_kept].min(), -INF).softmax(-1)
 
 
@@ -181,7 +182,7 @@ def test_limits_keep_what_float64_and_transformers_keep(kind):
         expected = top.float().masked_fill(before >= top_p, INF).amin(-1, keepdim=True)
         clear = ((before - top_p).abs() > 1e-5).all(-1)  # other rows depend on rounding
         rows = DrawParams(whole, heat, top_k * whole, top_p, 0 * whole)
-        found = lowest_kept(highest_logits(logits, top_k), rows).float()
+        found = lowest_kept(highest_logits(logits, top_k), -INF * whole, rows).float()
         assert clear.sum() > 2000 and torch.equal(found[clear], expected[clear])
     drawing = [SamplingParams(min_p=0.1)]
     rows = DrawParams(whole, heat, 300 * whole, 2 * whole, 0.1 * whole)

@@ -147,15 +147,17 @@ def test_the_example_at_the_top_of_the_file_is_true():
 
 def first_stop(texts, stops, min_tokens):
     """The right text: cut at the first update after which it has a stop string that
-    was not there after `min_tokens`.
+    was not there after `min_tokens`. Of several, the one that ends first counts, or
+    that is first in the list.
     """
     known = len(texts[:-1][: min_tokens][-1]) if min_tokens else 0
-    found = [(at, at + len(stop)) for stop in stops for at in range(len(texts[-1]))
+    found = [(at + len(stop), number, at) for number, stop in enumerate(stops)
+             for at in range(len(texts[-1]))
              if texts[-1].startswith(stop, at) and at + len(stop) > known]
     for text in texts:
-        hits = [at for at, end in found if end <= len(text)]
+        hits = [hit for hit in found if hit[0] <= len(text)]
         if hits:
-            return text[: min(hits)]
+            return text[: min(hits)[2]]
     return texts[-1]
 
 
@@ -189,7 +191,7 @@ def script(tokenizer):
 @pytest.mark.parametrize(("stop", "text"), [
     ("€u 😀n", "hé"), ("hé€u", ""), (".h", "hé€u 😀nдblo"), (["nд", "€"], "hé"),
     (["u 😀nдX", "nд"], "hé€u 😀"),  # begins earlier, but never ends
-    (["€u", "é€u"], "h"),  # both end at once
+    (["€u", "é€u"], "hé"), (["é€u", "€u"], "h"),  # both end at once
     ("X", None)], ids=str)
 def test_a_stop_string_ends_a_sequence_and_is_not_its_text(
         stop, text, script, tokenizer, make_scripted_model, engine):
@@ -212,8 +214,8 @@ def test_a_stop_string_ends_a_sequence_and_is_not_its_text(
     assert all(answer.text.startswith(output.outputs[0].text) for output in shown)
 
 
-def test_of_two_stop_strings_that_begin_together_the_shorter_one_counts(tokenizer):
-    ours = Detokenizer(tokenizer, [0], ["abc", "ab"])
+def test_of_several_stop_strings_the_one_that_is_complete_first_counts(tokenizer):
+    ours = Detokenizer(tokenizer, [0], ["xabc", "ab"])
     ours.update([0, *encode(tokenizer, "xabc")], False, True)
     assert (ours.text, ours.stopped_by) == ("x", "ab")
 

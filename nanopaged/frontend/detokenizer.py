@@ -59,8 +59,7 @@ class Detokenizer:
                  skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
-        # Sorted: of two at the same place, the shorter comes first, and wins.
-        self.stops = sorted(stops)
+        self.stops = stops
         self.stopped_by: str | None = None
         # Stop strings that are special tokens. The text may skip those.
         known = tokenizer.added_tokens_decoder if tokenizer and stops else {}
@@ -108,11 +107,16 @@ class Detokenizer:
         self.waiting = bytes(data[num_decoded:])
         self.text = text = self.text + new
 
+        # Of several stop strings, the one that is complete first counts.
+        ends: dict[int, str] = {}
         for stop in self.stops if may_stop else []:
-            # A stop string that was not found earlier must end in the new text.
+            # One that was not found earlier must end in the new text.
             at = text.find(stop, max(0, len(text) - len(new) - len(stop) + 1))
-            if 0 <= at < len(self.text):  # earlier than any found so far
-                self.text, self.stopped_by = text[:at], stop
+            if at >= 0:
+                ends.setdefault(at + len(stop), stop)
+        if ends:
+            self.stopped_by = stop = ends[min(ends)]
+            self.text = text[: min(ends) - len(stop)]
 
     def visible(self, final: bool) -> str:
         """The text. Unless `final`, its last characters are held back, because a stop

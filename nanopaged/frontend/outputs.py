@@ -13,8 +13,9 @@ class CompletionOutput:
     """One continuation so far.
 
     `finish_reason` is None while the sequence runs, then "stop", "length" or "abort".
-    `stop_reason` is the stop string, or the id in `stop_token_ids`, that ended it. A
-    token that ended it is the last of `token_ids`, but not part of `text`.
+    `stop_reason` is the stop string, or the id of the token, that ended it; for the
+    tokenizer's own EOS token it is None. A token that ended it is the last of
+    `token_ids`, but not part of `text`.
     """
 
     index: int
@@ -50,8 +51,9 @@ class Request:
     """What the front end knows of a request, and the engine does not."""
 
     def __init__(self, group: SequenceGroup, prompt: str | None,
-                 detokenizer: Detokenizer) -> None:
+                 eos_token_id: int | None, detokenizer: Detokenizer) -> None:
         self.group, self.prompt = group, prompt
+        self.eos_token_id = eos_token_id  # the one that is not told as a stop_reason
         self.outbox: Outbox = {}  # of the call that made it
         self.at_start = detokenizer  # it has read the prompt
         self.detokenizers: dict[Sequence, Detokenizer] = {}
@@ -85,8 +87,7 @@ class Request:
         stop_reason: str | int | None = self.detokenizers[seq].stopped_by
         if stop_reason is not None:
             reason = "stop"  # even if the last token that fits has completed it
-        stop_ids = params.stop_token_ids or []
-        if reason == "stop" and seq.token_ids[-1] in stop_ids:
+        elif reason == "stop" and seq.token_ids[-1] != self.eos_token_id:
             stop_reason = seq.token_ids[-1]
         has_logprobs = params.logprobs is not None
         return CompletionOutput(

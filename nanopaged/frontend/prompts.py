@@ -190,4 +190,6 @@ def make_request(llm: Any, params: Any, prompt: Any = None,
     llm.engine.check_fits(group)
     detokenizer = Detokenizer(
         llm.tokenizer, ids, params.stop_strings, params.skip_special_tokens)
-    return Request(group, prompt if isinstance(prompt, str) else None, detokenizer)
+    main_eos = None if params.ignore_eos or not eos_ids else eos_ids[0]
+    text = prompt if isinstance(prompt, str) else None
+    return Request(group, text, main_eos, detokenizer)

@@ -142,8 +142,9 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
                            ) -> tuple[list[int], SamplingParams]:
     """The ids of all EOS tokens, and the parameters for requests without their own.
 
-    Both come from generation_config.json, if the model has one. It may name several EOS
-    tokens where config.json has one or none. The tokenizer's EOS token is added.
+    The tokenizer's EOS token comes first. The others, and the parameters, come from
+    generation_config.json, if the model has one. It may name several EOS tokens where
+    config.json has one or none.
     """
     name = model_config.source
     fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
@@ -156,8 +157,8 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
             ours: fields.pop(theirs) for theirs, ours in OUR_NAMES.items()
             if fields.get(theirs) is not None})
     eos = fields["eos_token_id"]
-    eos = [*(eos if isinstance(eos, list) else [eos]),
-           getattr(tokenizer, "eos_token_id", None)]
+    eos = [getattr(tokenizer, "eos_token_id", None),
+           *(eos if isinstance(eos, list) else [eos])]
     eos_ids = [id for id in dict.fromkeys(eos) if id in range(model_config.vocab_size)]
     # The engine ignores the other fields. That needs no warning if the value is None,
     # 0, 1 (or True) or []: then nothing is asked that is missing here (num_beams=1).
