@@ -35,7 +35,8 @@ VALUE_ERRORS = {
     "SamplingParams(logit_bias={7: nan})": "must be numbers from -1e30 to 1e30",
     "SamplingParams(logit_bias={7: 1e39})": "must be numbers from -1e30 to 1e30",
     "BeamSearchParams(0, 4)": "beam_width must be at least 1, got 0",
-    "BeamSearchParams(2, 4, length_penalty=11)": "length_penalty must be at most 10, got 11",
+    "BeamSearchParams(2, 4, length_penalty=11)":
+        "length_penalty must be at most 10, got 11",
     "start(block_size=24)": "block_size must be Literal[1, 2, 4, 8, 16, 32, 64, 128, ",
     "start(block_size=True)": "512, 1024], got True",
     "start(num_blocks=0)": "num_blocks must be at least 1, got 0",

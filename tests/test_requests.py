@@ -6,6 +6,7 @@ requests, a tight pool, aborts, streams that are closed early.
 
 import itertools
 import json
+import pickle
 from collections import defaultdict
 
 import pytest
@@ -13,7 +14,8 @@ import torch
 
 import helpers
 from helpers import CPU, add_all, complete, drain, first_tokens_of, tokens_of, watch
-from nanopaged import LLM
+from nanopaged import LLM, BeamSearchParams
+from nanopaged.frontend.prompts import make_requests
 
 COUNT = 24
 LENGTHS = [5, 12, 7, 16, 9, 20]
@@ -258,3 +260,36 @@ def test_the_pool_and_the_longest_sequence_fit(options, num_blocks, longest, lla
     with LLM(str(llama), **CPU, **options) as llm:
         assert llm.stats().blocks_total == num_blocks
         assert len(complete(llm, [5] * 9, greedy(None)).token_ids) == longest - 9
+
+
+# -- Plain data ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [
+    greedy(), greedy(n=3, temperature=0.8, seed=5, logprobs=2, frequency_penalty=0.5),
+    BeamSearchParams(3, COUNT, ignore_eos=True)], ids=["greedy", "drawn", "beams"])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 9, 99])
+def test_a_request_can_be_pickled_at_any_time_and_goes_on_in_another_engine(
+        num_steps, params, llm, llama, engine, work):
+    """It takes its tokens along, and leaves its blocks behind."""
+    def finish(engine):
+        while engine.num_unfinished:
+            engine.step().clear()
+
+    (request,) = make_requests(llm, work[0][:1], [params])
+    group = request.group
+    llm.engine.add([group])
+    for _ in range(num_steps):
+        llm.engine.step().clear()
+    copy = pickle.loads(pickle.dumps(group))
+    finish(llm.engine)
+    other = engine(llama, max_num_seqs=8).engine
+    if copy.live:
+        other.add([copy])
+        finish(other)
+    assert [seq.token_ids for seq in copy.sequences] == [
+        seq.token_ids for seq in group.sequences]
+    assert [seq.finish_reason for seq in copy.sequences] == [
+        seq.finish_reason for seq in group.sequences]
+    for mine, theirs in zip(copy.sequences, group.sequences, strict=True):
+        assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob)

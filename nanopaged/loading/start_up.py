@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from nanopaged import fused
 from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
@@ -45,10 +44,11 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     if model_dtype is None and config.load_format != "dummy":
         model_dtype = stored_dtype(model_config.source)
     dtype = pick_dtype(config.dtype, model_dtype, device)
-    backend = make_backend(
-        config.attention_backend, share, config.block_size, dtype, device)
+    name = pick_backend(config.attention_backend, dtype, device)
+    backend = make_backend(name, share, config.block_size, dtype, device)
+    ops = import_module(f"nanopaged.{BACKENDS[name][1]}")
     longest = longest_sequence(config, model_config)
-    model = load_model(config, share, backend, pick_ops(dtype, device), ranks)
+    model = load_model(config, share, backend, ops, ranks)
     num_inputs = most_inputs(config, longest)
     runner = ModelRunner(config, ranks, backend, model, share.num_hidden_layers,
                          longest, num_inputs)
@@ -194,16 +194,18 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     return torch.bfloat16 if is_fast else torch.float32
 
 
-# A backend's file is imported only if it is used, because it may need a package that is
-# missing.
+# For each attention backend: its class, and the operations between matrix products that
+# go with it. A file is imported only if it is used, because it may need a package that
+# is missing.
 BACKENDS = {
-    "torch": "attention.TorchAttention", "numba": "cpu.attention.NumbaAttention",
-    "triton": "gpu.attention.TritonAttention", "flash": "gpu.attention.FlashAttention"}
+    "torch": ("attention.TorchAttention", "fused"),
+    "numba": ("cpu.attention.NumbaAttention", "cpu.norms"),
+    "triton": ("gpu.attention.TritonAttention", "fused"),
+    "flash": ("gpu.attention.FlashAttention", "fused")}
 
 
-def make_backend(name: str, model_config: ModelConfig, block_size: int,
-                 dtype: torch.dtype, device: torch.device) -> TorchAttention:
-    """An attention backend; ValueError if it cannot run here."""
+def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of an attention backend; ValueError if it cannot run here."""
     names = ["torch"]  # what can run here, the best one first
     if device.type == "cuda":
         if torch.cuda.get_device_properties(device).major >= 8:
@@ -216,16 +218,15 @@ def make_backend(name: str, model_config: ModelConfig, block_size: int,
     name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",
           f"'auto', or one of {names} with this device and dtype", name)
-    module, _, kind = BACKENDS[name].rpartition(".")
+    return name
+
+
+def make_backend(name: str, *settings: Any) -> TorchAttention:
+    """An attention backend; ValueError if a package is missing."""
+    module, _, kind = BACKENDS[name][0].rpartition(".")
     try:
         make: type[TorchAttention] = getattr(import_module(f"nanopaged.{module}"), kind)
-        return make(model_config, block_size, dtype, device)
+        return make(*settings)
     except ImportError as error:
         raise ValueError(f"attention_backend={name!r} needs a package that is missing "
                          f"(install it, or use 'torch'): {error}") from error
-
-
-def pick_ops(dtype: torch.dtype, device: torch.device) -> Any:
-    """The operations between matrix products: loops on a CPU, else `fused.py`."""
-    has_loops = products and device.type == "cpu" and dtype != torch.float16
-    return optional("cpu.norms") if has_loops else fused
