@@ -2,7 +2,7 @@
 
 This folder is the engine. Read it in this order: engine, sequence, block_manager,
 prefix_cache, batch, scheduler, beam_search, attention, model_runner, paged_attention,
-model, fused, sampler, logits, config, checks, ranks.
+model, fused, sampler, logits, config, stats, checks, ranks.
 
 The folders could be left out, apart from loading/:
 

@@ -1,13 +1,13 @@
 """Who runs in the next step, and with how many tokens.
 
 First come, first served, with a budget of tokens for each step. The oldest requests
-run: each of their sequences computes one token if it decodes, or a chunk of its prompt
-if that has not been computed yet. The rest of the budget admits waiting requests.
+run: each of their sequences computes one token if it decodes, or a chunk of its prompt.
+The rest of the budget admits waiting requests.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
-is full, the youngest running group waits again. Its blocks move to CPU memory (swap),
-or its K and V are given up and computed again later (recompute). All groups finish
-eventually: the oldest is preempted last, and alone it always fits.
+is full, the youngest running group waits again: its blocks move to CPU memory (swap),
+or its K and V are computed again later (recompute). All groups finish, because the
+oldest is preempted last, and alone it always fits.
 """
 
 from collections import deque
@@ -27,9 +27,8 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # Groups by request id, oldest first. The oldest ones run, and the others wait:
-        # nobody is admitted before one that has waited longer. Other threads may add to
-        # `unfinished` and to `aborted` at any time.
+        # Groups by request id, oldest first. The oldest ones run, and the others wait.
+        # Other threads may add to `unfinished` and to `aborted` at any time.
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
@@ -44,7 +43,6 @@ class Scheduler:
         self.end_aborted()
         batch = Batch()
         has_preempted = False
-        # More groups than this cannot run. (The queue may be long.)
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.max_num_batched_tokens:
@@ -53,8 +51,7 @@ class Scheduler:
             # that starts over cannot run until the host has read its pending token.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # Preempt from the young end until this group has its blocks, or is itself
-            # preempted. (Younger ones have no entry in this batch yet.)
+            # Preempt from the young end until this group fits, or is itself preempted.
             while request_id in self.running and not self.block_manager.grow(
                     group.next_sequences, batch.moves):
                 self._preempt(batch)
@@ -95,12 +92,10 @@ class Scheduler:
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Put a group into `running`, if there is room. Enough blocks must be free for
-        all its sequences at their present lengths. While others run, 1% of the pool
-        must stay free, too: this is the watermark, because they may soon need a block.
-
-        Only a cached prefix, and what was swapped out, takes its blocks here. `grow`
-        takes the rest.
+        """Put a group into `running`, if enough blocks are free for all its sequences at
+        their present lengths. While others run, 1% of the pool must stay free, too (the
+        watermark), because they may soon need a block. Only a cached prefix, and what
+        was swapped out, takes its blocks here. `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -127,9 +122,8 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again. It keeps its tokens. If its
-        blocks do not fit into the CPU's pool (which may have no blocks at all), it
-        starts over, as before the fork: the leader computes the prompt again.
+        """Make the youngest running group wait again, with its tokens. If its blocks do
+        not fit into the CPU's pool, it starts over, as before the fork.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):

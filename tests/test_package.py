@@ -45,12 +45,12 @@ CEILINGS = {
 
 # These top-level files import what is read later.
 UPWARD = {
-    "engine": {"block_manager", "checks", "config", "model_runner", "scheduler",
-               "sequence"},
-    "attention": {"fused"}, "sequence": {"config"}, "block_manager": {"prefix_cache"},
-    "scheduler": {"config", "beam_search"},
-    "model_runner": {"attention", "config", "logits", "ranks", "sampler"},
-    "model": {"fused", "ranks"}, "sampler": {"config", "logits"},
+    "engine": {"batch", "block_manager", "checks", "config", "model_runner", "sampler",
+               "scheduler", "sequence", "stats"},
+    "sequence": {"config"}, "block_manager": {"prefix_cache"},
+    "scheduler": {"config", "beam_search", "stats"},
+    "model_runner": {"config", "fused", "logits", "ranks", "sampler"},
+    "model": {"ranks"}, "sampler": {"config", "logits"},
     "logits": {"checks", "config"}, "config": {"checks"}}
 
 
