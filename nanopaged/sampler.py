@@ -140,7 +140,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams],
         most = max(top_k or logits.shape[1] for top_k in top_ks.values())
         limits = DrawParams(*(column[at] for column in rows))
         highest = highest_logits(logits[at], most)
-        lowest[at] = lowest_kept(highest, lowest[at], limits)
+        lowest[at] = lowest_kept(highest, lowest[at], limits).to(lowest.dtype)
     return logits.masked_fill(logits < lowest, -torch.inf)
 
 

@@ -92,7 +92,7 @@ class Scheduler:
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Put a group into `running`, if enough blocks are free for all its sequences at
+        """Put a group into `running`, if enough blocks are free for its sequences at
         their present lengths. While others run, 1% of the pool must stay free, too (the
         watermark), because they may soon need a block. Only a cached prefix, and what
         was swapped out, takes its blocks here. `grow` takes the rest.

@@ -340,7 +340,8 @@ def add_random(rng, world):
     n = rng.randint(1, min(5, world.seats))
     while world.manager.max_blocks(length, [longest] * n) > world.manager.num_blocks:
         n -= 1
-    beams = BeamSearchParams(n, max_tokens, rng.choice([0.0, 1.0]), length % 2 > 0)
+    beams = BeamSearchParams(n, max_tokens, length_penalty=rng.choice([0.0, 1.0]),
+                                 ignore_eos=length % 2 > 0)
     world.add(tokens, max_tokens, n=n, salt=rng.choice([None, None, "a"]),
               beams=beams if n > 1 and rng.random() < 0.4 else None,
               stop=[1000, 1005] if rng.random() < 0.3 else [])

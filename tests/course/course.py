@@ -67,7 +67,7 @@ sys.exit(pytest.main(["-Wignore", "--junitxml=../report.xml", *sys.argv[3:]]))
 STOPS, SEQUENCE = "frontend/detokenizer.py", "sequence.py"
 FAULTS = {
     "a_stop_string_in_two_tokens": (STOPS, "- len(stop) + 1)", ")"),
-    "a_stop_string_at_the_start": (STOPS, "0 <= at <", "0 < at <"),
+    "a_stop_string_at_the_start": (STOPS, "if at >= 0:", "if at > 0:"),
     "streamed_text_stays": (STOPS, "0 if final else", "0 if self.text else"),
     "half_characters_wait": (STOPS, '"replace", final)', '"replace", True)'),
     "a_stop_token_has_no_text": (
@@ -83,7 +83,8 @@ FAULTS = {
     "copy_on_write": ("model_runner.py", "in batch.moves:", "in batch.moves[1:]:"),
     "seeds": ("engine.py", 'f"{self.config.seed} {group.request_id}"',
               'f"{self.config.seed}"'),
-    "stop_reason": ("frontend/outputs.py", "in stop_ids:", "in []:"),
+    "stop_reason": ("frontend/outputs.py", "seq.token_ids[-1] != self.eos_token_id",
+                    "False"),
     "order_of_outputs": ("frontend/llm.py",
                          "sorted(bar, key=lambda output: int(output.request_id))",
                          "list(bar)"),
