@@ -89,11 +89,14 @@ class SamplingParams(Checked):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty
+                    or self.repetition_penalty != 1)
+
+    @property
     def changes_logits(self) -> bool:
         """Whether this request changes the logits before a token is chosen."""
-        penalties = self.presence_penalty, self.frequency_penalty
-        return bool(self.logits_processors or self.logit_bias or any(penalties)
-                    or self.repetition_penalty != 1)
+        return bool(self.logits_processors or self.logit_bias or self.has_penalties)
 
 
 @dataclass(frozen=True)
@@ -127,12 +130,15 @@ class EngineConfig(Checked):
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
     num_blocks: None means as many as can ever be in use, but no more than fit into
-        `gpu_memory_utilization` of the GPU's memory, or into 4 GiB on a CPU.
+        `gpu_memory_utilization` of the GPU's memory, or, on a CPU, into half of what
+        the process can still get, and into 4 GiB.
     max_model_len: the length of the longest sequence, including its prompt. None means
         as long as the model allows. It is lowered to what the pool can hold, and, for a
         few families whose sliding window our attention is not told, to that window.
     max_num_seqs: how many sequences may run at the same time.
-    max_num_batched_tokens: how many tokens one step may compute.
+    max_num_batched_tokens: how many tokens one step may compute. While it computes a
+        chunk of a long prompt, all others wait. None means 8192 on a GPU, and 256 on a
+        CPU, where a step of 8192 would take seconds.
     gpu_memory_utilization: how much of the GPU's memory may be in use, including what
         other processes use.
     swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
@@ -160,7 +166,7 @@ class EngineConfig(Checked):
     num_blocks: int | None = bounded(None, low=1)
     max_model_len: int | None = bounded(None, low=2)
     max_num_seqs: int = bounded(256, low=1)
-    max_num_batched_tokens: int = bounded(8192, low=1)
+    max_num_batched_tokens: int | None = bounded(None, low=1)
     gpu_memory_utilization: float | int = bounded(0.9, low=0.01, high=1)
     swap_space: float | int = 4
     enable_prefix_caching: bool = True
@@ -171,3 +177,8 @@ class EngineConfig(Checked):
     model_impl: Literal["auto", "nanopaged", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
+
+    @property
+    def budget(self) -> int:
+        """How many tokens one step may compute."""
+        return self.max_num_batched_tokens or 8192

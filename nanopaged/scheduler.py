@@ -45,7 +45,7 @@ class Scheduler:
         has_preempted = False
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
-            if len(batch.token_ids) == self.config.max_num_batched_tokens:
+            if len(batch.token_ids) == self.config.budget:
                 break  # the budget is used up
             # After a preemption nobody is admitted: the pool was just full, and a group
             # that starts over cannot run until the host has read its pending token.
@@ -66,7 +66,7 @@ class Scheduler:
     def _schedule_sequence(self, seq: Sequence, batch: Batch) -> None:
         """Let `seq` compute its next tokens, and sample if none is left after that."""
         group, manager = seq.group, self.block_manager
-        budget = self.config.max_num_batched_tokens - len(batch.token_ids)
+        budget = self.config.budget - len(batch.token_ids)
         end = min(seq.computable_end, seq.num_computed_tokens + budget)
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
@@ -147,7 +147,7 @@ class Scheduler:
                 continue  # it ended a step earlier (only on a GPU)
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1
-            if group.error:  # raised by a logits processor
+            if group.errors:  # raised by a logits processor
                 self.end_live(group)
             elif group.beam_params:
                 seq.candidates = output.logprobs[i]

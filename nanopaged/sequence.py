@@ -173,7 +173,7 @@ class SequenceGroup:
         self.uses_prefix_cache = params.prompt_logprobs is None
         self.num_cached_tokens = 0  # of the prompt: found in the prefix cache
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
-        self.error: Exception | None = None  # raised by a logits processor
+        self.errors: list[Exception] = []  # raised by a logits processor
 
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished

@@ -5,9 +5,16 @@ from, what a checkpoint says and what it holds, numbers in containers, what the 
 cache keeps, ranks among ties. (What concerns a server: solutions/checks/server.py.)
 """
 
+import gc
 import json
 import logging
+import math
+import pickle
+import threading
+from collections import Counter
+from contextlib import suppress
 from copy import deepcopy
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,18 +23,26 @@ from safetensors.torch import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from helpers import (
+    CPU,
     Column,
     complete,
+    drain,
     first_tokens_of,
+    generate,
     greedy,
     message_of,
     new_group,
+    run_python,
     sample_for,
     tokens_of,
 )
-from nanopaged import SamplingParams
-from nanopaged.loading import checkpoint
+from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.attention import Metadata, TorchAttention
+from nanopaged.frontend.detokenizer import special_tokens
+from nanopaged.frontend.outputs import Request
+from nanopaged.loading import checkpoint, start_up
 from nanopaged.logits import report_logprobs
+from nanopaged.sequence import Sequence, SequenceGroup
 
 CHAT = [{"role": "user", "content": "the block"}]
 TEXT = "the block table"
@@ -74,7 +89,11 @@ WRONG_PROMPTS = {
     "bytes": (b"the block", "a string, a list of token ids"),
     "floats": ([1.0, 2.0], "a string or a list of token ids, got [1.0, 2.0]"),
     "bools": ([True], "a string or a list of token ids, got [True]"),
-    "string among ids": ([1, "2"], "a string or a list of token ids"),
+    "string among ids": ([1, "2"], "prompts[0]: prompt must be a string, a list of"),
+    "None among ids": ([[1], [1, None]], "a string or a list of token ids, got [1, N"),
+    "NaN among thousands": (
+        [TEXT] * 1723 + [math.nan] + [TEXT] * 1276, "prompts[1723]: prompt must be a"),
+    "NaN first": ([math.nan, TEXT], "prompts[0]: prompt must be a string, a list of"),
     "string as ids": ({"prompt_token_ids": "1 2"}, "prompt_token_ids must be a list"),
     "misspelt": ({"promt": "a"}, "a dict with names among"),
     "image": ({"prompt": "a", "multi_modal_data": {}}, "a dict with names among"),
@@ -97,14 +116,26 @@ WRONG_CHATS = {
         for content in ([{"type": "image_url", "image_url": {}}], 3, {"text": "a"})],
     "tool_calls must be a list of calls": [
         [{"role": "assistant", "content": "", "tool_calls": calls}]
-        for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x")]}
+        for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x",
+                      [{"function": {"arguments": [1]}}])]}
+# What may be one of 500 conversations, and a part of the message about it.
+WRONG_AMONG_CHATS = {
+    "empty": ([], "messages must be a list of at least one message, got []"),
+    "NaN": (math.nan, "messages must be a list of {'role'"),
+    "None": (None, "messages must be a list of {'role'"),
+    "string": ("hi", "messages must be a list of {'role'"),
+    "message": (CHAT[0], "messages must be a list of {'role'"),
+    "no role": ([{"content": "a"}], "messages must be a list of {'role'"),
+    "number": ([{"role": "user", "content": 3}], "content must be a string, or a list")}
+# The arguments of a tool call that has none, in the ways in which APIs send that.
+NO_ARGUMENTS = {"empty": {"arguments": ""}, "space": {"arguments": " "},
+                "null": {"arguments": "null"}, "None": {"arguments": None},
+                "missing": {}}
 
 
 @pytest.fixture(scope="module")
 def shared(text_model):
     """One engine for the tests that only ask it something."""
-    from nanopaged import LLM
-
     with LLM(text_model, dtype="float32", device="cpu", block_size=4, num_blocks=128,
              max_model_len=96) as llm:
         yield llm
@@ -166,6 +197,27 @@ def test_the_arguments_of_a_tool_call_may_be_json(shared, monkeypatch):
     (message,) = seen[-1]
     assert message["tool_calls"][0]["function"]["arguments"] == {"x": [1]}
     assert call["function"]["arguments"] == '{"x": [1]}', "the caller's was changed"
+
+
+@pytest.mark.parametrize("kind", NO_ARGUMENTS)
+def test_a_tool_call_may_have_no_arguments(kind, shared, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        type(shared.tokenizer), "apply_chat_template",
+        lambda _, chat, **options: seen.append(chat) or "a text")
+    call = {"function": {"name": "f"} | NO_ARGUMENTS[kind]}
+    chat = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    shared.chat(chat, greedy(2), use_tqdm=False)
+    assert seen[-1][0]["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize("kind", WRONG_AMONG_CHATS)
+def test_a_wrong_conversation_is_numbered(kind, shared):
+    chat, words = WRONG_AMONG_CHATS[kind]
+    chats = [CHAT] * 321 + [chat] + [CHAT] * 178
+    message = message_of(lambda: shared.chat(chats, greedy(4)))
+    assert message.startswith(f"messages[321]: {words}")
+    assert shared.chat([], greedy(4), use_tqdm=False) == []
 
 
 # -- One set of stop tokens ------------------------------------------------------------
@@ -324,3 +376,284 @@ def test_tied_tokens_have_the_same_rank():
         assert {entry.rank for entry in report.values()} <= {1, 4}
     (found,) = sample_for(logits, group.sequences).logprobs.values()
     assert {entry.rank for entry in found.values()} == {1, 4}
+
+
+# -- Weights that do not fit -----------------------------------------------------------
+
+
+NAMES = {  # how others name the tensors of a Llama
+    "torch.compile": lambda name: f"_orig_mod.{name}",
+    "DataParallel": lambda name: f"module.{name}",
+    "multimodal": lambda name: f"language_model.{name}",
+    "GPTQ": lambda name: name.replace("proj.weight", "proj.qweight")}
+
+
+@pytest.mark.parametrize("model_impl", ["nanopaged", "transformers"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_weights_that_do_not_fit_are_counted_and_named(
+        kind, model_impl, llama, edit_model):
+    own = sorted(load_file(llama / "model.safetensors"))
+    given = sorted(map(NAMES[kind], own))
+
+    def rename(tensors):
+        renamed = {NAMES[kind](name): tensors[name] for name in own}
+        tensors.clear()
+        tensors.update(renamed)
+
+    path = edit_model(llama, weights=rename)
+    message = message_of(lambda: LLM(path, model_impl=model_impl, **CPU))
+    missing, left_over = (sorted({*a} - {*b}) for a, b in ((own, given), (given, own)))
+    assert (f"{len(missing)} missing {missing[:2]} and "
+            f"{len(left_over)} left over {left_over[:2]}") in message
+    assert "`save_pretrained`" in message
+
+
+def test_weights_in_another_format_are_named(llama, edit_model):
+    path = edit_model(llama)
+    torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
+    (path / "model.safetensors").unlink()
+    message = message_of(lambda: LLM(path, model_impl="nanopaged", **CPU))
+    assert "only safetensors are read, and not ['pytorch_model.bin']" in message
+    assert "save_pretrained" in message
+
+
+# -- Defaults of a CPU -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_blocks", [2**40, 2**62, 2**63 - 1])
+def test_a_pool_that_cannot_be_allocated_is_told(num_blocks, llama):
+    message = message_of(lambda: LLM(llama, num_blocks=num_blocks, **CPU))
+    assert message.startswith("num_blocks (or swap_space) must be lower")
+    assert message.endswith(f"do not fit into memory, got {num_blocks}")
+
+
+def test_the_pool_follows_the_memory_that_there_is(llama, monkeypatch):
+    def pool_bytes(**options):
+        with LLM(llama, max_num_seqs=4096, **CPU | options) as llm:
+            return llm.engine.runner.kv_caches.nbytes
+
+    monkeypatch.setattr(start_up, "free_memory", lambda: 20 << 20)
+    assert 9 << 20 < pool_bytes() <= 11 << 20
+    assert pool_bytes(num_blocks=8000) > 40 << 20, "what is asked for is not changed"
+
+
+def test_free_memory_is_that_of_the_address_space():
+    """It is what is left of the limit, not the limit."""
+    code = (
+        "import resource\n"
+        "from nanopaged.loading.start_up import free_memory\n"
+        "before = free_memory()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2**36, 2**36))\n"
+        "used = 2**36 - free_memory()\n"
+        "print(before > 2**20, used > 2**28 or before < 2**36)")
+    assert run_python("-c", code).split() == ["True", "True"]
+
+
+def test_a_long_prompt_holds_no_stream_up_on_a_cpu(llama, engine):
+    llm = engine(llama, max_model_len=256, num_blocks=512)
+    assert llm.config.max_num_batched_tokens is None
+    assert llm.engine.config.max_num_batched_tokens == 256
+    llm = engine(llama, max_num_batched_tokens=99)
+    assert llm.engine.config.max_num_batched_tokens == 99
+
+
+def test_with_a_window_only_its_keys_are_read(monkeypatch):
+    """And a mask is as large as some queries times the keys that they see."""
+    class Sizes:
+        num_attention_heads, num_key_value_heads, head_dim = 2, 1, 8
+
+    length, window, size = 1500, 64, 16
+    backend = TorchAttention(Sizes, size, torch.float32, torch.device("cpu"))
+    torch.manual_seed(0)
+    num_blocks = -(-length // size)
+    kv_cache = torch.randn(num_blocks, 2, 1, size, 8)
+    q, counts = torch.randn(length, 2, 8), np.array([length])
+    none = torch.empty(0, dtype=torch.int64)
+    metadata = Metadata(counts, counts, none, none, none, none,
+                        torch.arange(num_blocks), none)
+    sizes, gather = [], backend.gather
+    monkeypatch.setattr(backend, "gather", lambda *args: sizes.append(
+        args[3] - args[2]) or gather(*args))
+    out = backend.attend(q, kv_cache, metadata, 0.3, window)
+    assert sum(sizes) <= 1.5 * length and max(sizes) <= 256 + window
+    k, v = kv_cache[:, :, 0].permute(1, 0, 2, 3).flatten(1, 2)[:, :length]
+    scores = 0.3 * torch.einsum("qhd,kd->hqk", q, k)
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    scores[:, (distance < 0) | (distance >= window)] = -torch.inf
+    expected = torch.einsum("hqk,kd->qhd", scores.softmax(-1), v).flatten(1)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_the_pool_is_not_filled(llama, engine, monkeypatch):
+    """PyTorch fills new memory with NaN when its algorithms must be deterministic."""
+    filled, empty = [], torch.empty
+
+    def make_empty(*size, **options):
+        if len(size) == 6:  # a pool
+            filled.append(torch.utils.deterministic.fill_uninitialized_memory)
+        return empty(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", make_empty)
+    torch.use_deterministic_algorithms(True)
+    try:
+        engine(llama)
+        assert torch.utils.deterministic.fill_uninitialized_memory, "the caller's"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert filled and not any(filled)
+
+
+# -- What is the caller's --------------------------------------------------------------
+
+
+def test_what_is_set_on_the_tokenizer_changes_no_prompt(text_model, engine):
+    llm = engine(text_model)
+    before = llm.generate([TEXT * 3], greedy(4), use_tqdm=False)
+    tokenizer = llm.get_tokenizer()
+    assert tokenizer is llm.get_tokenizer() and tokenizer is not llm.tokenizer
+    tokenizer(TEXT, truncation=True, max_length=2)
+    tokenizer.add_tokens(["the block"])
+    after = llm.generate([TEXT * 3], greedy(4), use_tqdm=False)
+    assert after[0].prompt_token_ids == before[0].prompt_token_ids
+    assert tokens_of(after[0]) == tokens_of(before[0])
+
+
+# What a tokenizer.json may say about lengths.
+LENGTHS = {
+    "padding": {"strategy": {"Fixed": 40}, "direction": "Right", "pad_id": 0,
+                "pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "<|bos|>"},
+    "truncation": {"direction": "Right", "max_length": 3, "stride": 0,
+                   "strategy": "LongestFirst"}}
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_padding_in_the_file_of_a_tokenizer_is_no_disagreement(
+        kind, text_model, edit_model, caplog):
+    path = edit_model(text_model)
+    file = path / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields[kind] = LENGTHS[kind]
+    file.write_text(json.dumps(fields))
+    tokenizer = checkpoint.load_tokenizer(path)
+    assert not caplog.records
+    assert tokenizer(TEXT).input_ids == checkpoint.load_tokenizer(
+        text_model)(TEXT).input_ids
+
+
+def test_autocast_of_the_caller_ends_at_a_step(llama, engine):
+    llm = engine(llama)
+    prompt, params = [list(range(40))], greedy(4, logprobs=2)
+    with torch.autocast("cpu", torch.bfloat16):
+        (within,) = llm.generate(prompt, params, use_tqdm=False)
+    (cached,) = llm.generate(prompt, params, use_tqdm=False)
+    (outside,) = engine(llama).generate(prompt, params, use_tqdm=False)
+    assert cached.num_cached_tokens > 0
+    for output in (within, cached):
+        found = output.outputs[0].cumulative_logprob
+        assert found == pytest.approx(outside.outputs[0].cumulative_logprob, abs=1e-5)
+
+
+# -- Growth ----------------------------------------------------------------------------
+
+
+def test_added_tokens_are_looked_up_once_for_all_requests(
+        text_model, engine, monkeypatch):
+    llm = engine(text_model)
+    table = type(llm.tokenizer).added_tokens_decoder
+    looks = []
+    monkeypatch.setattr(type(llm.tokenizer), "added_tokens_decoder", property(
+        lambda self: looks.append(1) or table.fget(self)))
+    special_tokens.cache_clear()
+    llm.generate([TEXT] * 20, greedy(2, stop="<|end|>"), use_tqdm=False)
+    assert len(looks) == 1
+
+
+def test_a_bias_alone_reads_no_tokens():
+    group = new_group([1, 2, 3], SamplingParams(temperature=0, logit_bias={5: 9.0}))
+    (seq,) = group.sequences
+    seq.num_computed_tokens, seq.token_ids = 3, None
+    assert sample_for(torch.zeros(1, 8), [seq]).read() == [5] and not group.errors
+
+
+def test_eight_streams_take_turns(text_model, engine):
+    """None waits while others take many steps."""
+    llm = engine(text_model, num_blocks=512)
+    start, jumps = threading.Barrier(8), []
+
+    def read(number):
+        start.wait()
+        counts = [len(tokens_of(output)) for output in llm.stream(
+            [[number, 9, 9]], greedy(60))]
+        jumps.extend(b - a for a, b in pairwise([0, *counts]))
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sum(jumps) == 8 * 60 and max(jumps) <= 4
+
+
+# -- What has finished is freed --------------------------------------------------------
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def end_in_an_error(llm):
+    with suppress(ZeroDivisionError):
+        llm.generate([[5]], greedy(3, logits_processors=[fail]), use_tqdm=False)
+
+
+def be_refused(llm):
+    with suppress(ValueError):
+        llm.generate([[5], [10**6]])
+
+
+def close_early(llm):
+    stream = llm.stream([[5, 6]] * 3, greedy(9))
+    next(stream)
+    stream.close()
+    llm.generate([[7]], greedy(1), use_tqdm=False)  # its step ends those
+
+
+def abort(llm):
+    llm.abort_request(llm.add_request([5, 6], greedy(9)))
+    drain(llm)
+
+
+def step(llm):
+    for number in range(3):
+        llm.add_request([5, number], greedy(4))
+    drain(llm)
+
+
+ENDS = {
+    "generate": lambda llm: generate(llm, [[5, 6]] * 3, greedy(4, n=2, stop="zzz")),
+    "stream": lambda llm: [*llm.stream([[5, 6]] * 3, greedy(4, logprobs=1))],
+    "step": step, "a stream is closed": close_early, "abort": abort,
+    "beams": lambda llm: llm.beam_search([[5, 6]], BeamSearchParams(3, 4)),
+    "refused": be_refused, "an error": end_in_an_error}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_a_finished_request_waits_for_no_garbage_collector(kind, text_model, engine):
+    llm = engine(text_model)
+    gc.collect()
+    gc.disable()
+    try:
+        before = Counter(map(type, gc.get_objects()))
+        ENDS[kind](llm)
+        after = Counter(map(type, gc.get_objects()))
+        for each in (SequenceGroup, Sequence, Request):
+            assert after[each] <= before[each]
+    finally:
+        gc.enable()
+
+
+def test_a_pickled_request_is_whole():
+    group = pickle.loads(pickle.dumps(new_group([1, 2], SamplingParams(n=2))))
+    assert [seq.group for seq in group.sequences] == [group, group]
+    copy = deepcopy(group)
+    assert [seq.group for seq in copy.sequences] == [copy, copy]

@@ -52,6 +52,13 @@ def token_bytes(tokenizer_ref: ref[Any], token: int,
     return first, later
 
 
+@lru_cache(16)
+def special_tokens(tokenizer_ref: ref[Any]) -> dict[str, int]:
+    """The ids of special tokens. (A tokenizer makes this table anew for each look.)"""
+    tokens = tokenizer_ref().added_tokens_decoder.items()  # type: ignore[union-attr]
+    return {token.content: id for id, token in tokens if token.special}
+
+
 class Detokenizer:
     """The text of one sequence."""
 
@@ -62,9 +69,8 @@ class Detokenizer:
         self.stops = stops
         self.stopped_by: str | None = None
         # Stop strings that are special tokens. The text may skip those.
-        known = tokenizer.added_tokens_decoder if tokenizer and stops else {}
-        self.special_stops = {id: token.content for id, token in known.items()
-                              if token.special and token.content in stops}
+        known = special_tokens(ref(tokenizer)) if tokenizer and stops else {}
+        self.special_stops = {known[stop]: stop for stop in stops if stop in known}
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
         self.text = ""

@@ -69,6 +69,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._requests: dict[SequenceGroup, Request] = {}  # that have not finished
         self._outbox: Outbox = {}  # of all requests from `add_request`
         self._lock: Any = threading.RLock()
+        self._last = threading.RLock()  # of the last thread that asked for a turn
         self._step_is_open = False  # it stays True after a step that has failed
 
     # -- Prompts in, text out ----------------------------------------------------------
@@ -184,9 +185,8 @@ class LLM(AbstractContextManager["LLM"]):
                 self._run(self.engine.step)
             for request in outbox.values():
                 group = request.group
-                if (error := group.error) and not group.live:
-                    group.error = None  # the next call reports what the request has
-                    raise error
+                if group.errors and not group.live:
+                    raise group.errors.pop()  # the next call reports what it has
             outputs = [request.output() for request in outbox.values()
                        if not (final_only and request.group.live)]
             outbox.clear()
@@ -228,7 +228,10 @@ class LLM(AbstractContextManager["LLM"]):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Keep other threads out.
+        """Keep other threads out, and let them take turns: whoever asks holds a lock of
+        its own, and waits until the one who asked before has released theirs (a queue
+        lock of Craig, Landin and Hagersten). `_lock` alone would often go to the thread
+        that has just released it.
 
         A signal handler or a finalizer may run in the middle of a step, on the same
         thread. It gets an error, because a step within a step would do harm. (This asks
@@ -236,8 +239,11 @@ class LLM(AbstractContextManager["LLM"]):
         """
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")
-        with self._lock:
-            yield
+        mine = threading.RLock()
+        with mine:
+            before, self._last = self._last, mine
+            with before, self._lock:
+                yield
 
     # -- The rest ----------------------------------------------------------------------
 

@@ -75,11 +75,20 @@ class Request:
         scores: list[Logprobs | None] | None = None
         if group.params.prompt_logprobs is not None:
             scores = [None, *group.prompt_logprobs.values()]
-        return RequestOutput(
+        output = RequestOutput(
             group.request_id, self.prompt, list(group.prompt_token_ids),
             # A beam has the index of its parent, so outputs are numbered anew here.
             [self._completion(seq, i) for i, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, scores)
+        if output.finished:
+            self.let_go()
+        return output
+
+    def let_go(self) -> None:
+        """Break the cycle between a request and its sequences, which would keep them in
+        memory until the garbage collector runs.
+        """
+        self.group.sequences, self.group.complete_beams = [], []
 
     def _completion(self, seq: Sequence, index: int) -> CompletionOutput:
         params, reason = seq.group.params, seq.finish_reason

@@ -9,8 +9,6 @@ from itertools import compress
 from numbers import Number
 from typing import Any, TypeAlias
 
-from jinja2 import TemplateError
-
 from nanopaged.checks import check, plain
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.frontend.detokenizer import Detokenizer
@@ -19,6 +17,7 @@ from nanopaged.sequence import SequenceGroup
 
 # What the public methods take. A dict has these names. What a tokenizer returns, arrays
 # and tensors of token ids, and any iterable of prompts also work.
+MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Params: TypeAlias = SamplingParams | BeamSearchParams
@@ -44,14 +43,17 @@ def as_prompts(given: Any) -> list[Any]:
           "prompt", f"a string, a list of token ids, a dict with names among {NAMES}, "
           "the result of a tokenizer, or several of these", given, TypeError)
     items = [plain(item) for item in given]
-    # A list that contains a number is a single prompt.
-    return [items] if any(isinstance(item, Number) for item in items) else items
+    # A list of nothing but numbers is a single prompt.
+    kinds = {*map(type, items)}
+    is_one = kinds and all(issubclass(kind, Number) for kind in kinds)
+    return [items] if is_one else items
 
 
 def as_dict(prompt: Any) -> Mapping[str, Any]:
     """One prompt as a dict."""
     content, *others = as_prompts(prompt) or [[]]
-    check(not others, "prompt", "one prompt", prompt, TypeError)
+    check(not others, "prompt", "one prompt, a string or a list of token ids", prompt,
+          TypeError)
     if not isinstance(content, Mapping):
         return {"prompt": content}
     unknown = content.keys() - NAMES
@@ -66,7 +68,7 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
 def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Prompt]:
     """One or more conversations as prompts, by the tokenizer's chat template."""
     chats: Any = list(messages)
-    chats = [chats] if any(isinstance(each, Mapping) for each in chats) else chats
+    chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
     options = {"add_generation_prompt": True} | options | {"tokenize": False}
     template = partial(llm.get_tokenizer().apply_chat_template, **options)
     # Some templates expect the content of a message as a list, and drop a string.
@@ -74,6 +76,9 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Promp
     prompts: list[Prompt] = []
     for number, chat in enumerate(chats):
         with numbered("messages", number, len(chats)):
+            is_list = isinstance(chat, Iterable) and not isinstance(chat, str | Mapping)
+            check(is_list, "messages", MESSAGES, chat, TypeError)
+            chat = list(chat)
             check(bool(chat), "messages", "a list of at least one message", chat)
             text = template([as_message(each, takes_text) for each in chat])
             ids = llm.tokenizer(text, add_special_tokens=False).input_ids
@@ -84,8 +89,7 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Promp
 def as_message(given: Any, takes_text: bool) -> dict[str, Any]:
     """A chat message as the template expects it."""
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
-    check(is_message, "messages", "a list of {'role': ..., 'content': ...}, or several "
-          "such lists", given, TypeError)
+    check(is_message, "messages", MESSAGES, given, TypeError)
     message: dict[str, Any] = dict(given)
     content = message.get("content")
     if content is not None:
@@ -135,7 +139,7 @@ def numbered(name: str, number: int, count: int) -> Iterator[None]:
     """Make errors say which of several inputs is wrong."""
     try:
         yield
-    except (TypeError, ValueError, TemplateError) as error:
+    except Exception as error:  # from a template, too
         # (A subclass, such as UnicodeEncodeError, takes other arguments.)
         kind = TypeError if isinstance(error, TypeError) else ValueError
         where = f"{name}[{number}]: " if count > 1 else ""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nanopaged.attention import cdiv
 from nanopaged.batch import Batch
-from nanopaged.checks import check
+from nanopaged.checks import check, check_tensors
 
 FAMILY = ("a family that remembers earlier tokens by attention alone, and lets it be "
           "exchanged")
@@ -73,9 +73,8 @@ class AnyDecoder(nn.Module):
         else:
             self.model, info = auto.from_pretrained(
                 sizes.source, config=sizes.config, output_loading_info=True, **options)
-            wrong = sorted(info["missing_keys"] | info["unexpected_keys"])
-            check(not wrong, f"the weights in {sizes.source}",
-                  "exactly the tensors that config.json calls for", wrong)
+            check_tensors(
+                sizes.source, info["missing_keys"], info["unexpected_keys"])
         self.model.to(backend.device)
         self.sizes, self.decoder = sizes, self.model.get_decoder()
         self.decode = self.decoder.forward  # `give_states` will take its place

@@ -43,6 +43,9 @@ OUR_NAMES = {name: name for name in (
 OUR_NAMES["max_new_tokens"] = "max_tokens"
 # Texts that show whether two tokenizers agree.
 SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f(x):\n  a_b")
+# Other formats of weights, and what to do about them.
+OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pt", ".pth")
+CONVERT = "load the model with transformers, and write it with `save_pretrained`"
 REPAIR = "repair it or download it again"
 
 
@@ -125,6 +128,9 @@ def load_tokenizer(name: str | Path) -> Any:
             name, clean_up_tokenization_spaces=False)
         file = find_file(name, "tokenizer.json")
         plain: Any = Tokenizer.from_file(str(file)) if file else None
+    if plain:  # lengths are the caller's business
+        plain.no_padding()
+        plain.no_truncation()
     # A wrong tokenizer_class replaces rules of tokenizer.json with its own.
     for text in SAMPLES if plain else ():
         found = tokenizer.encode(text, add_special_tokens=False)
@@ -186,7 +192,11 @@ def find_tensors(source: str | Path) -> dict[str, tuple[Path, Any]]:
         if not (path / names[0]).exists() and (path / names[1]).exists():
             index = json.loads((path / names[1]).read_text())["weight_map"]
             snapshot_download(str(source), allow_patterns=[*set(index.values())])
-    with reading(f"the weights in {path}"):
+    remedy = REPAIR
+    if not [*path.glob("*.safetensors")]:
+        others = [each.name for each in path.iterdir() if each.suffix in OTHERS]
+        remedy = f"only safetensors are read, and not {others}: {CONVERT}"
+    with reading(f"the weights in {path}", remedy):
         found = get_local_safetensors_metadata(path)
         return {name: (path / file, found.files_metadata[file].tensors[name])
                 for name, file in found.weight_map.items()}

@@ -2,8 +2,11 @@
 
 import logging
 import os
+import re
 import weakref
+from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from nanopaged.loading.weights import load_model, optional, products
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import SequenceGroup
 
+# The default of max_num_batched_tokens, by device.
+BUDGETS = {"cpu": 256, "cuda": 8192}
+
 
 def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     """An engine that is ready for its first step; `load_config` gives model_config.
@@ -26,7 +32,7 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     On a rank other than 0 this does not return: it runs what rank 0 sends.
     """
     runner = make_runner(config, model_config)
-    engine = Engine(config, runner)
+    engine = Engine(runner.config, runner)
     weakref.finalize(engine, free_runner, runner)
     runner.ranks.serve(runner.run)
     return engine
@@ -40,6 +46,8 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     share = divide(model_config, config.tensor_parallel_size)
     ranks = join(config)
     device = pick_device(config.device)
+    budget = config.max_num_batched_tokens or BUDGETS[device.type]
+    config = replace(config, max_num_batched_tokens=budget)
     model_dtype = model_config.dtype
     if model_dtype is None and config.load_format != "dummy":
         model_dtype = stored_dtype(model_config.source)
@@ -99,7 +107,7 @@ def most_inputs(config: EngineConfig, longest: int) -> int:
     a slot, up to 6 numbers in a plan, and perhaps a sample; and the block tables.
     Recorded steps are padded, and a plan on a GPU has a few thousand numbers more.
     """
-    num_tokens = config.max_num_batched_tokens + config.max_num_seqs
+    num_tokens = config.budget + config.max_num_seqs
     return (1 + 1 + 1 + 6 + 1) * num_tokens + most_blocks(config, longest) + 2**16
 
 
@@ -109,7 +117,7 @@ def run_trial_steps(runner: ModelRunner) -> None:
     They compile everything that a step may need, and show how much memory it can take.
     """
     max_seqs = runner.config.max_num_seqs
-    max_tokens = runner.config.max_num_batched_tokens
+    max_tokens = runner.config.budget
     run_padding(runner, [1])
     if runner.is_gpu:
         torch.cuda.empty_cache()
@@ -146,17 +154,43 @@ def size_pools(runner: ModelRunner) -> None:
     if config.preemption_mode == "swap":
         swap_bytes = int(config.swap_space * 2**30)
         num_swap_blocks = min(most, swap_bytes // block_bytes)
-    runner.make_pools(num_blocks, num_swap_blocks)
+    try:
+        runner.make_pools(num_blocks, num_swap_blocks)
+    except (RuntimeError, TypeError):
+        check(False, "num_blocks (or swap_space)", "lower, because the pool of "
+              f"{num_blocks * block_bytes / 2**30:.1f} GiB and "
+              f"{num_swap_blocks * block_bytes / 2**30:.1f} GiB of swap space do not "
+              "fit into memory", num_blocks)
 
 
 def free_bytes(runner: ModelRunner) -> int:
     """How much memory there is for K and V."""
     if not runner.is_gpu:
-        return 4 << 30  # what stays unused costs nothing
+        # What stays unused costs nothing, except where the address space is limited.
+        return min(4 << 30, free_memory() // 2)
     # (torch keeps the memory of the largest step, so that is not free.)
     free, total = torch.cuda.mem_get_info(runner.device)
     reserved = (1 - runner.config.gpu_memory_utilization) * total
     return int(free - reserved) - (256 << 20)  # for the CUDA graphs
+
+
+def free_memory() -> int:
+    """How many bytes this process can still get: of the machine, of its address space,
+    and of its container. Only Linux tells.
+    """
+    def number(file: str, pattern: str = "(.*)") -> int:
+        text = Path(file).read_text() if Path(file).exists() else ""
+        found = re.search(pattern, text)
+        return int(found[1]) if found and found[1].isdigit() else 2**62  # no limit
+
+    kib = r":\s+(\d+) kB"
+    resident = number("/proc/self/status", f"VmRSS{kib}") << 10
+    return min(
+        number("/proc/meminfo", f"MemAvailable{kib}") << 10,
+        number("/proc/self/limits", r"Max address space\s+(\S+)")
+        - (number("/proc/self/status", f"VmSize{kib}") << 10),
+        number("/sys/fs/cgroup/memory.max") - resident,
+        number("/sys/fs/cgroup/memory/memory.limit_in_bytes") - resident)
 
 
 def free_runner(runner: ModelRunner) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
-from nanopaged.checks import check
+from nanopaged.checks import check, check_tensors
 from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import AnyDecoder
 from nanopaged.loading.checkpoint import ModelConfig, find_tensors, reading
@@ -148,10 +148,8 @@ def find_places(model: CausalLM, model_config: ModelConfig,
 
     # Old checkpoints also have the angles by which Q and K are rotated.
     given = {name for name in shapes if ".rotary_emb." not in name}
-    check(given == expected.keys(), "the weights",
-          "exactly the tensors that config.json calls for",
-          {"missing": sorted(expected.keys() - given),
-           "left over": sorted(given - expected.keys())})
+    check_tensors(
+        model_config.source, expected.keys() - given, given - expected.keys())
     for name, shape in expected.items():
         check(list(shapes[name]) == shape, f"the shape of {name}", shape,
               list(shapes[name]))
