@@ -80,10 +80,9 @@ class ModelRunner:
         """
         settings: Any = torch.utils.deterministic
         num_threads, fills = torch.get_num_threads(), settings.fill_uninitialized_memory
-        stance = torch.compiler.set_stance("default")
         with (torch.inference_mode(), torch.autocast(self.device.type, enabled=False),
               torch.accelerator.device_index(self.device.index),
-              stance if self.compiles else nullcontext()):
+              torch.compiler.set_stance("default") if self.compiles else nullcontext()):
             compiles = fused.compiles.set(self.compiles)
             try:
                 settings.fill_uninitialized_memory = False

@@ -133,8 +133,8 @@ def shape(name, *size):
     (config(rope_parameters={"rope_type": "dynamic", "rope_theta": 9.0, "factor": 2.0}),
      "rope_type in config.json must be one of ('default', "),
     ({"weights": lambda tensors: [tensors.pop(name) for name in (NORM, K_PROJ)]},
-     f"calls for, got {{'missing': ['{K_PROJ}', '{NORM}'], 'left over': []}}"),
-    (shape(EXTRA, 136, 64), f"{{'missing': [], 'left over': ['{EXTRA}']}}"),
+     f"calls for, got 2 missing ['{K_PROJ}', '{NORM}'] and 0 left over []"),
+    (shape(EXTRA, 136, 64), f"got 0 missing [] and 1 left over ['{EXTRA}']"),
     (shape(K_PROJ, 64, 32), "must be [32, 64], got [64, 32]"),
     (shape(NORM, 1), "must be [64], got [1]"),  # it would broadcast
     (shape(NORM, 64, 1), "must be [64], got [64, 1]"),

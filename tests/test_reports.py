@@ -606,11 +606,6 @@ def end_in_an_error(llm):
         llm.generate([[5]], greedy(3, logits_processors=[fail]), use_tqdm=False)
 
 
-def be_refused(llm):
-    with suppress(ValueError):
-        llm.generate([[5], [10**6]])
-
-
 def close_early(llm):
     stream = llm.stream([[5, 6]] * 3, greedy(9))
     next(stream)
@@ -634,7 +629,7 @@ ENDS = {
     "stream": lambda llm: [*llm.stream([[5, 6]] * 3, greedy(4, logprobs=1))],
     "step": step, "a stream is closed": close_early, "abort": abort,
     "beams": lambda llm: llm.beam_search([[5, 6]], BeamSearchParams(3, 4)),
-    "refused": be_refused, "an error": end_in_an_error}
+    "an error": end_in_an_error}
 
 
 @pytest.mark.parametrize("kind", ENDS)

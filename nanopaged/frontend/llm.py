@@ -175,6 +175,7 @@ class LLM(AbstractContextManager["LLM"]):
             for request in requests:
                 self.engine.abort(request.group.request_id)
                 self._requests.pop(request.group, None)
+                request.let_go()
 
     def _collect(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
