@@ -85,9 +85,10 @@ class Request:
         return output
 
     def let_go(self) -> None:
-        """Break the cycle between a request and its sequences, which would keep them in
-        memory until the garbage collector runs.
+        """Break the cycles that would keep a request in memory until the garbage
+        collector runs.
         """
+        self.outbox = {}
         self.group.sequences, self.group.complete_beams = [], []
 
     def _completion(self, seq: Sequence, index: int) -> CompletionOutput:

@@ -1,100 +1,73 @@
-"""What a request to server.py may say: from JSON to the arguments of `LLM.stream`.
+"""What a request to server.py may say: from JSON to prompts and their parameters.
 
 pydantic checks the fields below, and SamplingParams checks those that it has. Whatever
 is wrong is a ValueError or a TypeError that names the field.
 """
 
-import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from server_tools import marks_of
 from structured import Grammars
 
-from nanopaged import SamplingParams
 from nanopaged.checks import check
+from nanopaged.frontend.prompts import render_chats
 
 # What changes nothing here, whatever its value, or with this value.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
            "user"}
-NEUTRAL = {"best_of": 1, "echo": False, "modalities": ["text"],
-           "parallel_tool_calls": True, "suffix": "", "tool_choice": "none",
-           "tools": []}
-# No answer shows the one, and JSON cannot hold the other.
-FIELDS = {field.name for field in fields(SamplingParams)} - {
-    "prompt_logprobs", "logits_processors"}
+NEUTRAL = {"add_generation_prompt": True, "best_of": 1, "echo": False,
+           "include_stop_str_in_output": False, "modalities": ["text"],
+           "priority": 0, "spaces_between_special_tokens": True, "suffix": "",
+           "tool_choice": "none", "tools": []}
 
 
 class Strict(BaseModel, extra="allow", strict=True):
     pass
 
 
-def parse(arguments):
-    """OpenAI's clients send a JSON text, and chat templates want an object."""
-    return json.loads(arguments) if isinstance(arguments, str) else arguments
-
-
-class Function(Strict):
-    name: str
-    arguments: Annotated[dict, BeforeValidator(parse)]
-
-
-class Call(Strict):
-    function: Function
-
-
 class Message(Strict):
     role: Literal["assistant", "developer", "function", "system", "tool", "user"]
-    content: Any = None
-    tool_calls: list[Call] | None = None
+    content: str | list | None = None
+    tool_calls: list[dict] | None = None
 
     def plain(self, name):
-        """What a chat template reads: the content is one string."""
-        content = self.content
-        if content is None and self.tool_calls:
-            content = ""
-        if isinstance(content, list):
-            for part in content:
-                is_text = isinstance(part, dict) and part.get("type") == "text"
-                check(is_text and isinstance(part.get("text"), str),
-                      f"part of {name}.content", '{"type": "text", "text": ..}', part)
-            content = "\n".join(part["text"] for part in content)
-        check(isinstance(content, str), f"{name}.content",
-              "a string or a list of text parts", content)
-        # Templates may take "tool_calls": null for calls.
-        said = {field: value for field, value in self.model_dump().items()
-                if value is not None}
-        return said | {"content": content}
+        """What a chat template reads. It may take "tool_calls": null for calls."""
+        check(self.content is not None or bool(self.tool_calls), f"{name}.content",
+              "a string or a list of text parts", self.content)
+        said = self.model_dump().items()
+        return {"content": ""} | {key: each for key, each in said if each is not None}
 
 
-class Schema(Strict):
-    value: dict = Field(alias="schema")
+class Named(Strict):
+    name: str
+    parameters: dict | None = None
 
 
-class AnyFormat(Strict):
-    type: Literal["text", "json_object"]
-
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: Schema
+class Tool(Strict):
+    type: Literal["function"]
+    function: Named
 
 
 class StreamOptions(Strict, extra="forbid"):
-    include_usage: bool = False
-    include_obfuscation: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
 
 
 class Body(Strict):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    response_format: Annotated[
-        AnyFormat | SchemaFormat, Field(discriminator="type")] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict | None = None
     # JSON has only strings as keys.
     logit_bias: dict[Annotated[int, Field(strict=False)],
                      Annotated[float, Field(ge=-100, le=100)]] | None = None
+
+    def usable_tools(self):
+        return {}
 
 
 class Completion(Body):
@@ -109,7 +82,8 @@ class Completion(Body):
         is_list = isinstance(prompts, list) and prompts
         check(is_list and all(map(is_prompt, prompts)), "prompt",
               "a string, a list of token ids, or a list of these", self.prompt)
-        return prompts
+        return [llm.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
+                for prompt in prompts]
 
     def options(self):
         return {}
@@ -121,13 +95,33 @@ class Chat(Body):
     top_logprobs: NonNegativeInt | None = None
     max_completion_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None  # the old name
+    tools: list[Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | Tool | None = None
+    chat_template_kwargs: dict | None = None
+    reasoning_effort: str | None = None
+
+    def usable_tools(self):
+        """By name: those that the answer may call."""
+        tools = {tool.function.name: tool for tool in self.tools or []}
+        if isinstance(self.tool_choice, Tool):
+            name = self.tool_choice.function.name
+            check(name in tools, "tool_choice", f"one of the tools {[*tools]}", name)
+            return {name: tools[name]}
+        check(bool(tools) or self.tool_choice != "required", "tools",
+              "given if tool_choice is 'required'", self.tools)
+        return {} if self.tool_choice == "none" else tools
 
     def prompts(self, llm):
         messages = [message.plain(f"messages.{i}")
                     for i, message in enumerate(self.messages)]
+        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
+        options = {"reasoning_effort": self.reasoning_effort,
+                   "tools": tools if self.usable_tools() else None}
+        options = {name: value for name, value in options.items() if value is not None}
         try:
-            return [llm.get_tokenizer().apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False)]
+            [prompt] = render_chats(
+                llm, messages, options | (self.chat_template_kwargs or {}))
+            return [prompt["prompt_token_ids"]]
         except Exception as error:  # whatever a template may raise
             raise ValueError("messages do not fit the model's chat template: "
                              f"{error}") from error
@@ -136,41 +130,56 @@ class Chat(Body):
         """What has other names in completions."""
         check(self.top_logprobs is None or self.logprobs, "logprobs",
               "true for top_logprobs", self.logprobs)
+        # The mark before a call may be a special token.
         return {"max_tokens": self.max_completion_tokens or self.max_tokens,
-                "logprobs": (self.top_logprobs or 0) if self.logprobs else None}
+                "logprobs": (self.top_logprobs or 0) if self.logprobs else None
+                } | ({"skip_special_tokens": False} if self.usable_tools() else {})
 
 
 class Reader:
-    """From a body to the arguments of `LLM.stream`; errors name a wrong field."""
+    """From a body to prompts and their parameters; errors name a wrong field."""
 
     def __init__(self, llm):
         self.llm = llm
         self.grammars = lru_cache(1)(lambda: Grammars(llm))
 
     def read(self, body):
-        prompts = body.prompts(self.llm)
+        prompts, form = body.prompts(self.llm), self.form(body)
         given = {name: value for name, value in body.model_extra.items()
                  if value is not None and name not in IGNORED
                  and repr(value) != repr(NEUTRAL.get(name))}
-        for name, value in given.items():
-            check(name in FIELDS, name, "left out: it is not supported", value)
+        check("prompt_logprobs" not in given, "prompt_logprobs", "left out", given)
         params = replace(self.llm.default_params, **body.options() | given,
                          logit_bias=body.logit_bias)
         ids = range(self.llm.model_config.vocab_size)
         for name in "logit_bias", "stop_token_ids":
             wrong = [id for id in getattr(params, name) or [] if id not in ids]
             check(not wrong, name, f"about token ids below {len(ids)}", wrong)
-        return prompts, [self.with_format(params, body.response_format)
-                         for _ in prompts]
-
-    def with_format(self, params, form):
-        if form is None or form.type == "text":
-            return params
+        if form is None:
+            return prompts, [params] * len(prompts)
         for name in "ignore_eos", "min_tokens":  # the end of a JSON text is the end
             value = getattr(params, name)
-            check(not value, name, "left out if there is a response_format", value)
+            check(not value, name, "left out where JSON is wanted", value)
+        return prompts, [replace(params, logits_processors=[
+            self.grammars().processor(*form)]) for _ in prompts]
+
+    def form(self, body):
+        """What an answer must be, for `Grammars.processor`. None if it is free."""
+        tools, form = body.usable_tools(), body.response_format or {"type": "text"}
+        if tools and body.tool_choice not in (None, "auto"):
+            schemas = {name: {"type": "object"} | (tool.function.parameters or {})
+                       for name, tool in tools.items()}
+            marks = marks_of(self.llm.get_tokenizer().get_chat_template())
+            # A small model might never stop calling, so several are for those who ask.
+            return "calls", (*marks, schemas, body.parallel_tool_calls is True), "tools"
+        if form.get("type") == "text":
+            return None
+        kinds = "json_object", "json_schema", "text"
+        check(form.get("type") in kinds, "response_format.type", f"in {kinds}", form)
         schema = {"type": "object"}
-        if form.type == "json_schema":
-            schema = form.json_schema.value
-        return replace(params, logits_processors=[self.grammars().processor(
-            "json", schema, "response_format.json_schema.schema")])
+        if form["type"] == "json_schema":
+            schema = form.get("json_schema")
+            schema = schema.get("schema") if isinstance(schema, dict) else None
+            check(isinstance(schema, dict), "response_format.json_schema.schema",
+                  "an object", form)
+        return "json", schema, "response_format.json_schema.schema"

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import math
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -188,7 +189,11 @@ def check_json(llm, client):
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 CALL = {"id": "a", "type": "function", "function": {
     "name": "say", "arguments": '{"text": "Who?"}'}}
-TOOL = {"type": "function", "function": {"name": "say", "parameters": {}}}
+TOOL = {"type": "function", "function": {"name": "say", "parameters": {
+    "type": "object", "properties": {"text": {"$ref": "#/$defs/words"}},
+    "$defs": {"words": {"type": "string", "maxLength": 8}}, "required": ["text"]}}}
+OTHER = {"type": "function", "function": {"name": "wait"}}
+NAMED = {"type": "function", "function": {"name": "say"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
 LONG = "ROMEO: " * 20
 
@@ -204,6 +209,19 @@ def text_of(answer):
             answer.choices[0].message.content)
     return "".join(getattr(choice, "text", None) or choice.delta.content
                    for chunk in answer for choice in chunk.choices)
+
+
+def says(answer):
+    """Whether it is one call of `say`, whose argument is a text."""
+    is_stream = isinstance(answer, list)
+    [choice] = answer[-1].choices if is_stream else answer.choices
+    messages = [chunk.choices[0].delta for chunk in answer] if is_stream else [
+        choice.message]
+    [call] = [call for message in messages for call in message.tool_calls or []]
+    said = json.loads(call.function.arguments)
+    return (choice.finish_reason == "tool_calls" and call.function.name == "say"
+            and said.keys() == {"text"} and len(said["text"]) <= 8
+            and not any(message.content for message in messages))
 
 
 def top_counts(answer):
@@ -222,7 +240,7 @@ FEATURES = [
     ({"n": 3}, lambda a, text: [c.text for c in a.choices] == [text] * 3),
     ({"temperature": 1, "seed": 7, "prompt": ["A", "A"]},
      lambda a, _: a.choices[0].text == a.choices[1].text),
-    ({"temperature": 1, "top_p": 1e-6}, lambda a, text: text_of(a) == text),
+    ({"temperature": 1, "top_p": 1e-6, "seed": 3}, lambda a, text: text_of(a) == text),
     ({"stop": "e"}, lambda a, text: text_of(a) == text[: text.index("e")]),
     ({"stop": ["xyz", "e"]}, lambda a, _: a.choices[0].finish_reason == "stop"),
     ({"max_tokens": 3}, lambda a, _: a.usage.completion_tokens == 3),
@@ -237,7 +255,8 @@ FEATURES = [
      lambda a, _: a.usage.prompt_tokens_details.cached_tokens >= 48),
     ({"stream": True, "stream_options": {"include_usage": True}},
      lambda a, _: a[-1].choices == [] and a[-1].usage.completion_tokens == 24),
-    ({"extra_body": {"top_k": 1, "min_p": 0.1, "ignore_eos": True}, "temperature": 1},
+    ({"extra_body": {"top_k": 1, "min_p": 0.1, "ignore_eos": True}, "temperature": 1,
+      "seed": 3},
      lambda a, text: text_of(a) == text),
     ({"user": "me", "best_of": 1, "echo": False}, lambda a, text: text_of(a) == text),
     ({"messages": user("Who?")}, lambda a, text: text_of(a) == text
@@ -264,8 +283,22 @@ FEATURES = [
      lambda a, _: json.loads(text_of(a)).keys() == SCHEMA["properties"].keys()),
     ({"messages": user("Who?"), "response_format": FORM, "max_tokens": 80,
       "stream": True}, lambda a, _: json.loads(text_of(a))["age"] >= 0),
+    ({"messages": user("Who?"), "tools": [TOOL], "tool_choice": "required",
+      "max_tokens": 99}, lambda a, _: says(a)),
+    ({"messages": user("Who?"), "tools": [OTHER, TOOL], "tool_choice": NAMED,
+      "max_tokens": 99, "stream": True, "parallel_tool_calls": False},
+     lambda a, _: says(a)),
+    ({"messages": user("Who?"), "tools": [TOOL], "tool_choice": "auto"},
+     lambda a, text: text_of(a) == text),
+    ({"messages": user("Who?"), "tools": [TOOL], "tool_choice": "none",
+      "stream": True}, lambda a, text: text_of(a) == text),
+    ({"messages": user("Who?"), "parallel_tool_calls": False, "tool_choice": "auto",
+      "reasoning_effort": "low", "extra_body": {
+          "priority": 0, "add_generation_prompt": True, "n": None, "tools": None,
+          "spaces_between_special_tokens": True,
+          "chat_template_kwargs": {"enable_thinking": False}}},
+     lambda a, text: text_of(a) == text),
     # What is still missing is refused.
-    ({"messages": user("Who?"), "tools": [TOOL]}, None),
     ({"messages": user([IMAGE])}, None)]
 
 
@@ -288,6 +321,28 @@ def check_features(llm, client):
             works += 1
     assert client.models.retrieve(NAME).id == NAME
     print(f"{works} of {len(FEATURES)} features work, and the others are refused")
+
+
+def check_calls_in_texts():
+    """However a template marks calls, and wherever a stream is cut."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))
+    from server_tools import read_calls
+
+    call = '{"name": "say", "arguments": {"a": "}"}}'
+    plain = '{"name": "Bob", "age": 3}'
+    for text, content, count in (
+            (f"Well. <tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>",
+             "Well. ", 2), (f"[TOOL_CALLS] [{call}, {call}]", "", 2),
+            (call.replace("arguments", "parameters"), "", 1), (plain, plain, 0),
+            (f"<|python_tag|>{call}; {call}", "", 2), ("1 <tool", "1 <tool", 0),
+            ('<tool_call>{"name": [5]}', '<tool_call>{"name": [5]}', 0)):
+        found, calls = read_calls(text, ["say"], True)
+        assert (found, len(calls)) == (content, count), (text, found, calls)
+        assert all(json.loads(each["function"]["arguments"]) == {"a": "}"}
+                   for each in calls)
+        for end in range(len(text)):
+            found, calls = read_calls(text[:end], ["say"], False)
+            assert content.startswith(found) and len(calls) <= count, (text, end, found)
 
 
 def check_grammars(compilers):
@@ -373,7 +428,7 @@ WRONG_TEXTS = [
     ({"prompt": 5},), ({"prompt": None},), ({"prompt": {}},), ({"prompt": []},),
     ({"prompt": [[]]},), ({"prompt": ["A", 5]},), ({"prompt": [-1]},),
     ({"prompt": [99999]},), ({"prompt": [1.5]},), ({"prompt": ""},),
-    ({"prompt": [5] * 5000},), ({"model": "gpt"},), ({"model": 5},),
+    ({"prompt": [5] * 5000},), ({"model": 5},),
     ({"max_tokens": 0},), ({"max_tokens": "x"},), ({"temperature": -1},),
     ({"temperature": math.nan},), ({"temperature": "hot"},), ({"top_p": 2},),
     ({"n": 0},), ({"n": 10**6},), ({"n": True},), ({"seed": "x"},),
@@ -405,7 +460,7 @@ WRONG_CHATS = [
     ({"messages": [{"role": "user", "content": "long " * 5000}]},),
     ({"logprobs": 5},), ({"top_logprobs": 2}, "logprobs"),
     ({"top_logprobs": -1, "logprobs": True},), ({"max_completion_tokens": 0},),
-    ({"max_completion_tokens": "x"},), ({"tools": [TOOL]},), ({"tool_choice": "auto"},),
+    ({"max_completion_tokens": "x"},), ({"tool_choice": "required"},),
     ({"modalities": ["audio"]},), ({"response_format": "json"},),
     (form(type="xml"),), (form(type="json_schema"),),
     (form(type="json_schema", json_schema={"name": "a"}),),
@@ -414,6 +469,17 @@ WRONG_CHATS = [
     (form(type="json_schema", json_schema={
         "schema": {"type": "string", "pattern": "("}}), "parenthesis"),
     (form(type="json_object") | {"min_tokens": 1}, "min_tokens"),
+    *((form(type="json_schema", json_schema={"schema": schema}), word)
+      for schema, word in (
+          ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+          ({"properties": {"a": {"not": {"const": 5}}}}, "not"),
+          ({"allOf": [{"type": "string"}, {"const": "a"}]}, "allOf"),
+          ({"type": "string", "pattern": "a", "maxLength": 2}, "pattern"),
+          ({"type": "string", "format": "regex"}, "format"),
+          ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"))),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {
+        "name": "sing"}}}, "tool_choice"), ({"tools": [{}]},), ({"tools": 5},),
+    ({"tool_choice": "sometimes"},),
     (form(type="json_object") | {"extra": 5}, "extra")]
 NO_OBJECTS = [b"", b"{", b"[]", b"5", b"[" * 10**5, b'{"prompt": "\xff"}']
 
@@ -445,6 +511,79 @@ def check_wrong_requests(llm, client):
     assert not llm.has_unfinished_requests()
     number = len(WRONG_TEXTS) + len(WRONG_CHATS) + 2 * len(NO_OBJECTS)
     print(f"{number} wrong requests: each is a 400 that names the field")
+
+
+def check_errors(client):
+    """All have OpenAI's form: unknown paths, methods, models, and other content."""
+    root = str(client.base_url).removesuffix("v1/")
+    body, is_json = b'{"prompt": "A"}', {"Content-Type": "application/json"}
+    for path, data, headers, status, word in (
+            ("v1/responses", body, is_json, 404, "/v1/responses"),
+            ("v1/completions", None, {}, 405, "GET"),
+            ("v1/completions", body, {"Content-Type": "text/plain"}, 400, "text/plain"),
+            ("v1/completions", b'{"model": "gpt", "prompt": "A"}', is_json, 404, "gpt"),
+            ("v1/models/gpt", None, {}, 404, "gpt")):
+        try:
+            urllib.request.urlopen(urllib.request.Request(root + path, data, headers))
+        except urllib.error.HTTPError as error:
+            said = json.load(error)["error"]
+            assert error.code == status and word in said["message"], (path, said)
+        else:
+            raise AssertionError(f"{path} was answered")
+    used = root.rpartition(":")[2].strip("/")
+    run = subprocess.run([sys.executable, SERVER, "--port", used], check=False,
+                         capture_output=True, text=True)
+    assert run.returncode == 2 and used in run.stderr and not run.stdout, run
+
+
+def check_failed_step(llm, client):
+    """In a stream it is an event, before it a status; then others are served."""
+    def fail(_):
+        del llm.engine.runner.execute
+        raise MemoryError("no room")
+
+    chunks = complete(client, "ROMEO:", stream=True, max_tokens=900,
+                      extra_body={"ignore_eos": True})
+    next(chunks)
+    for unlucky in chunks, None:
+        llm.engine.runner.execute = fail
+        try:
+            [*(unlucky or complete(client, "ROMEO:", max_tokens=900))]
+        except openai.APIError as error:
+            assert "no room" in str(error), error
+        else:
+            raise AssertionError("nobody says that a step has failed")
+    assert complete(client, "ROMEO:").choices[0].text
+
+
+def check_other_paths(client):
+    root = str(client.base_url).removesuffix("v1/")
+    with urllib.request.urlopen(root + "metrics") as answer:
+        numbers = dict(line.split() for line in answer.read().decode().splitlines())
+    assert numbers["nanopaged_blocks_total"] == "400" and len(numbers) > 8, numbers
+    question = urllib.request.Request(root + "tokenize", b'{"prompt": "ROMEO:"}', {
+        "Content-Type": "application/json"})
+    with urllib.request.urlopen(question) as answer:
+        assert len(json.load(answer)["tokens"]) > 1
+    assert urllib.request.urlopen(root + "version").status == 200
+
+
+def check_crowd(llm, client):
+    """Of sixty clients twenty go away, and a wrong request waits for none of them."""
+    options = {"max_tokens": 900, "stream": True, "extra_body": {"ignore_eos": True}}
+    crowd = [complete(client, f"{i}:", **options) for i in range(20)]
+    try:
+        complete(client, "A", top_p=7)
+    except openai.BadRequestError:
+        assert llm.has_unfinished_requests()
+    else:
+        raise AssertionError("top_p=7 was answered")
+    with ThreadPoolExecutor(40) as pool:
+        texts = pool.map(lambda i: stream(client, f"{i % 4}:", seed=1)[0], range(40))
+        for chunks in crowd:
+            next(chunks)
+            chunks.close()
+        assert len({"".join(text) for text in texts}) == 4
 
 
 def check_eight_clients(llm, client):
@@ -504,6 +643,7 @@ if __name__ == "__main__":
     os.environ["NO_PROXY"] = "*"
     torch.set_num_threads(1)
     check_spaces_of_tokens()
+    check_calls_in_texts()
     with LLM(device="cpu", attention_backend="torch", num_blocks=400) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         with noted_compilers() as made, serve(engine) as openai_client:
@@ -515,6 +655,10 @@ if __name__ == "__main__":
             check_token_texts(engine, openai_client)
             check_json(engine, openai_client)
             check_grammars(made)
+            check_errors(openai_client)
+            check_other_paths(openai_client)
+            check_failed_step(engine, openai_client)
+            check_crowd(engine, openai_client)
             check_eight_clients(engine, openai_client)
             check_that_nobody_is_left(engine, openai_client)
     print("server: ok")
