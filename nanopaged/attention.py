@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# With a window or sinks, so many queries are computed at a time. Together they see few
-# keys, and their mask is small.
-NUM_QUERIES = 256
+# With a window or sinks, this many queries are computed at a time. Together they see
+# few keys, and their mask is small.
+QUERIES_AT_ONCE = 256
 
 
 @dataclass
@@ -148,8 +148,9 @@ class TorchAttention:
         # The entry's queries, by position, all at once or a few at a time.
         start, end = int(ends[entry] - counts[entry]), int(ends[entry])
         is_plain = window is None and sinks is None
-        for first in range(start, end, end - start if is_plain else NUM_QUERIES):
-            last = end if is_plain else min(first + NUM_QUERIES, end)
+        step = end - start if is_plain else QUERIES_AT_ONCE
+        for first in range(start, end, step):
+            last = min(first + step, end)
             first_key = 0 if window is None else max(0, first + 1 - window)
             k, v = self.gather(kv_cache, block_table, first_key, last)
             tokens = slice(first_token + first - start, first_token + last - start)
@@ -167,8 +168,8 @@ class TorchAttention:
     def gather(self, kv_cache: Tensor, block_table: Tensor, start: int, end: int
                ) -> tuple[Tensor, Tensor]:
         """K and V of a sequence, from position `start` to `end` - 1: [num_kv_heads,
-        num_keys, head_dim] each. Nothing behind `end` is read: the rest of the last
-        block holds old values, and a NaN among them would spread.
+        num_keys, head_dim] each. Nothing from `end` on is returned: the rest of the
+        last block holds old values, and a NaN among them would spread.
         """
         first_block = start // self.block_size
         used = block_table[first_block : cdiv(end, self.block_size)]

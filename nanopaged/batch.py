@@ -44,8 +44,8 @@ class Batch:
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         first = seq.num_computed_tokens
-        # If all known tokens are computed, the entry is the pending one. (There is only
-        # one then, because the host has read all that older steps have sampled.)
+        # If all known tokens are computed, this entry computes the pending one. (There
+        # is only one, because the host has read the tokens of all steps but the last.)
         is_pending = first == len(seq.token_ids)
         self.token_ids += seq.pending[-1:] if is_pending else seq.token_ids[first:end]
         self.counts.append(end - first)
@@ -55,7 +55,7 @@ class Batch:
 
     @property
     def positions(self) -> list[int]:
-        """Of each token that is sampled: it follows its entry."""
+        """The position of each sampled token: the one after its entry."""
         return [self.ends[entry] for entry in self.samples]
 
     def add_sample(self, receiver: Sequence) -> None:

@@ -3,7 +3,7 @@
 A block belongs to every sequence that holds a reference to it. Without references it is
 free. If it was published, it stays cached while it is free: requests find it by its
 tokens (`prefix_cache.py`, which comes next) until it is reused. Blocks that are not in
-the prefix cache are taken first, then the least recently used. The manager knows block
+the prefix cache are taken first, then the least recently freed. The manager knows block
 ids and token ids, and never sees a tensor. No other file changes a reference count or a
 block table.
 
@@ -154,7 +154,7 @@ class BlockManager:
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
             return []
-        # They have no holders yet: `replace_blocks` adds these.
+        # `_take` counts no holders here: `replace_blocks` does.
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             new_table = [moved[block_id] for block_id in seq.block_table]
@@ -167,7 +167,7 @@ class BlockManager:
 
         So a request that is admitted later in this step finds blocks whose K and V have
         not been written yet. That is safe, because in every layer the step stores all
-        new K and V before it reads any. If it fails, the whole cache is forgotten.
+        new K and V before it reads any. If a step fails, the whole cache is forgotten.
         """
         seq.num_computed_tokens = end
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:

@@ -48,7 +48,7 @@ class Checked:
     def __post_init__(self) -> None:
         for each in fields(self):  # type: ignore[arg-type]
             value = plain(getattr(self, each.name))
-            object.__setattr__(self, each.name, value)
+            object.__setattr__(self, each.name, value)  # they are frozen
             expected = formatannotation(each.type)
             error = ValueError if expected.startswith("Literal") else TypeError
             try:

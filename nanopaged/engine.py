@@ -26,7 +26,7 @@ Changed = dict[str, SequenceGroup]  # requests by id, in the order in which they
 
 
 class Engine:
-    """Computes the tokens of requests.
+    """Generates the tokens of requests.
 
     `check_fits`, `add`, `abort` and `stats` may be called at any time, by any thread,
     even in the middle of a step. Only one thread at a time may call the others. If a
@@ -80,8 +80,8 @@ class Engine:
 
     def add(self, groups: list[SequenceGroup]) -> None:
         """Give requests their ids, and queue them, all at once."""
-        # Other threads may do the same. But each of them takes its ids in a single call
-        # of C, which nobody interrupts, so they are consecutive.
+        # Other threads may do the same. But this is a single call of C, which no other
+        # thread interrupts, so the ids are consecutive.
         ids = list(islice(self.ids, len(groups)))
         for group, number in zip(groups, ids, strict=True):
             group.request_id = str(number)
@@ -91,8 +91,8 @@ class Engine:
         self.scheduler.unfinished.update({group.request_id: group for group in groups})
 
     def stop(self, seq: Sequence) -> None:
-        """End a sequence because its text is complete: only the caller can tell, who
-        looks for stop strings between two steps.
+        """End a sequence because its text is complete. Only the caller, who looks for
+        stop strings between two steps, can tell.
         """
         self.scheduler.finish(seq, "stop")
 
@@ -110,8 +110,8 @@ class Engine:
         return self.scheduler.changed
 
     def reset_if_idle(self) -> Changed:
-        """End what is aborted. Then begin empty, unless there are other requests: the
-        prefix cache must be forgotten when the weights change, for example.
+        """End what is aborted. Then begin empty, unless there are other requests. (When
+        the weights change, for example, the prefix cache must be forgotten.)
         """
         self.scheduler.end_aborted()
         return self.scheduler.changed if self.num_unfinished else self.reset()

@@ -16,7 +16,7 @@ from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.sequence import Logprob, Logprobs, Sequence
 
-ROWS = 64  # of a prompt's logits: at most this many are in memory at the same time
+ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
 def to_device(rows: list[Any], device: torch.device) -> Tensor:
@@ -51,7 +51,7 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
             logits[i] = row[0]
         except Exception as error:  # only this request ends: see `Scheduler.update`
             group.errors = [error]
-    # Before `min_tokens`, no stop token may be sampled.
+    # Before `min_tokens`, no stop token may be sampled. Other ranks have no receivers.
     banned = [(i, token) for i, position in enumerate(batch.positions[: len(seqs)])
               if position < seqs[i].group.min_len
               for token in seqs[i].group.banned_token_ids]
@@ -101,7 +101,8 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     own = logprobs.gather(1, tokens[:, None])
     own_ranks = 1 + (logprobs > own).sum(-1, keepdim=True)
     likely = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-    # How many values are higher than each of these. (Tied tokens have the same rank.)
+    # How many values are higher than each of these: where it belongs among all of them,
+    # in ascending order. Logits 5, 3, 3, 1 give 0, 1, 1, 3: tied tokens share a rank.
     num_higher = torch.searchsorted(-likely.values, -likely.values)
     ids = torch.cat((tokens[:, None], likely.indices), 1).tolist()
     values = torch.cat((own, likely.values), 1).tolist()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanopaged import fused
-from nanopaged.attention import Metadata, TorchAttention, locate, slot_mapping
+from nanopaged.attention import Metadata, TorchAttention, cdiv, locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
 from nanopaged.logits import score_prompts
@@ -35,12 +35,10 @@ class ModelRunner:
     """A rank's share of the model and of the pool.
 
     longest_sequence: how many tokens a sequence may have, if the pool is large enough.
-    num_inputs: how many numbers a step may need on the device.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks, backend: TorchAttention,
-                 model: Any, num_layers: int, longest_sequence: int,
-                 num_inputs: int) -> None:
+                 model: Any, num_layers: int, longest_sequence: int) -> None:
         self.config, self.ranks = config, ranks
         self.backend, self.model = backend, model
         self.num_layers, self.longest_sequence = num_layers, longest_sequence
@@ -50,16 +48,27 @@ class ModelRunner:
         self.compiles = self.is_gpu and not config.enforce_eager
         self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
+        # Room for a step's inputs: for each token an id, a position, a slot, up to 6
+        # numbers in a plan, and perhaps a sample; and the block tables. Recorded steps
+        # are padded, and a plan on a GPU has a few thousand numbers more.
+        num_tokens = config.budget + config.max_num_seqs
+        num_inputs = (1 + 1 + 1 + 6 + 1) * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
 
+    @property
+    def most_blocks(self) -> int:
+        """How many blocks can be in use at the same time, if they are enough."""
+        most = cdiv(self.longest_sequence, self.config.block_size)
+        return int(self.config.max_num_seqs * most)
+
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # The device's pool has one block more than the manager knows, where the padding
-        # of trial steps and of recorded ones is written. It is never moved. In `moves`
-        # this number is the first block in CPU memory.
+        # The device's pool has one block more than the manager knows: the padding of
+        # trial steps and of recorded ones goes there, and no move touches it. (In
+        # `moves`, its number means the first block in CPU memory.)
         self.padding_block = num_blocks
         with self.modes(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
@@ -74,9 +83,8 @@ class ModelRunner:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """What the engine fixes while it computes. Its thread may have another current
-        GPU or number of threads, may be in autocast, may have told torch.compile to do
-        something else, or torch to fill all new memory.
+        """Torch's settings while the engine computes, whatever the caller has set: the
+        GPU, threads, autocast, what torch.compile does, the filling of new memory.
         """
         settings: Any = torch.utils.deterministic
         num_threads, fills = torch.get_num_threads(), settings.fill_uninitialized_memory
@@ -99,7 +107,7 @@ class ModelRunner:
         return self.run(batch)
 
     def run(self, batch: Batch) -> SamplerOutput:
-        """This rank's part of a step: move blocks, compute the tokens, and sample."""
+        """This rank's part of a step: move blocks, run the model, and sample."""
         with self.modes():
             for old, new in batch.moves:
                 self._block(new).copy_(self._block(old))
@@ -124,8 +132,8 @@ class ModelRunner:
         return self.swap_space[:, block_id - self.num_blocks]
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
-        """The last hidden states of all tokens, [num_tokens, hidden_size], and padding
-        after them if the step was recorded.
+        """The last layer's output for all tokens, [num_tokens, hidden_size], with some
+        padding after them if the step was recorded.
         """
         if self.graphs and (computed := self.graphs.compute(batch)):
             return computed  # type: ignore[no-any-return]

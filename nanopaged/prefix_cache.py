@@ -1,13 +1,10 @@
-"""Hash-based prefix caching: find the blocks that already hold the K and V of a text.
+"""Hash-based prefix caching: find the blocks that already hold K and V of a prompt.
 
 K and V depend on all tokens from the start of the sequence. So a full block is found by
 its own tokens together with everything before them. The key of a dict has the block's
 own tokens, and an object that stands for everything before them. Python's dict hashes
-the key, and then compares it. Only equal texts share the object, so every hit is exact.
-
-Other engines identify a block by a hash of its own tokens and of the hash of the block
-before. vLLM trusts this hash: by default SHA-256, for which no collision is known.
-nano-vllm compares the block's own tokens, and trusts xxhash for those before them.
+the key, and then compares it. Only equal prefixes share the object, so every hit is
+exact.
 """
 
 from dataclasses import dataclass
@@ -78,8 +75,8 @@ class PrefixCache:
         return before, tuple(seq.token_ids[first : first + self.block_size])
 
     def can_find(self, block_id: int) -> bool:
-        """Whether `match` can find this block. If several hold the same text, it finds
-        the newest, which usually lives longest.
+        """Whether `match` can find this block. If several hold the same, it finds the
+        newest, which usually lives longest.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

@@ -145,9 +145,8 @@ def keep_likely(logits: Tensor, params: list[SamplingParams],
 
 
 def min_p_gap(rows: DrawParams) -> Tensor:
-    """How far the logit of a token that is min_p times as likely as the most likely one
-    lies from the highest. It is -inf without min_p, and NaN in greedy rows, whose
-    limits are not used.
+    """The logit of a token that is min_p times as likely as the most likely one, minus
+    the highest: -inf without min_p, and NaN in greedy rows, where it is not used.
     """
     gap: Tensor = rows.temperature * rows.min_p.log()
     return gap.float()

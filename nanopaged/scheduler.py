@@ -23,14 +23,14 @@ from nanopaged.stats import EngineStats
 
 
 class Scheduler:
-    """The requests that have not finished, in the order of their arrival."""
+    """Plans the steps of the requests that have not finished."""
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
         # Groups by request id, oldest first. The oldest ones run, and the others wait.
         # Other threads may add to `unfinished` and to `aborted` at any time.
         self.unfinished: dict[str, SequenceGroup] = {}
-        self.running: dict[str, SequenceGroup] = {}
+        self.running: dict[str, SequenceGroup] = {}  # oldest first, too
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
         # To be reported. A group enters before it changes, so an interrupt loses none.
         self.changed: dict[str, SequenceGroup] = {}
@@ -107,7 +107,7 @@ class Scheduler:
         num_needed = manager.max_blocks(
             group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
         # A cached block that others hold costs no free one.
-        num_needed -= sum(manager.ref_counts[id] > 0 for id in prefix)
+        num_needed -= sum(manager.ref_counts[block_id] > 0 for block_id in prefix)
         watermark = manager.num_blocks // 100 if self.running else 0
         if num_needed + watermark > len(manager.free_blocks):
             return
@@ -123,7 +123,7 @@ class Scheduler:
 
     def _preempt(self, batch: Batch) -> None:
         """Make the youngest running group wait again, with its tokens. If its blocks do
-        not fit into the CPU's pool, it starts over, as before the fork.
+        not fit into the CPU's pool (empty by default), it starts over, before the fork.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):
@@ -184,8 +184,8 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses none
 
     def reset(self) -> None:
-        """Stop all groups. A step that failed may have left its groups half-changed, so
-        they are aborted, whatever their state. The others keep waiting.
+        """Abort the groups that have started: a step that failed may have left them
+        half-changed. The others keep waiting.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

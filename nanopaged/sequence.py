@@ -4,8 +4,8 @@ The engine's terms:
 
     token        an id from the vocabulary
     step         one forward pass over the tokens of many sequences, in one flat batch
-    decode       to compute the newest token of a sequence, and sample the next one; or
-                 a sequence that a step decodes
+    decode       to compute the K and V of a sequence's newest token, and sample the
+                 next one; or a sequence that a step decodes
     chunk        a part of a prompt that one step computes
     entry        the part of a batch that belongs to one sequence
     budget       how many tokens one step may compute
@@ -72,7 +72,7 @@ class Sequence:
         self.index = index  # a part of the seed with which this sequence draws
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
         # Only the block manager changes these two.
-        self.block_table = array("q")
+        self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         # A negative number for each pending token, oldest first. It stands for the id
         # until that is known: see `batch.py`.
@@ -84,8 +84,8 @@ class Sequence:
         self.finish_reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: the tokens, and no blocks, because those are in this engine.
-        Another engine computes the K and V again, as after a preemption.
+        """What is pickled: all but the blocks, which belong to this engine. Another one
+        computes the K and V again, as after a preemption.
         """
         return vars(self) | {
             "block_table": array("q"), "num_computed_tokens": 0, "pending": []}
@@ -97,7 +97,7 @@ class Sequence:
 
         Before the fork this is the end of the prompt, which all sequences of the group
         share. After the fork it is the end of the sequence's own tokens, and of those
-        that are pending: their step runs before the one that computes them.
+        that are pending: the step that samples them runs before this one.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -164,11 +164,11 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # True if the next step needs the values of the last tokens, as beam searches do
-        # and whatever changes logits may. The group waits while they are pending.
+        # Whether a step must know the ids of the last tokens: for a beam search, or to
+        # change logits. The group waits while they are pending.
         self.needs_last_token = bool(beam_params or params.changes_logits)
         self.has_started = False  # whether it has ever run
-        # All tokens of a prompt that is scored must be computed, so its group takes no
+        # With prompt_logprobs, the whole prompt must be computed, so its group takes no
         # blocks from the prefix cache, and leaves none there.
         self.uses_prefix_cache = params.prompt_logprobs is None
         self.num_cached_tokens = 0  # of the prompt: found in the prefix cache

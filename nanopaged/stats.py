@@ -8,7 +8,7 @@ class EngineStats:
     """What `Engine.stats` returns.
 
     The counters begin again at 0 after an error or Ctrl-C within a step, after
-    `reset_prefix_cache`, and after `load_weights`.
+    `LLM.reset_prefix_cache`, and after `LLM.load_weights`.
     """
 
     blocks_total: int

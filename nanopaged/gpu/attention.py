@@ -103,12 +103,11 @@ class TritonAttention(TorchAttention):
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
-        # The result of item i goes to parts[i] if its tile is cut. Such tiles have the
-        # most keys, so they come first in the plan. How many parts can they have? At
-        # most target_parts are full. Every cut tile has a full part, so at most
-        # target_parts tiles are cut. Each of them has one part that is not full: twice
-        # target_parts in all. (The room is the same in every step, so trial steps take
-        # as much memory as others.)
+        # If its tile is cut, the result of item i goes to parts[i]: cut tiles have the
+        # most keys, so they come first in the plan. At most target_parts parts are
+        # full. Every cut tile has a full part, and at most one that is not: at most
+        # twice target_parts in all. (The room is the same in every step, so trial steps
+        # take as much memory as others.)
         max_parts = 2 * self.target_parts
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)

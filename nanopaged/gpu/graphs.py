@@ -73,11 +73,11 @@ class Graphs:
         self.recorded: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
         largest = runner.config.max_num_seqs
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
-        # A graph that is freed also frees what cuBLAS keeps for its stream. So each
-        # engine records on a stream of its own.
+        # Freeing a graph also frees cuBLAS's memory for its stream, so each engine
+        # records on a stream of its own.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
-        for size in sorted(sizes, reverse=True):  # the smaller ones reuse its memory
+        for size in sorted(sizes, reverse=True):  # smaller ones reuse this memory
             batch = Batch(token_ids=[0], counts=[1], ends=[1],
                           block_ids=[runner.padding_block])
             metadata = runner.prepare(self._pad(batch, size))

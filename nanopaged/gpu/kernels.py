@@ -140,7 +140,7 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
         k = tl.load(k_at, mask=kv_mask, other=0.0)  # [KEYS, DIM]
         v = tl.load(v_at, mask=kv_mask, other=0.0)
 
-        # [ROWS, KEYS]
+        # [ROWS, KEYS]; "ieee": without TF32
         scores = LOG2_E * scale * tl.dot(q_tile, tl.trans(k), input_precision="ieee")
         # A query sees keys up to its own position, and none after the end of the part.
         seen = key[None, :] < tl.minimum(last + 1, end)

@@ -57,9 +57,8 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     ops = import_module(f"nanopaged.{BACKENDS[name][1]}")
     longest = longest_sequence(config, model_config)
     model = load_model(config, share, backend, ops, ranks)
-    num_inputs = most_inputs(config, longest)
-    runner = ModelRunner(config, ranks, backend, model, share.num_hidden_layers,
-                         longest, num_inputs)
+    runner = ModelRunner(
+        config, ranks, backend, model, share.num_hidden_layers, longest)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
     if not runner.is_gpu:
@@ -97,20 +96,6 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig) -> int:
     return int(max_model_len)
 
 
-def most_blocks(config: EngineConfig, longest: int) -> int:
-    """How many blocks can be in use at the same time, if they are enough."""
-    return config.max_num_seqs * cdiv(longest, config.block_size)  # type: ignore
-
-
-def most_inputs(config: EngineConfig, longest: int) -> int:
-    """How many numbers a step may need on the device: for each token an id, a position,
-    a slot, up to 6 numbers in a plan, and perhaps a sample; and the block tables.
-    Recorded steps are padded, and a plan on a GPU has a few thousand numbers more.
-    """
-    num_tokens = config.budget + config.max_num_seqs
-    return (1 + 1 + 1 + 6 + 1) * num_tokens + most_blocks(config, longest) + 2**16
-
-
 def run_trial_steps(runner: ModelRunner) -> None:
     """Run steps whose results nobody reads. All their tokens are stored in one block,
     the padding block, so they need no pool yet. On a GPU, the largest steps follow.
@@ -143,17 +128,14 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
 def size_pools(runner: ModelRunner) -> None:
     """Allocate the pools, at the requested size or at the largest that fits."""
     config = runner.config
-    most = most_blocks(config, runner.longest_sequence)
     block_bytes = runner.kv_caches.nbytes  # so far there is only the padding block
-    fitting = min(most, free_bytes(runner) // block_bytes)
+    fitting = min(runner.most_blocks, free_bytes(runner) // block_bytes)
     # All ranks have the same block ids, so the smallest pool decides.
     size = torch.tensor(config.num_blocks or fitting)
     num_blocks = int(runner.ranks.all_reduce(size, "MIN"))
     check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
-    num_swap_blocks = 0
-    if config.preemption_mode == "swap":
-        swap_bytes = int(config.swap_space * 2**30)
-        num_swap_blocks = min(most, swap_bytes // block_bytes)
+    swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
+    num_swap_blocks = min(runner.most_blocks, int(swap_bytes) // block_bytes)
     try:
         runner.make_pools(num_blocks, num_swap_blocks)
     except (RuntimeError, TypeError):

@@ -108,24 +108,13 @@ def replace_weights(model: CausalLM, model_config: ModelConfig,
 
 def fill(model: CausalLM, model_config: ModelConfig, shapes: dict[str, list[int]],
          get: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Write the tensors with these names and shapes into the model."""
-    for module, kind, names in find_places(model, model_config, shapes, ranks):
-        write(module, kind, [get(name) for name in names], ranks)
-
-
-# A parameter: its module, "weight" or "bias", and the tensors that it stacks.
-Place = tuple[nn.Module, str, list[str]]
-
-
-def find_places(model: CausalLM, model_config: ModelConfig,
-                shapes: dict[str, list[int]], ranks: Ranks) -> list[Place]:
-    """Where the tensors with these names and shapes belong; ValueError if one is
-    missing, is left over, or does not fit.
+    """Write the tensors with these names and shapes into the model; ValueError, before
+    anything changes, if one is missing, is left over, or does not fit.
     """
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     # A head in the checkpoint is used even if config.json says that it is tied.
     is_tied = model_config.tie_word_embeddings and head not in shapes
-    places: list[Place] = []
+    places = []
     expected: dict[str, list[int]] = {}
     # A tied head is the same parameter as the embeddings, and is left out.
     for name, parameter in model.named_parameters(remove_duplicate=is_tied):
@@ -156,7 +145,8 @@ def find_places(model: CausalLM, model_config: ModelConfig,
     if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.weight = nn.Parameter(  # all is checked, so it may change
             torch.empty_like(model.lm_head.weight), requires_grad=False)
-    return places
+    for module, kind, names in places:
+        write(module, kind, [get(name) for name in names], ranks)
 
 
 def write(module: nn.Module, kind: str, tensors: list[Tensor], ranks: Ranks) -> None:
