@@ -55,6 +55,7 @@ class Metadata:
     plan: Tensor  # integers: what this backend's `plan` returned
     block_tables: Tensor  # [num_table_blocks]
     last_indices: Tensor  # [num_samples]: the token that each sample follows
+    states: Any = ()  # of each sequence: `Batch.states`
 
 
 def cdiv(number: Any, divisor: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanopaged.block_manager import Moves
-from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.sequence import Sequence, SequenceGroup, State
 
 
 @dataclass
@@ -37,9 +37,13 @@ class Batch:
     # Copies of blocks to make before the model runs, one after another: for swaps and
     # for copy-on-write. A later one may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
-    # For the sampler and for `Scheduler.update`. Only rank 0 knows these objects.
+    # For the sampler and for `Scheduler.update`. Only rank 0 knows these and `states`.
     receivers: list[Sequence] = field(default_factory=list)
     groups: list[SequenceGroup] = field(default_factory=list)  # of each entry
+    # The state before each entry, and the one after it, which the step fills. (A model
+    # whose sequences have states runs on a single rank.)
+    states: list[tuple[State | None, State]] = field(default_factory=list,
+                                                     compare=False)
 
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
@@ -52,6 +56,7 @@ class Batch:
         self.ends.append(end)
         self.block_ids += block_ids
         self.groups.append(seq.group)
+        self.states.append((seq.state, {}))
 
     @property
     def positions(self) -> list[int]:
@@ -66,4 +71,5 @@ class Batch:
 
 
 # The fields that are sent to other ranks: those with numbers.
-SENT = [each.name for each in fields(Batch) if each.name not in ("receivers", "groups")]
+HERE = ("receivers", "groups", "states")
+SENT = [each.name for each in fields(Batch) if each.name not in HERE]

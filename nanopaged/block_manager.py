@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from nanopaged.prefix_cache import PrefixCache
-from nanopaged.sequence import Sequence
+from nanopaged.sequence import Sequence, State
 
 # Block ids in the order in which they are taken. An OrderedDict without values can also
 # drop a block from its middle in O(1), which happens when the prefix cache revives it.
@@ -61,10 +61,10 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def replace_blocks(self, seq: Sequence, block_ids: list[int],
-                       num_tokens: int) -> None:
+    def replace_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int,
+                       state: State | None = None) -> None:
         """Replace the blocks of `seq` with these, which hold the K and V of its first
-        `num_tokens` tokens.
+        `num_tokens` tokens. `state` is the state after these.
 
         Its old blocks are freed from the last to the first, so the beginning of a
         sequence stays cached longest. References are added before any is dropped, so a
@@ -84,17 +84,19 @@ class BlockManager:
                 can_find = self.prefix_cache.can_find(block_id)
                 free_list.move_to_end(block_id, last=can_find)
         seq.block_table = array("q", block_ids)
-        seq.num_computed_tokens = num_tokens
+        seq.num_computed_tokens, seq.state = num_tokens, state
 
     def free(self, seq: Sequence) -> None:
         """Drop all blocks of `seq`. None of its tokens counts as computed any more."""
         self.replace_blocks(seq, [], 0)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Let `child` share all blocks that `parent` has computed, full or not."""
+        """Let `child` share all blocks that `parent` has computed, full or not, and its
+        state.
+        """
         num_tokens = parent.num_computed_tokens
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
-        self.replace_blocks(child, list(shared), num_tokens)
+        self.replace_blocks(child, list(shared), num_tokens, parent.state)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
         """Give a group's sequences blocks for all tokens up to their `computable_end`:
@@ -158,18 +160,19 @@ class BlockManager:
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             new_table = [moved[block_id] for block_id in seq.block_table]
-            self.replace_blocks(seq, new_table, seq.num_computed_tokens)
+            self.replace_blocks(seq, new_table, seq.num_computed_tokens, seq.state)
         return list(moved.items())
 
-    def mark_computed(self, seq: Sequence, end: int) -> None:
+    def mark_computed(self, seq: Sequence, end: int, state: State | None = None
+                      ) -> None:
         """Count all tokens before position `end` as computed, and publish the blocks
-        that are now full.
+        that are now full. `state` is the state after these tokens.
 
         So a request that is admitted later in this step finds blocks whose K and V have
         not been written yet. That is safe, because in every layer the step stores all
         new K and V before it reads any. If a step fails, the whole cache is forgotten.
         """
-        seq.num_computed_tokens = end
+        seq.num_computed_tokens, seq.state = end, state
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)
 

@@ -48,6 +48,7 @@ class ModelRunner:
         self.compiles = self.is_gpu and not config.enforce_eager
         self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
+        self.state_bytes = 0  # of a sequence's state, if the model has any
         # Room for a step's inputs: for each token an id, a position, a slot, up to 6
         # numbers in a plan, and perhaps a sample; and the block tables. Recorded steps
         # are padded, and a plan on a GPU has a few thousand numbers more.
@@ -113,9 +114,10 @@ class ModelRunner:
                 self._block(new).copy_(self._block(old))
             if not batch.counts:
                 return SamplerOutput(self.last_tokens[:0], {})
-            states, metadata = self._compute(batch)
-            score_prompts(self.model.head, states, batch)
-            logits = self.model.head(states[metadata.last_indices])
+            hidden, metadata = self._compute(batch)
+            batch.states.clear()  # frees the old ones, unless a sequence has them
+            score_prompts(self.model.head, hidden, batch)
+            logits = self.model.head(hidden[metadata.last_indices])
             output = sample(logits, batch)
             # Only rank 0 knows the requests. The others take the most likely tokens,
             # and then get those of rank 0.
@@ -153,7 +155,7 @@ class ModelRunner:
             # The order matters for CUDA graphs: see `gpu/graphs.py`.
             block_tables=block_tables,
             last_indices=np.cumsum(counts)[batch.samples] - 1)
-        return Metadata(counts, ends, **tensors)
+        return Metadata(counts, ends, states=batch.states, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
         """Copy arrays to the device, in one transfer, because each has a fixed cost. It

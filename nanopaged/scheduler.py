@@ -71,7 +71,8 @@ class Scheduler:
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
         batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
-        manager.mark_computed(seq, end)
+        _, state = batch.states[-1]  # the new one
+        manager.mark_computed(seq, end, state)
 
         receivers = [seq]
         if end == group.num_prompt_tokens and not group.forked:

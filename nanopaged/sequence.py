@@ -17,6 +17,7 @@ The engine's terms:
                  logical blocks from 0; a physical block is a place in the pool
     pool         the memory for all blocks: the KV cache
     block table  the physical block of each logical block of a sequence
+    state        what layers without K and V remember of the tokens that are computed
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token is computed when its K and V are in the cache, or will be there
                  after the scheduled step
@@ -50,6 +51,11 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
+# What layers without K and V remember, by layer. Of few families: Mamba's, for example.
+# A state never changes: a step makes a new one from the old one, so forks and beams
+# share it as they share a number. It is empty until its step has run, and only the
+# model looks inside.
+State = dict[int, Any]
 
 
 class Sequence:
@@ -71,9 +77,10 @@ class Sequence:
         self.group = group
         self.index = index  # a part of the seed with which this sequence draws
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
-        # Only the block manager changes these two.
+        # Only the block manager changes these three.
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
+        self.state: State | None = None  # after these tokens; None: before the first
         # A negative number for each pending token, oldest first. It stands for the id
         # until that is known: see `batch.py`.
         self.pending: list[int] = []
@@ -84,11 +91,11 @@ class Sequence:
         self.finish_reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but the blocks, which belong to this engine. Another one
-        computes the K and V again, as after a preemption.
+        """What is pickled: all but the blocks and the state, which belong to this engine.
+        Another one computes them again, as after a preemption.
         """
-        return vars(self) | {
-            "block_table": array("q"), "num_computed_tokens": 0, "pending": []}
+        return vars(self) | {"block_table": array("q"), "num_computed_tokens": 0,
+                             "state": None, "pending": []}
 
     @property
     def computable_end(self) -> int:

@@ -11,7 +11,8 @@ from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
 from nanopaged.model import Linear
 
-# Endings of the names of linear layers whose weight nothing else reads.
+# Endings of the names of linear layers whose weight nothing else reads. (Mamba reads
+# that of its dt_proj itself.)
 PACKED = ("proj", "lm_head", "dense", "fc1", "fc2", "embed_out")
 
 
@@ -26,7 +27,8 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 def pack_products(model: nn.Module) -> None:
     """On a CPU, let a model compute its matrix products faster."""
     linears = [module for name, module in model.named_modules()
-               if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)]
+               if type(module) in (nn.Linear, Linear) and name.endswith(PACKED)
+               and not name.endswith("dt_proj")]
     for linear in linears:
         if not linear.weight.is_mkldnn:
             pack(linear)

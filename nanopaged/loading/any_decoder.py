@@ -6,11 +6,13 @@ methods that the runner calls: `forward` and `head`.
 What could a family do that a flat batch with blocks gets wrong? If its config tells,
 `check_family` refuses it before any weight is read. `attend` refuses arguments that it
 does not know. The rest only shows in the results: layers that remember tokens by other
-means than attention, or that take a token's place in the batch for its position. So
-`plug_in_attention` compares two sequences with what transformers computes for them,
-before the engine serves anything.
+means than attention and the states of `states.py`, or that take a token's place in the
+batch for its position. So `plug_in_attention` compares two sequences with what
+transformers computes for them, before the engine serves anything.
 """
 
+import inspect
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +23,10 @@ from torch import Tensor, nn
 from nanopaged.attention import cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check, check_tensors
+from nanopaged.loading import states
 
-FAMILY = ("a family that remembers earlier tokens by attention alone, and lets it be "
-          "exchanged")
+FAMILY = ("a family that remembers earlier tokens by attention, or by a state in "
+          "transformers' cache, and lets attention be exchanged")
 # Arguments of attention that change nothing here: Q and K are rotated already.
 HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 
@@ -31,8 +34,10 @@ HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 def check_family(config: Any) -> None:
     """ValueError if this config of transformers tells that we cannot compute it."""
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    has_state = family and states.keeps_state(inspect.getmodule(family))
     is_open = family and family._supports_attention_backend and not family._is_stateful
-    check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
+    check(bool(has_state or is_open), "model_type in config.json", FAMILY,
+          config.model_type)
 
 
 def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
@@ -45,17 +50,23 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
                if name not in HARMLESS and value is not None and value is not False]
     name, shared, v_dim = type(layer).__name__, layer.shared, v.shape[-1]
     check(not unknown, f"attention in {name}", "without what ours lacks", unknown)
-    v = nn.functional.pad(v, (0, max(0, k.shape[-1] - v_dim)))  # DeepSeek's is narrower
+    # The pool has one shape for all layers. Narrower heads (those of Gemma 4's layers
+    # with windows, and DeepSeek's V) are padded; where KV heads are fewer, they repeat.
+    backend = shared.backend
+    shape = num_kv_heads, head_dim = backend.num_kv_heads, backend.head_dim
+    q, k, v = (nn.functional.pad(x, (0, head_dim - x.shape[-1]))
+               if x.shape[-1] < head_dim else x for x in (q, k, v))
+    if k.shape[1] < num_kv_heads:
+        k, v = (x.repeat_interleave(num_kv_heads // x.shape[1], 1) for x in (k, v))
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    shape = shared.backend.num_kv_heads, shared.backend.head_dim
     check(k.shape[1:] == v.shape[1:] == shape, f"K and V in {name}",
           f"{shape}, as in all other layers", tuple(k.shape[1:]))
     kv_cache = next(shared.kv_caches, None)  # of this call: a layer may run twice
     check(kv_cache is not None, "num_hidden_layers", "the number of calls of attention "
           "in a step", "fewer")
     shared.windows.add(sliding_window)
-    shared.backend.store(k, v, kv_cache, shared.metadata.slots)
-    out = shared.backend.attend(
+    backend.store(k, v, kv_cache, shared.metadata.slots)
+    out = backend.attend(
         q, kv_cache, shared.metadata, scaling, sliding_window or None, s_aux)
     return out.view(1, *q.shape)[..., :v_dim], None
 
@@ -77,58 +88,78 @@ class AnyDecoder(nn.Module):
                 sizes.source, info["missing_keys"], info["unexpected_keys"])
         self.model.to(backend.device)
         self.sizes, self.decoder = sizes, self.model.get_decoder()
-        self.decode = self.decoder.forward  # `give_states` will take its place
+        self.decode = self.decoder.forward  # `give_output` will take its place
         # What `attend` needs. It gets only its layer, so every module has it.
         self.shared: Any = SimpleNamespace(backend=backend, windows=set())
         for module in self.modules():
             vars(module)["shared"] = self.shared
+        self.stateful = states.find_stateful(self.model)
 
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         self.shared.kv_caches, self.shared.metadata = iter(kv_caches), metadata
+        self.shared.runs = states.find_runs(metadata) if self.stateful else []
         self.output = self.decode(
             token_ids[None], position_ids=metadata.positions[None], use_cache=False)
         return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def give_states(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """Stand in for the decoder while `head` runs: return the states given to it."""
-        self.output["last_hidden_state"] = inputs_embeds
+    def give_output(self, *_: Any, **__: Any) -> Any:
+        """Stand in for the decoder while `head` runs."""
         return self.output
 
     def head(self, x: Tensor) -> Tensor:
         """The rest of the model, after its decoder: some families scale logits, and
-        some look at more than the states. The model calls its decoder with x as inputs,
-        but `give_states` has taken the decoder's place, and returns x as the states.
+        some look at more than hidden states. The model calls its decoder with any
+        tokens, but `give_output` has taken the decoder's place, and returns x.
         """
-        return self.model(inputs_embeds=x[None]).logits[0]  # type: ignore[no-any-return]
+        self.output["last_hidden_state"] = x[None]
+        tokens = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
+        return self.model(tokens).logits[0]  # type: ignore[no-any-return]
+
+    def compute_in_blocks(self, runner: Any, ids: Tensor) -> Tensor:
+        """The logits of two sequences, computed at once, in three steps: two chunks,
+        and then the last token, as decodes do. This measures a state, too.
+        """
+        length, size, logits = ids.shape[1], runner.config.block_size, []
+        before: list[Any] = [None, None]
+        for start, end in pairwise(sorted({0, length // 2, length - 1, length})):
+            used, num_blocks = cdiv(end, size), cdiv(length, size)
+            blocks = [*range(used), *range(num_blocks, num_blocks + used)]
+            tokens = ids[:, start:end].flatten().tolist()
+            pairs: list[Any] = [(old, {}) for old in before]
+            before = [new for _, new in pairs]
+            batch = Batch(tokens, [end - start] * 2, [end] * 2, blocks, states=pairs)
+            hidden = runner.forward(runner.prepare(batch))
+            logits.append(self.head(hidden).view(2, end - start, -1))
+        runner.state_bytes = states.num_bytes(before[0])
+        return torch.cat(logits, 1)
 
     @torch.inference_mode()
     def plug_in_attention(self, runner: Any) -> int:
-        """Compute two sequences with transformers alone. Then plug our attention in,
-        and compute both at once, in blocks and in two steps; ValueError if results
-        differ. Returns how long a sequence may get.
+        """Compute two sequences with transformers alone. Then plug our attention and
+        our states in, and compute both again; ValueError if results differ. Returns how
+        long a sequence may get.
         """
         size, vocab_size = runner.config.block_size, self.sizes.vocab_size
         longest = runner.longest_sequence
-        length = min(2 * size + 2, 66, longest)  # few, but several blocks
+        # Few tokens, but several blocks, and two chunks of several tokens.
+        length = min(max(2 * size + 2, 6), 66, longest)
         ids = torch.arange(2 * length, device=runner.device).view(2, -1) % vocab_size
-        num_blocks = cdiv(length, size)
-        runner.make_pools(2 * num_blocks, 0)  # for this comparison alone
-        logits = []
+        runner.make_pools(2 * cdiv(length, size), 0)  # for this comparison alone
         try:
             wanted = self.model(ids, use_cache=False).logits.float()
             self.model.set_attn_implementation("nanopaged")
-            self.decoder.forward = self.give_states
-            for start, end in ((0, length // 2), (length // 2, length)):
-                used = cdiv(end, size)
-                blocks = [*range(used), *range(num_blocks, num_blocks + used)]
-                tokens = ids[:, start:end].flatten().tolist()
-                batch = Batch(tokens, [end - start] * 2, [end] * 2, blocks)
-                states = runner.forward(runner.prepare(batch))
-                logits.append(self.head(states).view(2, end - start, -1))
-            errors = (torch.cat(logits, 1) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+            self.decoder.forward = self.give_output
+            states.plug_in_states(self.stateful, self.sizes.config, self.shared)
+            errors = (self.compute_in_blocks(runner, ids) - wanted).norm(dim=-1)
         except Exception as error:
+            if isinstance(error, MemoryError) or "memory" in str(error):
+                raise  # the family is not to blame
             raise ValueError(f"model_type in config.json must be {FAMILY}, got "
                              f"{self.sizes.model_type!r} ({error})") from error
+        # (If a token's embedding is zero, its logits may be, too.)
+        errors /= wanted.norm(dim=-1).clamp(min=1e-6)
+        # Layers without K and V need no place in the pool.
+        runner.num_layers -= len([*self.shared.kv_caches])
         runner.make_pools(0, 0)  # back to the padding block alone
         # A family may give its window to the mask that it makes, but not to attention.
         # Ours gets no mask, so sequences must not get longer than the window: up to
@@ -137,8 +168,11 @@ class AnyDecoder(nn.Module):
         is_used = types is None or "sliding_attention" in types
         if window and is_used and window not in self.shared.windows:
             longest = min(longest, window)
-        # (In 16 bits, rounding may even send a token to another expert.)
-        tolerance = 1e-3 if runner.dtype == torch.float32 else 0.2
+        # In 16 bits, rounding may even send a token to another expert. But a lost state
+        # changes results less than lost keys do: by 0.16, or by 0.04 if all is right.
+        tolerance = 0.05 if self.stateful else 0.2
+        if runner.dtype == torch.float32:
+            tolerance = 1e-3
         check(bool(errors[:, :longest].mean() < tolerance),
               "model_type in config.json", FAMILY, self.sizes.model_type)
         return int(longest)

@@ -24,10 +24,11 @@ from nanopaged.loading.any_decoder import check_family
 BUNDLED = Path(__file__).parents[1] / "shakespeare"
 # What config.json may say. There are more ways to rotate Q and K, but with these the
 # angles depend on the position alone, and not on the length of the sequence.
+ATTENTION = (None, "full_attention", "sliding_attention")
 KNOWN = {
     "rope_type": ("default", "linear", "llama3", "yarn", "proportional", None),
     "is_causal": (None, True),
-    "layer_types": (None, "full_attention", "sliding_attention")}
+    "layer_types": (*ATTENTION, "linear_attention", "conv", "hybrid", "mlp", "moe")}
 # What our own decoder can compute. Transformers' modules compute the others.
 OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
 # What the engine reads from a config, as transformers' `attribute_map` names it for
@@ -98,7 +99,8 @@ def load_config(config: EngineConfig) -> ModelConfig:
     impl = config.model_impl
     if impl == "auto":
         impl = "nanopaged" if fits else "transformers"
-    for field, known in (KNOWN | (OURS if impl == "nanopaged" else {})).items():
+    limits = OURS | {"layer_types": ATTENTION} if impl == "nanopaged" else {}
+    for field, known in (KNOWN | limits).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
         check(set(values) <= set(known), f"{field} in config.json",
@@ -109,11 +111,17 @@ def load_config(config: EngineConfig) -> ModelConfig:
     text.allow_global_per_layer_attribute_access = True
     sizes = ModelConfig(source=name, config=found, model_impl=impl, **{
         field: getattr(text, field, None) for field in COPIED})
-    num_heads = sizes.num_attention_heads
+    # Without attention (Mamba) there are no heads, and there is no longest sequence.
+    num_heads = sizes.num_attention_heads = sizes.num_attention_heads or 1
+    sizes.max_position_embeddings = sizes.max_position_embeddings or 2**15
     sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
     # Multi-head latent attention (DeepSeek) rotates a part of each head.
     mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
     sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
+    for layer in text.per_layer_config:  # the largest shape of K and V is that of all
+        for name in ("head_dim", "num_key_value_heads"):
+            most = max(getattr(sizes, name), getattr(layer, name, None) or 0)
+            setattr(sizes, name, most)
     return sizes
 
 

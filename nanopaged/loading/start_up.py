@@ -70,7 +70,8 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
             threads.prepare_process()
     run_trial_steps(runner)
     size_pools(runner)
-    if runner.compiles and backend.can_be_recorded:
+    # (The states of a step are new tensors, and a graph needs the same ones.)
+    if runner.compiles and backend.can_be_recorded and not runner.state_bytes:
         from nanopaged.gpu.graphs import record
 
         runner.graphs = record(runner)
@@ -120,16 +121,20 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
         # (Sorting takes the most memory.)
         params = SamplingParams(top_p=0.5, logit_bias=bias)
         group = SequenceGroup([0], params, set(), runner.longest_sequence)
+        # (They share one state: `size_pools` counts the memory of all.)
         runner.run(Batch(
             [0] * sum(counts), counts, counts, [runner.padding_block] * num_blocks,
-            list(range(num_seqs)), receivers=group.sequences * num_seqs))
+            list(range(num_seqs)), receivers=group.sequences * num_seqs,
+            states=[(None, {})] * num_seqs))
 
 
 def size_pools(runner: ModelRunner) -> None:
     """Allocate the pools, at the requested size or at the largest that fits."""
     config = runner.config
-    block_bytes = runner.kv_caches.nbytes  # so far there is only the padding block
-    fitting = min(runner.most_blocks, free_bytes(runner) // block_bytes)
+    # So far there is only the padding block. (Without attention, it takes no memory.)
+    block_bytes = runner.kv_caches.nbytes or 2**16
+    free = free_bytes(runner) - room_for_states(runner)
+    fitting = min(runner.most_blocks, free // block_bytes)
     # All ranks have the same block ids, so the smallest pool decides.
     size = torch.tensor(config.num_blocks or fitting)
     num_blocks = int(runner.ranks.all_reduce(size, "MIN"))
@@ -145,8 +150,28 @@ def size_pools(runner: ModelRunner) -> None:
               "fit into memory", num_blocks)
 
 
+def room_for_states(runner: ModelRunner) -> int:
+    """How many bytes the states of sequences may take, if they have any; ValueError if
+    there is less memory. Within a step, a sequence has its old state and its new one.
+
+    (A sequence that is swapped out keeps its state. But a group first starts when all
+    that have started run, so those that have started are never more than may run.)
+    """
+    num_seqs, state_bytes = runner.config.max_num_seqs, runner.state_bytes
+    if not state_bytes:
+        return 0
+    free, taken = free_bytes(runner), 2 * num_seqs * state_bytes
+    sizes = [f"{size / 2**20:,.1f} MiB" for size in (2 * state_bytes, taken, free)]
+    logging.getLogger("nanopaged").info(
+        "A sequence's states, the old one and the new one, take %s, and those of %d "
+        "sequences %s, of the %s for K, V and states.", sizes[0], num_seqs, *sizes[1:])
+    check(taken < free, "max_num_seqs", f"at most {free // (2 * state_bytes)} (the "
+          f"states of a sequence take {sizes[0]} of {sizes[2]})", num_seqs)
+    return taken
+
+
 def free_bytes(runner: ModelRunner) -> int:
-    """How much memory there is for K and V."""
+    """How much memory there is for K and V, and for states."""
     if not runner.is_gpu:
         # What stays unused costs nothing, except where the address space is limited.
         return min(4 << 30, free_memory() // 2)

@@ -70,6 +70,33 @@ MORE = {  # what some families want besides
     "gpt_bigcode": {"multi_query": False},
     "gemma3n_text": {"intermediate_size": [96] * 3, "activation_sparsity_pattern": None,
                      "altup_num_inputs": 2, "num_kv_shared_layers": 0}}
+# Every type of layer of a family: some layers have a state, and some attend.
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+MORE |= {name: {"layer_types": MIXED} for name in (
+    "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
+    "qwen4_exp", "qwen4_exp_text", "granitemoehybrid", "olmo_hybrid")}
+MORE |= {name: {"layer_types": ["conv", "full_attention", "conv"]}
+         for name in ("lfm2", "lfm2_moe")}
+MORE |= {
+    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"]},
+    "lara_mini": {"layer_types": [
+        "linear_attention", "sliding_attention", "full_attention"]},
+    "kimi_linear": {"layer_types": MIXED, "linear_head_dim": 16, "linear_num_heads": 4},
+    "bailing_hybrid": {"layer_types": MIXED, "head_dim": 16},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1]}, "falcon_h1": {"mamba_d_ssm": 128},
+    "nemotron_h": {
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
+        "moe_shared_expert_intermediate_size": 24,
+        "layers_block_type": ["linear_attention", "full_attention", "moe"]},
+    "zamba": {"head_dim": 32, "num_key_value_heads": 4,
+              "layers_block_type": ["hybrid", "linear_attention", "hybrid"]},
+    "zamba2": {"num_key_value_heads": 4, "layers_block_type": [
+        "linear_attention", "hybrid", "linear_attention"]},
+    "zaya": {"num_experts_per_tok": 1}, "mamba2": {"num_heads": 8, "n_groups": 2},
+    # Layers of two shapes
+    "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 1,
+                    "attention_k_eq_v": True}}
 OTHERS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2}
 TYPES = {  # for families with types of layers
@@ -101,7 +128,7 @@ def tiny_config(family, **more):
                   if hasattr(config, other)}
         return AutoConfig.for_model(family, **{name: fields} | others)
     kinds = known.get("layer_types")
-    if kinds and "layer_types" not in fields:
+    if kinds and "layer_types" not in fields and "layers_block_type" not in fields:
         fields["layer_types"] = kinds[:3]
     if known.get("mlp_layer_types"):
         fields["mlp_layer_types"] = known["mlp_layer_types"][:3]
@@ -127,7 +154,9 @@ def write_model(family, folder, seed=0, **more):
     model.tie_weights()
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    return model
+    # (Some families set the embedding of the padding token to zero when it is read.)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()

@@ -1,0 +1,128 @@
+"""Modules of transformers that remember earlier tokens by a state, as Mamba's do.
+
+A state has a fixed size, however long its sequence is: the last inputs of a module, for
+a convolution, and a matrix that every token changes. Such a module computes sequences
+of one length, and changes their states in the cache that it is given. The entries of a
+flat batch differ in length, and states never change. So the entries that decode are
+computed together, with copies of their states stacked in one cache, and each of the
+others alone. What the cache then holds becomes the new states.
+"""
+
+import inspect
+from copy import copy, deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+
+KINDS = ("conv_states", "recurrent_states")  # the tensors of a layer of a cache
+
+
+def keeps_state(code: Any) -> bool:
+    """Whether a class, or a file, keeps a state in transformers' cache."""
+    return "cache.update_conv_state(" in inspect.getsource(code)
+
+
+def find_stateful(model: nn.Module) -> list[Any]:
+    """The modules that keep a state."""
+    kinds = {type(module) for module in model.modules()}
+    stateful = tuple(kind for kind in kinds if keeps_state(kind))
+    return [module for module in model.modules() if type(module) in stateful]
+
+
+def plug_in_states(modules: list[Any], config: Any, shared: Any) -> None:
+    """Let these modules compute the entries of a flat batch."""
+    layers = transformers.DynamicCache(config=config).layers if modules else []
+    for module in modules:
+        module.forward = Stateful(module, layers[module.layer_idx], shared)
+
+
+def find_runs(metadata: Any) -> list[tuple[list[int], Tensor]]:
+    """The entries that are computed together, and their tokens, [num_entries, count]:
+    first those that decode.
+    """
+    counts, ends = metadata.counts, metadata.ends
+    starts = np.cumsum(counts) - counts
+    for count, end, (old, _) in zip(counts, ends, metadata.states, strict=True):
+        assert (old is not None) == (end > count), "a state is of computed tokens"
+    is_decode = (counts == 1) & (ends > 1)
+    decodes, others = (np.flatnonzero(x).tolist() for x in (is_decode, ~is_decode))
+    runs = [decodes] * bool(decodes) + [[entry] for entry in others]
+    tokens = [starts[run][:, None] + np.arange(counts[run[0]]) for run in runs]
+    device = metadata.token_ids.device
+    return [(run, torch.from_numpy(some).to(device))
+            for run, some in zip(runs, tokens, strict=True)]
+
+
+def change(function: Any, *layers: Any) -> Any:
+    """A layer of a cache. `function` makes each tensor from a list: those of `layers`,
+    which stay as they are.
+    """
+    changed = copy(layers[0])
+    for kind in KINDS:
+        tensors = [vars(layer)[kind] for layer in layers]
+        vars(changed)[kind] = {
+            key: None if first is None else function([each[key] for each in tensors])
+            for key, first in tensors[0].items()}
+    return changed
+
+
+def num_bytes(state: Any) -> int:
+    """How much memory a state takes."""
+    return sum(tensor.nbytes for layer in state.values() for kind in KINDS
+               for tensor in vars(layer)[kind].values() if tensor is not None)
+
+
+class Stateful:
+    """Stands in for `forward` of a module with a state.
+
+    new: the layer of a cache, before the first token.
+    """
+
+    def __init__(self, module: Any, new: Any, shared: Any) -> None:
+        self.compute, self.layer_idx = module.forward, module.layer_idx
+        self.new, self.shared = new, shared
+        self.names = [*inspect.signature(module.forward).parameters]
+        # Transformers' Mamba 1 starts a chunk of several tokens without its state.
+        self.by_token = "mamba_selective_scan(" in inspect.getsource(type(module))
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """What the module returns for a flat batch: [1, num_tokens, ...], or several
+        such tensors.
+        """
+        named |= zip(self.names, args, strict=False)
+        runs = self.shared.runs
+        outs = [out for entries, tokens in runs
+                for out in self.compute_run(entries, tokens, named)]
+        order = torch.cat([tokens.flatten() for _, tokens in runs]).argsort()
+
+        def join(pieces: Any) -> Tensor:
+            return torch.cat([piece.flatten(0, 1) for piece in pieces])[order][None]
+
+        if isinstance(outs[0], Tensor):
+            return join(outs)
+        return tuple(map(join, zip(*outs, strict=True)))
+
+    def compute_run(self, entries: list[int], tokens: Tensor, named: Any) -> list[Any]:
+        """The outputs for entries that are computed together. Fills their new states.
+        """
+        pairs = [self.shared.metadata.states[entry] for entry in entries]
+        olds = [old[self] for old, _ in pairs if old is not None]
+        layer = change(torch.cat, *olds) if olds else deepcopy(self.new)
+        cache = transformers.Cache(layers={self.layer_idx: layer})
+        outs = []
+        for some in tokens.split(1 if olds and self.by_token else tokens.shape[1], 1):
+            given = {name: self.pick(x, some) for name, x in named.items()}
+            outs.append(self.compute(**given | {"cache": cache}))
+        for row, (_, new) in enumerate(pairs):
+            # A view would keep the states of all entries in memory.
+            new[self] = change(lambda x, i=row: x[0][i : i + 1].clone(), layer)
+        return outs
+
+    def pick(self, x: Any, tokens: Tensor) -> Any:
+        """[1, num_tokens, ...] -> [num_entries, count, ...]"""
+        is_flat = isinstance(x, Tensor) and x.shape[:2] == (
+            1, self.shared.metadata.counts.sum())
+        return x[0][tokens] if is_flat else x
