@@ -161,7 +161,7 @@ def room_for_states(runner: ModelRunner) -> int:
     if not state_bytes:
         return 0
     free, taken = free_bytes(runner), 2 * num_seqs * state_bytes
-    sizes = [f"{size / 2**20:,.1f} MiB" for size in (2 * state_bytes, taken, free)]
+    sizes = [f"{size / 2**20:,.2f} MiB" for size in (2 * state_bytes, taken, free)]
     logging.getLogger("nanopaged").info(
         "A sequence's states, the old one and the new one, take %s, and those of %d "
         "sequences %s, of the %s for K, V and states.", sizes[0], num_seqs, *sizes[1:])

@@ -155,7 +155,7 @@ def write_model(family, folder, seed=0, **more):
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     # (Some families set the embedding of the padding token to zero when it is read.)
-    return AutoModelForCausalLM.from_pretrained(
+    return type(model).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 

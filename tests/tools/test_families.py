@@ -29,21 +29,6 @@ QUICK = ["cohere2", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_oss", "gr
          "mixtral", "olmo3", "phi3", "qwen3_moe", "smollm3"]
 
 
-@pytest.fixture(scope="module")
-def family(tmp_path_factory):
-    """`family(name, **fields)`: the directory of a tiny model, and the model."""
-    made = {}
-
-    def make(name, **fields):
-        key = name, str(fields)
-        if key not in made:
-            path = tmp_path_factory.mktemp(name)
-            made[key] = path, families.write_model(name, path, **fields)
-        return made[key]
-
-    return make
-
-
 # -- The same tokens -------------------------------------------------------------------
 
 
@@ -190,14 +175,15 @@ def test_what_a_layer_remembers_in_another_way_is_found_at_the_start(
     for dtype in ("float32", "bfloat16"):
         message = message_of(lambda dtype=dtype: engine(tmp_path, dtype=dtype))
         assert message.startswith("model_type in config.json must be a family that "
-                                  "remembers earlier tokens by attention alone")
+                                  "remembers earlier tokens by attention")
         assert "'leaky'" in message
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("falcon", "lets it be exchanged, got 'falcon'"),
-    ("mamba", "lets it be exchanged, got 'mamba'"),
-    ("llama4_text", "chunked_attention"), ("qwen3_next", "linear_attention")])
+    ("falcon", "lets attention be exchanged, got 'falcon'"),
+    *[(name, f"a state in transformers' cache, and lets attention be exchanged, got "
+       f"{name!r}") for name in ("rwkv", "xlstm", "recurrent_gemma", "minimax")],
+    ("llama4_text", "chunked_attention"), ("qwen4_exp_text", "indexed_attention")])
 def test_a_refusal_needs_no_weights(name, words, engine, tmp_path):
     AutoConfig.for_model(name).save_pretrained(tmp_path)
     assert words in message_of(lambda: engine(tmp_path))

@@ -1,0 +1,289 @@
+"""Families with a state beside the block table, or with K and V of two shapes: they get
+the tokens of transformers, whatever happens to a sequence.
+
+A state that is lost or exchanged gives plausible nonsense. So some tests break the
+engine on purpose, and a comparison or the engine itself must notice.
+"""
+
+import gc
+import logging
+import pickle
+import random
+
+import pytest
+import torch
+from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
+
+import families
+from helpers import (
+    add_all,
+    check_invariants,
+    counters,
+    drain,
+    draw_requests,
+    greedy,
+    message_of,
+    serve,
+)
+from nanopaged import BeamSearchParams
+from nanopaged.block_manager import BlockManager
+from nanopaged.loading import start_up, states
+from nanopaged.loading.any_decoder import AnyDecoder
+
+NAMES = ["falcon_h1", "gemma4_text", "granitemoehybrid", "kimi_linear", "lfm2",
+         "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
+
+
+def forbid_even(token_ids, logits):
+    """A processor of logits: after an even token comes an odd one."""
+    logits[:, :: 2] -= 1e9 * (token_ids[0, -1] % 2 == 0)
+    return logits
+
+
+def further(rng):
+    return {"prompt_logprobs": rng.choice([None, 1]), "repetition_penalty": 1.1,
+            "logits_processors": rng.choice([None, [forbid_even]])}
+
+
+def compare(path, model, engine, seed, ahead=0, **options):
+    """Serve all kinds of requests, and compare greedy answers and beams with those of
+    transformers, and the others with those of an engine that has room for all.
+    """
+    drawn = list(draw_requests(seed, 6, vocab_size=160, most=3, stop=(), more=further))
+    prompts = random.Random(seed).sample(families.prompts(), 3)
+    search = BeamSearchParams(3, 8, ignore_eos=True)
+    ours = [(prompt, greedy(12, n=3)) for prompt in prompts] + [(prompts[0], search)]
+    llm = engine(path, **options)
+    llm.engine.steps_ahead = ahead
+    answers = serve(llm, ours + drawn)
+    check_invariants(llm)
+    for prompt, sequences in zip(prompts, answers, strict=False):
+        assert len(sequences) == 3
+        assert all(families.compare(model, prompt, tokens) for tokens, *_ in sequences)
+    beams = model.generate(
+        torch.tensor(prompts[:1]), num_beams=3, num_return_sequences=3, do_sample=False,
+        max_new_tokens=8, early_stopping=False, eos_token_id=None)
+    wanted = beams[:, len(prompts[0]):].tolist()
+    assert [tokens for tokens, *_ in answers[len(prompts)]] == wanted
+    roomy = engine(path, num_blocks=400, attention_backend="torch")
+    assert answers[len(ours):] == serve(roomy, drawn)
+    return counters(llm)
+
+
+# -- The same tokens -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tokens_of_transformers_in_a_tight_pool(name, mode, family, engine):
+    """Forks, beams, both preemptions, one step ahead, scored prompts, processors."""
+    found = compare(*family(name), engine, seed=3, ahead=1, preemption_mode=mode,
+                    num_blocks=44, max_num_batched_tokens=19)
+    assert found[f"preemptions_{mode}"] > 0
+    # A prefix of K and V is of no use without the state after it.
+    assert name == "gemma4_text" or found["prefix_hit_tokens"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
+def test_the_tokens_of_transformers_in_random_engines(seed, family, engine):
+    """Blocks of 1 to 16 tokens, chunks of 1 to 40, pools that hold few sequences."""
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4, 8, 16])
+    compare(*family(NAMES[seed % len(NAMES)]), engine, seed, ahead=rng.choice([0, 1]),
+            block_size=block_size, num_blocks=rng.randrange(190, 300) // block_size + 9,
+            max_num_batched_tokens=rng.randrange(1, 41),
+            max_num_seqs=rng.randrange(3, 10),
+            preemption_mode=rng.choice(["recompute", "swap"]),
+            attention_backend=rng.choice(["torch", "numba"]))
+
+
+# -- Memory ----------------------------------------------------------------------------
+
+
+def test_the_memory_of_states_is_counted(family, engine, caplog, monkeypatch):
+    """A sequence has its old state and its new one. What K and V get is the rest."""
+    path, _ = family("qwen3_next")
+    caplog.set_level(logging.INFO, "nanopaged")
+    # Two layers, each with 4 heads of 16 x 16 floats, and 4 inputs of 128 numbers.
+    size = 2 * 4 * (4 * 16 * 16 + 4 * 128)
+    assert size == 12_288
+    monkeypatch.setattr(start_up, "free_bytes", lambda runner: 10 * 2 * size + 2**14)
+    llm = engine(path, max_num_seqs=10, num_blocks=None)
+    assert llm.engine.runner.state_bytes == size
+    # A block of 4 tokens: K and V of 2 heads of 16 floats, in one layer.
+    assert llm.engine.block_manager.num_blocks == 2**14 // (4 * 2 * 2 * 16 * 4)
+    assert ("A sequence's states, the old one and the new one, take 0.02 MiB, and "
+            "those of 10 sequences 0.23 MiB, of the 0.25 MiB for") in caplog.text
+    message = message_of(lambda: engine(path, max_num_seqs=11))
+    assert message == ("max_num_seqs must be at most 10 (the states of a sequence take "
+                       "0.02 MiB of 0.25 MiB), got 11")
+
+
+def test_old_states_are_freed(family, engine):
+    """After a step there is one state for each sequence, with tensors of its own."""
+    llm = engine(family("lfm2")[0])
+    add_all(llm, [[5, 6, 7], [8, 9]], greedy(8, n=2))
+    for _ in range(3):
+        llm.step()
+    [found] = {type(layer) for group in llm.engine.scheduler.running.values()
+               for seq in group.live for layer in seq.state.values()}
+    gc.collect()
+    layers = [each for each in gc.get_objects() if type(each) is found]
+    tensors = [each.conv_states[0] for each in layers]
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    assert len(tensors) == 4 * 2  # four sequences, two layers with a state
+    assert all(x.untyped_storage().nbytes() == x.nbytes for x in tensors)
+    drain(llm)
+
+
+def test_a_request_is_pickled_without_its_state(family, engine):
+    llm = engine(family("lfm2")[0])
+    add_all(llm, [[5, 6, 7]], greedy(8))
+    llm.step()
+    [group] = llm.engine.scheduler.running.values()
+    copied = pickle.loads(pickle.dumps(group))
+    assert group.live[0].state and copied.live[0].state is None
+    drain(llm)
+
+
+# -- Broken on purpose -----------------------------------------------------------------
+
+
+def forget_at_forks(patch):
+    fork = BlockManager.fork
+
+    def broken(self, parent, child):
+        fork(self, parent, child)
+        child.state = None
+
+    patch.setattr(BlockManager, "fork", broken)
+
+
+def forget_at_swaps(patch):
+    move = BlockManager._move
+
+    def broken(self, seqs, target):
+        moves = move(self, seqs, target)
+        for seq in seqs if moves else ():
+            seq.state = None
+        return moves
+
+    patch.setattr(BlockManager, "_move", broken)
+
+
+def keep_after_recompute(patch):
+    """A sequence that is computed again starts with its old state."""
+    replace = BlockManager.replace_blocks
+    patch.setattr(BlockManager, "replace_blocks", lambda self, seq, ids, n, state=None:
+                  replace(self, seq, ids, n, state or seq.state))
+
+
+def change_in_place(patch):
+    """A new state is the old one, with new contents."""
+    compute_run = states.Stateful.compute_run
+
+    def broken(self, entries, *more):
+        outs = compute_run(self, entries, *more)
+        for old, new in (self.shared.metadata.states[entry] for entry in entries):
+            for kind in states.KINDS if old else ():
+                for key, tensor in vars(new[self])[kind].items():
+                    if tensor is not None:
+                        vars(old[self])[kind][key].copy_(tensor)
+            new[self] = old[self] if old else new[self]
+        return outs
+
+    patch.setattr(states.Stateful, "compute_run", broken)
+
+
+def exchange_decodes(patch):
+    find_runs = states.find_runs
+    patch.setattr(states, "find_runs", lambda metadata: [
+        (entries[::-1], tokens) for entries, tokens in find_runs(metadata)])
+
+
+@pytest.mark.parametrize(("mutation", "mode", "words"), [
+    (forget_at_forks, "recompute", "a state is of computed tokens"),
+    (forget_at_swaps, "swap", "a state is of computed tokens"),
+    (keep_after_recompute, "recompute", "a state is of computed tokens"),
+    (change_in_place, "recompute", "wrong tokens"),
+    (exchange_decodes, "recompute", "must be a family that remembers")])
+@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+def test_what_breaks_a_state_is_noticed(name, mutation, mode, words, family, engine,
+                                        monkeypatch):
+    path, _ = family(name)
+    requests = list(draw_requests(3, 12, vocab_size=160, most=3, stop=()))
+    expected = serve(engine(path, num_blocks=400), requests)
+    mutation(monkeypatch)
+    found = "wrong tokens"
+    try:
+        llm = engine(path, num_blocks=40, max_num_batched_tokens=19,
+                     preemption_mode=mode)
+        assert serve(llm, requests) != expected
+    except ValueError as error:  # at the start
+        found = str(error)
+    except AssertionError as error:  # in a step
+        found = str(error)
+        for request_id in llm.engine.scheduler.unfinished:
+            llm.engine.abort(request_id)
+        drain(llm)
+    assert words in found
+
+
+def forget(kind, when, patch):
+    """Transformers' own modules of this kind lose their state where `when` says so."""
+    forward = kind.forward
+
+    def forgetful(self, hidden_states, cache=None, **more):
+        if cache is not None and when(hidden_states.shape[1]):
+            cache.layers[self.layer_idx].has_previous_state = {0: False}
+        return forward(self, hidden_states, cache=cache, **more)
+
+    patch.setattr(kind, "forward", forgetful)
+
+
+@pytest.mark.parametrize("when", [lambda count: count == 1, lambda count: count > 1],
+                         ids=["decodes", "chunks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("name", "kind"), [
+    ("lfm2", Lfm2ShortConv), ("qwen3_next", Qwen3NextGatedDeltaNet)])
+def test_a_family_that_loses_its_state_is_found_at_the_start(
+    name, kind, dtype, when, family, engine, monkeypatch
+):
+    path, _ = family(name)
+    for block_size in (1, 16):
+        options = {"dtype": dtype, "block_size": block_size, "max_model_len": 32}
+        engine(path, **options)
+        with monkeypatch.context() as patch:
+            forget(kind, when, patch)
+            message = message_of(lambda more=options: engine(path, **more))
+        assert "a family that remembers earlier tokens by" in message
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["mamba", "jamba"])
+def test_chunks_of_mamba_1_are_computed_by_token(name, dtype, family, engine,
+                                                 monkeypatch):
+    """As transformers computes them, a chunk of several tokens starts without state."""
+    path, _ = family(name)
+    engine(path, dtype=dtype)
+    make = states.Stateful.__init__
+
+    def broken(self, *settings):
+        make(self, *settings)
+        self.by_token = False
+
+    monkeypatch.setattr(states.Stateful, "__init__", broken)
+    for block_size in (1, 16):
+        message = message_of(lambda size=block_size: engine(
+            path, dtype=dtype, block_size=size, max_model_len=32))
+        assert "a family that remembers earlier tokens by" in message
+
+
+def test_without_memory_the_family_is_not_to_blame(family, engine, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(AnyDecoder, "compute_in_blocks", fail)
+    path, _ = family("lfm2")
+    assert message_of(lambda: engine(path), RuntimeError).startswith("DefaultCPU")
