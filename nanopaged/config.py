@@ -135,14 +135,17 @@ class EngineConfig(Checked):
     max_model_len: the length of the longest sequence, including its prompt. None means
         as long as the model allows. It is lowered to what the pool can hold, and, for a
         few families whose sliding window our attention is not told, to that window.
-    max_num_seqs: how many sequences may run at the same time.
+    max_num_seqs: how many sequences may run at the same time. If they have states,
+        there must be memory for all of these.
     max_num_batched_tokens: how many tokens one step may compute. While it computes a
         chunk of a long prompt, all others wait. None means 8192 on a GPU, and 256 on a
         CPU, where a step of 8192 would take seconds.
     gpu_memory_utilization: how much of the GPU's memory may be in use, including what
         other processes use.
     swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
-    enable_prefix_caching: let requests that begin alike share blocks.
+    enable_prefix_caching: let requests that begin alike share blocks. Families whose
+        sequences have states (Qwen3.5, Mamba) do without: a shared beginning has no
+        state after it.
     preemption_mode: what to do with a group's K and V when the pool is full: "swap"
         them to CPU memory, or "recompute" them later.
     attention_backend: "torch" runs anywhere, "numba" on CPUs, "triton" on GPUs. "flash"

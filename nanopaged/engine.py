@@ -38,9 +38,10 @@ class Engine:
         # The most tokens a sequence may have. The longest one must fit into the pool.
         self.max_model_len = min(
             runner.longest_sequence, runner.num_blocks * config.block_size)
+        # (A prefix that is found has K and V, but not the state after it.)
+        caches = config.enable_prefix_caching and not runner.state_bytes
         self.block_manager = BlockManager(
-            runner.num_blocks, config.block_size, config.enable_prefix_caching,
-            runner.num_swap_blocks)
+            runner.num_blocks, config.block_size, caches, runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.block_manager)
         # The steps whose tokens are still to be read.
         self.launched: deque[tuple[Batch, SamplerOutput]] = deque()

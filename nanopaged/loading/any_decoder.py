@@ -34,10 +34,11 @@ HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 def check_family(config: Any) -> None:
     """ValueError if this config of transformers tells that we cannot compute it."""
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    has_state = family and states.keeps_state(inspect.getmodule(family))
     is_open = family and family._supports_attention_backend and not family._is_stateful
-    check(bool(has_state or is_open), "model_type in config.json", FAMILY,
-          config.model_type)
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    if not is_open or "linear_attention" in types:
+        is_open = family and states.keeps_state(inspect.getmodule(family))
+    check(bool(is_open), "model_type in config.json", FAMILY, config.model_type)
 
 
 def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,

@@ -153,6 +153,7 @@ def size_pools(runner: ModelRunner) -> None:
 def room_for_states(runner: ModelRunner) -> int:
     """How many bytes the states of sequences may take, if they have any; ValueError if
     there is less memory. Within a step, a sequence has its old state and its new one.
+    (Copies that a layer computes with come on top, one layer after another.)
 
     (A sequence that is swapped out keeps its state. But a group first starts when all
     that have started run, so those that have started are never more than may run.)
