@@ -91,7 +91,7 @@ class Sequence:
         self.finish_reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but the blocks and the state, which belong to this engine.
+        """What is pickled: all but blocks and state, which belong to this engine.
         Another one computes them again, as after a preemption.
         """
         return vars(self) | {"block_table": array("q"), "num_computed_tokens": 0,
