@@ -224,17 +224,22 @@ def test_ctrl_c_while_requests_come_and_go(growth, prepare, llama, work):
 
 def test_ctrl_c_in_the_cpu_kernel(llama, monkeypatch):
     """Compiled code is not interrupted; Ctrl-C is seen as soon as it has returned."""
-    from nanopaged.cpu import attention
+    from nanopaged.cpu import threads
 
-    def strike(*arrays):  # from the signal on, no Python runs until the kernel does
-        calls = partial(signal.raise_signal, signal.SIGINT), partial(kernel, *arrays)
-        deque(map(methodcaller("__call__"), calls), 0)
+    def struck(program, parallel):
+        def strike(*arrays):  # from the signal on, no Python runs until the kernel does
+            strikes = partial(signal.raise_signal, signal.SIGINT)
+            calls = strikes, partial(kernel, *arrays)
+            deque(map(methodcaller("__call__"), calls), 0)
 
-    kernel = attention.run_programs
+        kernel = loop(program, parallel)
+        return strike
+
+    loop = threads.loop
     with LLM(llama, **CPU) as llm, deadline():
         answers = generate(llm, [[5, 6, 7]], greedy(3))
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(attention, "run_programs", strike)
+            patch.setattr(threads, "loop", struck)
             generate(llm, [[5, 6, 7]], greedy(3))
         assert generate(llm, [[5, 6, 7]], greedy(3)) == answers
 

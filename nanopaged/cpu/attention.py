@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
@@ -41,16 +41,15 @@ class NumbaAttention(TorchAttention):
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         k, v = (bits(each.to(kv_cache.dtype)) for each in (k, v))
-        kernels.store(k, v, bits(kv_cache), slots.numpy())
+        threads.run(kernels.store, len(k), k, v, bits(kv_cache), slots.numpy())
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         shape = -1, self.num_kv_heads, self.group_size, self.head_dim
         sink_scores = None if sinks is None else sinks.float().view(shape[1:3]).numpy()
         out = q.new_empty(q.shape)
-        # The arguments of `run_program`, in its order.
         threads.run(
-            run_programs, metadata.plan.shape[1], self.num_kv_heads,
+            run_numbered, metadata.plan.shape[1] * self.num_kv_heads,
             bits(out.view(shape)), bits(q.view(shape)), bits(kv_cache),
             metadata.block_tables.numpy(), *metadata.plan.numpy(), scale,
             window, sink_scores)
@@ -60,12 +59,9 @@ class NumbaAttention(TorchAttention):
         return out.flatten(1)
 
 
-@threads.kept_on_disk
 @njit(nogil=True)
-def run_programs(num_queries: int, num_kv_heads: int, *others: Any) -> None:
-    """Run all programs. `prange` is a `range` that may be divided among threads."""
-    for program in prange(num_queries * num_kv_heads):
-        # Head by head, so that threads tend to get short sequences as well as long
-        # ones. (prange is unsigned, and a division of it would give a float.)
-        kv_head, query = divmod(np.int64(program), num_queries)
-        run_program(query, kv_head, *others)
+def run_numbered(program: int, *arguments: Any) -> None:
+    """Run a program by its number."""
+    # Head by head, so that threads tend to get short sequences as well as long ones.
+    kv_head, query = divmod(program, len(arguments[4]))
+    run_program(query, kv_head, *arguments)

@@ -6,49 +6,47 @@ Numbers in bfloat16 are passed as their bits (uint16; in products, two in one ui
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from nanopaged.cpu import threads
 from nanopaged.paged_attention import FASTMATH, prefetch, rounded, to_float32
 
-# -- Between matrix products -----------------------------------------------------------
+# -- Between matrix products: programs, each of which computes one token ---------------
 
-@threads.kept_on_disk
+
 @njit(nogil=True, fastmath=FASTMATH)
-def add_norm(out, x, residual, weight, eps):
+def add_norm(token, out, x, residual, weight, eps):
     """As in `nanopaged/fused.py`, but rounded only at the end, and the sum replaces the
     residual.
     """
-    for row in range(len(x)):
-        for i in range(len(weight)):
-            total = to_float32(x[row, i]) + to_float32(residual[row, i])
-            residual[row, i] = rounded(total, residual[row, i])
-        scale = inverse_rms(residual[row], eps)
-        for i in range(len(weight)):
-            normed = scale * to_float32(residual[row, i]) * to_float32(weight[i])
-            out[row, i] = rounded(normed, x[row, i])
+    x, residual, out = x[token], residual[token], out[token]
+    for i in range(len(weight)):
+        total = to_float32(x[i]) + to_float32(residual[i])
+        residual[i] = rounded(total, residual[i])
+    scale = inverse_rms(residual, eps)
+    for i in range(len(weight)):
+        normed = scale * to_float32(residual[i]) * to_float32(weight[i])
+        out[i] = rounded(normed, x[i])
 
 
-@threads.kept_on_disk
 @njit(nogil=True, fastmath=FASTMATH)
-def norm_rotate(out, x, q_weight, k_weight, cos, sin, num_kv_heads, eps):
+def norm_rotate(token, out, x, q_weight, k_weight, cos, sin, num_kv_heads, eps):
     """As in `nanopaged/fused.py`, but rounded only at the end. (Both halves of a head
     have the same angles.)
     """
-    num_tokens, num_heads, head_dim = x.shape
-    half = head_dim // 2
-    for token in range(num_tokens):
-        for head in range(num_heads):
-            weight = q_weight if head < num_heads - num_kv_heads else k_weight
-            row, rotated = x[token, head], out[token, head]
-            scale = inverse_rms(row, eps)
-            for i in range(half):
-                x1 = scale * to_float32(row[i]) * to_float32(weight[i])
-                x2 = scale * to_float32(row[half + i]) * to_float32(weight[half + i])
-                c, s = to_float32(cos[token, 0, i]), to_float32(sin[token, 0, i])
-                rotated[i] = rounded(x1 * c - x2 * s, row[i])
-                rotated[half + i] = rounded(x2 * c + x1 * s, row[i])
+    half, num_heads = x.shape[2] // 2, x.shape[1]
+    for head in range(num_heads):
+        row, rotated = x[token, head], out[token, head]
+        weight = q_weight if head < num_heads - num_kv_heads else k_weight
+        scale = np.float32(1) if q_weight is None else inverse_rms(row, eps)
+        for i in range(half):
+            x1, x2 = scale * to_float32(row[i]), scale * to_float32(row[half + i])
+            if q_weight is not None:
+                x1 *= to_float32(weight[i])
+                x2 *= to_float32(weight[half + i])
+            c, s = to_float32(cos[token, 0, i]), to_float32(sin[token, 0, i])
+            rotated[i] = rounded(x1 * c - x2 * s, row[i])
+            rotated[half + i] = rounded(x2 * c + x1 * s, row[i])
 
 
 @njit(nogil=True, fastmath=FASTMATH)
@@ -63,16 +61,14 @@ def inverse_rms(row, eps):
 # -- The KV cache ----------------------------------------------------------------------
 
 
-@threads.kept_on_disk
 @njit(nogil=True)
-def store(k, v, kv_cache, slots):
-    """Copy K and V into their slots."""
-    for token in range(len(slots)):
-        block, offset = divmod(slots[token], kv_cache.shape[3])
-        for head in range(k.shape[1]):
-            for dim in range(k.shape[2]):
-                kv_cache[block, 0, head, offset, dim] = k[token, head, dim]
-                kv_cache[block, 1, head, offset, dim] = v[token, head, dim]
+def store(token, k, v, kv_cache, slots):
+    """Copy a token's K and V into its slot."""
+    block, offset = divmod(slots[token], kv_cache.shape[3])
+    for head in range(k.shape[1]):
+        for dim in range(k.shape[2]):
+            kv_cache[block, 0, head, offset, dim] = k[token, head, dim]
+            kv_cache[block, 1, head, offset, dim] = v[token, head, dim]
 
 
 @overload(prefetch)
@@ -101,18 +97,9 @@ def prefetch_line(_, address):
 # -- Matrix products: bfloat16 times float32 -------------------------------------------
 
 
-@threads.kept_on_disk
-@njit(nogil=True)
-def run_products(out, *others):
-    """Compute out = x W^T. `run_four` explains the arguments."""
-    quarter = (out.shape[1] + 3) // 4
-    for n in prange(quarter):
-        run_four(np.int64(n), quarter, out, *others)
-
-
 @njit(nogil=True, fastmath=FASTMATH)
-def run_four(n, quarter, out, even, odd, weight):
-    """Compute the outputs of four rows of W: n, n + quarter, and so on.
+def multiply_four(n, out, even, odd, weight):
+    """Part of out = x W^T: the outputs of four rows of W, n, n + quarter, and so on.
 
     out        [num_rows, num_outputs], float32
     even, odd  [num_rows, size / 2], float32: the numbers of x at even and odd indices
@@ -124,6 +111,7 @@ def run_four(n, quarter, out, even, odd, weight):
     used twice; and both numbers of a pair. (They stay in one vector, because x is split
     into even and odd instead.)
     """
+    quarter = (len(weight) + 3) // 4
     last, last_row = len(weight) - 1, len(out) - 1
     # Past the last row of W, or of x, the last one is computed again.
     a, b = n, min(n + quarter, last)

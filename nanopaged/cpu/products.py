@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanopaged.attention import cdiv
 from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
 from nanopaged.model import Linear
@@ -108,7 +109,9 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         # columns of x apart.
         pairs = bits(weight).view("uint32")
         even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
-        threads.run(kernels.run_products, out.numpy(), even, odd, pairs)
+        num_programs = cdiv(len(weight), 4)
+        threads.run(
+            kernels.multiply_four, num_programs, out.numpy(), even, odd, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias

@@ -11,9 +11,10 @@ from types import FunctionType
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 import xxhash
-from numba import njit
+from numba import njit, prange
 
 from nanopaged import paged_attention
 
@@ -23,51 +24,53 @@ from nanopaged import paged_attention
 # we could measure, but with the queue a step takes up to 1.5 times as long.
 LAYERS = ["omp", "tbb", "workqueue"]
 CONFIG: Any = numba.config
-SOURCES = Path(paged_attention.__file__), Path(__file__).with_name("kernels.py")
+SOURCES = [
+    Path(paged_attention.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
-def run(kernel: Any, *arguments: Any) -> None:
-    """Run a kernel on as many threads as torch has."""
+def run(program: Any, count: int, *arguments: Any) -> None:
+    """Call program(i, *arguments) for each i below `count`, on as many threads as torch
+    has. `program` is a function that Numba compiles.
+    """
     num_threads = min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS)
     if num_threads == 1:
-        kernel(*arguments)
+        # This does not even enter OpenMP, so a forked process can run it.
+        loop(program, parallel=False)(count, *arguments)
         return
     with LOCK:
         numba.set_num_threads(num_threads)
-        with_threads(kernel)(*arguments)
+        loop(program, parallel=True)(count, *arguments)
 
 
 @cache
-def with_threads(kernel: Any) -> Any:
-    """The same kernel, in which `prange` divides its range among threads.
+def loop(program: Any, parallel: bool) -> Any:
+    """`run_programs` for this program, compiled.
 
-    (The plain one does not even enter OpenMP, so a forked process can run it.)
+    The compiled code is kept on disk, as `njit(cache=True)` does it. But it is not if
+    no folder can be written to (RuntimeError), if Numba is disabled (AttributeError),
+    or if there are no sources (OSError).
     """
     CONFIG.THREADING_LAYER_PRIORITY = LAYERS
-    source = getattr(kernel, "py_func", kernel)  # if Numba is disabled: plain Python
-    function = FunctionType(source.__code__, source.__globals__)
-    function.__qualname__ += "_with_threads"  # its name in Numba's cache on disk
-    return kept_on_disk(njit(parallel=True, nogil=True)(function))
-
-
-def kept_on_disk(kernel: Any) -> Any:
-    """Keep the compiled code on disk, as `njit(cache=True)` does. But do nothing if no
-    folder can be written to (RuntimeError), if Numba is disabled (AttributeError), or
-    if there are no sources (OSError).
-    """
+    function = FunctionType(run_programs.__code__, globals() | {"program": program})
+    kernel: Any = njit(parallel=parallel, nogil=True)(function)
     with suppress(RuntimeError, AttributeError, OSError):
-        kernel.py_func.__qualname__ += version()
+        # Numba would not notice that a program has changed, so the name on disk depends
+        # on the sources of all programs.
+        sources = xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
+        function.__qualname__ = f"{program.__name__}_{parallel}_{sources}"
         kernel.enable_caching()
     return kernel
 
 
-@cache
-def version() -> str:
-    """Of the kernels. Numba notices when a kernel's own file has changed, but not that
-    of what it calls. So its name in the cache on disk depends on these files.
-    """
-    return xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
+def program(i: int, *arguments: Any) -> None:
+    """Stands for the program that `loop` puts in its place."""
+
+
+def run_programs(count: int, *arguments: Any) -> None:
+    """Run all programs. `prange` is a `range` that may be divided among threads."""
+    for i in prange(count):
+        program(np.int64(i), *arguments)  # (Numba's own i is unsigned.)
 
 
 @cache  # once in a process
