@@ -63,7 +63,7 @@ def loop(program: Any, parallel: bool) -> Any:
     return kernel
 
 
-def program(i: int, *arguments: Any) -> None:
+def program(i: np.int64, *arguments: Any) -> None:
     """Stands for the program that `loop` puts in its place."""
 
 
