@@ -105,9 +105,7 @@ def tokens(task, quick):
 
 
 def on_device(case, keys=None, programs=6):
-    """A function that runs Triton's kernels for a case; with other numbers of keys in a
-    round, and of programs for a multiprocessor.
-    """
+    """A function that runs Triton's kernels for a case, with other sizes if wanted."""
     backend = make_backend("triton", case.heads, case.block_size, case.dtype, DEVICE)
     backend.keys_per_round = keys or backend.keys_per_round
     backend.target_parts = backend.target_parts * programs // 6
@@ -136,9 +134,7 @@ def kernels(task, quick):
 
 
 def gpu_ms(function, repeats=20):
-    """The median time of a call, by the GPU's own clock. At first the GPU sleeps, about
-    2 ms, so that the host is ahead of it, and launches take no time.
-    """
+    """The median time of a call, by the GPU's clock. First it sleeps, for the host."""
     function()
     pairs = []
     for _ in range(repeats):
@@ -216,8 +212,7 @@ def workload(task, quick):
 
 
 def peer(task, quick):
-    """transformers serves the same requests. They are few, because it is slow: without
-    flash-attn its continuous batching multiplies all queries by all keys.
+    """transformers serves the same requests; few, because without flash-attn it is slow.
     """
     words = ["--requests", "64", "--input-len", "100", "1024", "--output-len", "100",
              "1024", "--repeats", "1", "--vs", "transformers", "--vs-batch", "64"]
@@ -236,9 +231,7 @@ class Tuned:
 
 
 def sweep(task, quick):
-    """Stages x keys of a round x warps on one shape; then the best three on others, and
-    how many programs a multiprocessor gets.
-    """
+    """Stages x keys of a round x warps on one shape; then the best three on others."""
     from triton.runtime.errors import OutOfResources
 
     import nanopaged.gpu.kernels as kernel_file
@@ -319,9 +312,7 @@ def time_waits(waits):
 
 
 def step(task, quick):
-    """Of sequences of about 600 tokens: all of it, its pieces, the host's share, and
-    the kernels that take longest.
-    """
+    """Of sequences of about 600 tokens: all of it, its pieces, the host's share."""
     sizes, length, count = ([2, 1], 4, 2) if quick else ([256, 64, 8, 1], 570, 24)
     bandwidth = measure_bandwidth(task)
     args, room = bench_args(quick, "workload"), 64 if quick else 16384
@@ -350,9 +341,7 @@ def step(task, quick):
 
     @torch.inference_mode()
     def time_pieces(size):
-        """With the inputs of the last step: it writes the same K and V again. Also two
-        ways to sort for top_p, and how long drawing takes if it is not compiled.
-        """
+        """With the inputs of the last step; and two ways to sort, a draw not compiled."""
         replay, head = recorded_step(llm, size)
         logits = head()
         pieces = {"recorded": replay, "head": head,

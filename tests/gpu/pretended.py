@@ -303,8 +303,7 @@ class PretendedGpu(TorchFunctionMode):
         """A stand-in for a compiled function: one kernel, whose arguments are noted."""
 
         def run(*arguments):
-            is_eager = eval_frame._stance.stance == "force_eager"
-            if is_eager or not fused.compiles.get():
+            if eval_frame._stance.stance == "force_eager" or not fused.compiles.get():
                 return function(*arguments)
             name, shapes = function.__name__, tree_map(shape_of, arguments)
             self.compiled.setdefault((name, str(shapes)), (function, shapes))
