@@ -212,8 +212,7 @@ def workload(task, quick):
 
 
 def peer(task, quick):
-    """transformers serves the same requests; few, because without flash-attn it is slow.
-    """
+    """transformers serves the same; few, because it is slow without flash-attn."""
     words = ["--requests", "64", "--input-len", "100", "1024", "--output-len", "100",
              "1024", "--repeats", "1", "--vs", "transformers", "--vs-batch", "64"]
     task("both", partial(run_bench, quick, "workload", *words))
@@ -341,7 +340,7 @@ def step(task, quick):
 
     @torch.inference_mode()
     def time_pieces(size):
-        """With the inputs of the last step; and two ways to sort, a draw not compiled."""
+        """With the last inputs; also two ways to sort, and a draw not compiled."""
         replay, head = recorded_step(llm, size)
         logits = head()
         pieces = {"recorded": replay, "head": head,
