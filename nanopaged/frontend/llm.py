@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from nanopaged.checks import check
 from nanopaged.config import BeamSearchParams, EngineConfig
 from nanopaged.engine import Changed
-from nanopaged.frontend.outputs import Outbox, Request, RequestOutput
+from nanopaged.frontend.outputs import Outbox, Request, RequestOutput, let_go
 from nanopaged.frontend.prompts import (
     Params,
     Prompt,
@@ -175,7 +175,9 @@ class LLM(AbstractContextManager["LLM"]):
             for request in requests:
                 self.engine.abort(request.group.request_id)
                 self._requests.pop(request.group, None)
-                request.let_go()
+                if not request.group.live:
+                    let_go(request.group)
+            outbox.clear()
 
     def _collect(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
@@ -204,8 +206,10 @@ class LLM(AbstractContextManager["LLM"]):
         changed = act()
         for request_id, group in changed.items():
             request = self._requests.get(group)
-            if request is None:
-                continue  # nobody waits for it: its stream was closed
+            if request is None:  # nobody waits for it: its stream was closed
+                if not group.live:
+                    let_go(group)
+                continue
             if group.params.stop:
                 for seq in request.read():
                     self.engine.stop(seq)

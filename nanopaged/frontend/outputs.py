@@ -81,15 +81,8 @@ class Request:
             [self._completion(seq, i) for i, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, scores)
         if output.finished:
-            self.let_go()
+            let_go(group)
         return output
-
-    def let_go(self) -> None:
-        """Break the cycles that would keep a request in memory until the garbage
-        collector runs.
-        """
-        self.outbox = {}
-        self.group.sequences, self.group.complete_beams = [], []
 
     def _completion(self, seq: Sequence, index: int) -> CompletionOutput:
         params, reason = seq.group.params, seq.finish_reason
@@ -105,6 +98,13 @@ class Request:
             cumulative_logprob=seq.cumulative_logprob if has_logprobs else None,
             logprobs=list(seq.logprobs) if has_logprobs else None,
             finish_reason=reason, stop_reason=stop_reason)
+
+
+def let_go(group: SequenceGroup) -> None:
+    """Break the cycle between a request that has finished and its sequences. It would
+    keep them in memory until the garbage collector runs.
+    """
+    group.sequences, group.complete_beams = [], []
 
 
 Outbox: TypeAlias = dict[str, Request]  # requests by id, in the order of their changes
