@@ -3,6 +3,7 @@
 from copy import copy
 from dataclasses import dataclass
 from typing import TypeAlias
+from weakref import proxy
 
 from nanopaged.frontend.detokenizer import Detokenizer
 from nanopaged.sequence import Logprobs, Sequence, SequenceGroup
@@ -104,7 +105,8 @@ def let_go(group: SequenceGroup) -> None:
     """Break the cycle between a request that has finished and its sequences. It would
     keep them in memory until the garbage collector runs.
     """
-    group.sequences, group.complete_beams = [], []
+    for seq in [*group.sequences, *group.complete_beams]:
+        seq.group = proxy(group)
 
 
 Outbox: TypeAlias = dict[str, Request]  # requests by id, in the order of their changes
