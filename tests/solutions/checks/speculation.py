@@ -7,6 +7,7 @@ import json
 import random
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
@@ -127,7 +128,7 @@ def check_tokens(folder, run, expected):
 
 def count_steps(num_speculative_tokens):
     """How the model goes on with a text that repeats itself, how much of that is found
-    in the cache then, and the number of steps.
+    in the cache then, the tokens up to a stop string, and the number of steps.
     """
     with LLM(dtype="float32", device="cpu", attention_backend="torch",
              num_speculative_tokens=num_speculative_tokens) as llm:
@@ -136,7 +137,10 @@ def count_steps(num_speculative_tokens):
         steps = llm.stats().steps
         token_ids = output.outputs[0].token_ids
         again = llm.generate(output.prompt_token_ids + token_ids, params, False)[0]
-        return token_ids, again.num_cached_tokens, steps
+        params = replace(params, stop=output.outputs[0].text[30:32], logprobs=0)
+        stopped = llm.generate(SPEECH * 4, params, use_tqdm=False)[0].outputs[0]
+        assert len(stopped.logprobs) == len(stopped.token_ids) < len(token_ids)
+        return token_ids, again.num_cached_tokens, stopped.token_ids, steps
 
 
 def main(num_runs=30, first=0, answers=None):
