@@ -57,6 +57,7 @@ def lines_of_code(path):
     return Counter(lines[number - 1].partition("  #")[0] for number in numbers)
 
 
+@pytest.mark.upstream  # a patch does not apply twice
 @pytest.mark.parametrize("name", SIZES)
 def test_it_takes_few_lines_in_few_files(extended, name):
     folder = extended(name)
