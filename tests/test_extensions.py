@@ -18,8 +18,20 @@ from test_ranks import TORCHRUN
 
 # How many lines of code each may add, and in how many files.
 SIZES = {
-    "priorities": (15, 3), "speculation": (47, 8), "int8_kv": (36, 5),
+    "priorities": (15, 4), "speculation": (40, 5), "int8_kv": (36, 5),
     "sliding_window": (18, 4)}
+# Some patches do nothing unless an option is set.
+OPTIONS = {"speculation": {"num_speculative_tokens": 3},
+           "int8_kv": {"kv_cache_dtype": "int8"}}
+# A script of solutions/checks/, and all engines in it have these options.
+WITH_OPTIONS = """
+import json, runpy, sys
+import nanopaged
+make = nanopaged.LLM
+options = json.loads(sys.argv.pop(1))
+nanopaged.LLM = lambda *model, **others: make(*model, **options | others)
+runpy.run_path(sys.argv.pop(1), run_name="__main__")
+"""
 
 
 @pytest.fixture
@@ -28,8 +40,9 @@ def extended(tmp_path):
 
     def make(name):
         copy_package(tmp_path)
-        if (SOLUTIONS / f"{name}.patch").exists():
-            apply_patch(name, tmp_path)
+        for each in ["speculation", "draft"] if name == "draft" else [name]:
+            if (SOLUTIONS / f"{each}.patch").exists():
+                apply_patch(each, tmp_path)
         return tmp_path
 
     return make
@@ -85,10 +98,31 @@ def test_speculation_gives_the_same_tokens_in_fewer_steps(check, tmp_path):
 @pytest.mark.parametrize("name, arguments, expected", [
     ("priorities", [30], "30 random runs"), ("int8_kv", [30], "30 random runs"),
     ("sliding_window", [30], "30 random runs"), ("moe", [], "moe: ok"),
+    ("draft", [], "the same greedy tokens"),
+    ("disaggregated", [], "12 runs of 30 requests"),
     ("rollouts", [8, 1], "rollouts: ok")])
 def test_its_own_check_passes(check, name, arguments, expected):
     """Random runs; all kinds of routing; weights of a trainer, whose reward rises."""
     assert expected in check(name, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, other, arguments, expected", [
+    PAIRS
+    ])
+def test_two_work_together(tmp_path, name, other, arguments, expected):
+    """In one copy, the check of one passes while the other is switched on. The README
+    of solutions/ names these pairs, and those that do not work.
+    """
+    copy_package(tmp_path)
+    for each in sorted((name, other)):
+        apply_patch(each, tmp_path)
+    said = run_python(
+        "-c", WITH_OPTIONS, json.dumps(OPTIONS.get(other, {})),
+        str(SOLUTIONS / "checks" / f"{name}.py"), *map(str, arguments), cwd=tmp_path,
+        PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+    print(said)
+    assert expected in said
 
 
 @pytest.mark.slow

@@ -38,7 +38,7 @@ def test_the_text_goes_on_to_the_end_of_any_stop_string(llm, text):
             assert (included.finish_reason, included.stop_reason) == ("stop", stop)
 
 
-def test_of_several_the_one_that_begins_first_counts(llm, text):
+def test_of_several_the_one_that_is_complete_first_counts(llm, text):
     for at in range(4, 30):
         stops = [text[at : at + 4], text[at + 1 : at + 3], text[at + 2 : at + 3]]
         without, included = both(llm, stop=stops)[0]
