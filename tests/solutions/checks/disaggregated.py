@@ -37,7 +37,8 @@ def draw_requests(run):
             continue
         yield prompt, SamplingParams(
             n=rng.choice([1, 3]), temperature=rng.choice([0, 0.8]),
-            seed=rng.randrange(99), max_tokens=max_tokens, min_tokens=rng.choice([0, 1]),
+            seed=rng.randrange(99), max_tokens=max_tokens,
+            min_tokens=rng.choice([0, 1]),
             stop=rng.choice([None, None, "e", ["th", "ou"]]),
             logprobs=rng.choice([None, 2]),
             prompt_logprobs=rng.choice([None, None, None, 1]),
@@ -126,8 +127,8 @@ def main(num_runs=12, solution=SOLUTION):
     totals = [*map(sum, zip(*counts, strict=True))]
     assert all(totals[2:]) or num_runs < 12, totals
     print(f"Disaggregated: {num_runs} runs of {NUM_REQUESTS} requests are answered as "
-          f"by one engine, with {totals} preemptions (recompute and swap, of prompts and "
-          "of answers).")
+          f"by one engine, with {totals} preemptions (recompute and swap, of prompts "
+          "and of answers).")
 
 
 if __name__ == "__main__":
