@@ -1,4 +1,4 @@
-"""A draft model guesses: greedy tokens as without it, and draws of the same probability.
+"""A draft model guesses: the same greedy tokens, and draws of the same probability.
 
     python draft.py
 """
@@ -12,30 +12,33 @@ import torch
 
 from nanopaged import LLM, SamplingParams, sampler
 
-VOCAB, LENGTH, NUM_DRAWS = 5, 4, 128 * 32
+VOCAB, LENGTH, NUM_DRAWS = 5, 4, 128 * 64
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "head_dim": 16, "vocab_size": VOCAB, "max_position_embeddings": 128,
     "eos_token_id": None}
 PROMPT = [1, 3, 0, 2, 2, 4, 1]
-TEMPERATURE = 0.7
+TEMPERATURE = 1.5
 
 
-def engine(folder, draft=True, **options):
-    """A tiny model. Its draft has the first of its two layers, and is often wrong."""
+def engine(folder, draft=True, second=3, **options):
+    """A tiny model. Its draft has the first of its two layers; the larger the weights
+    of the second, the more often it is wrong.
+    """
     for name, layers in [("large", 2), ("small", 1)]:
         Path(folder, name).mkdir(exist_ok=True)
         config = json.dumps(CONFIG | {"num_hidden_layers": layers})
         Path(folder, name, "config.json").write_text(config)
     if draft:
         options |= {"draft_model": Path(folder, "small"), "num_speculative_tokens": 3}
-    defaults = {"block_size": 2, "num_blocks": 4000, "dtype": "float32", "device": "cpu",
-                "load_format": "dummy", "max_model_len": 64, "max_num_seqs": 1024}
+    defaults = {"block_size": 2, "num_blocks": 4000, "dtype": "float32",
+                "device": "cpu", "load_format": "dummy", "max_model_len": 64,
+                "max_num_seqs": 1024}
     llm = LLM(Path(folder, "large"), **defaults | options)
     model = llm.engine.runner.model
     for name, weight in model.named_parameters():
-        weight.mul_((3 if "layers.1" in name else 8) if weight.ndim > 1 else 1)
+        weight.mul_((second if "layers.1" in name else 8) if weight.ndim > 1 else 1)
     if draft:
         runner = llm.engine.scheduler.guess.__self__.engine.runner
         runner.model.load_state_dict(model.state_dict(), strict=False)
@@ -75,7 +78,7 @@ def exact_probs(llm, limits):
         if limits.get("top_k"):
             logits[logits < logits.topk(limits["top_k"]).values[-1]] = -torch.inf
         for token, p in enumerate((logits.double() / TEMPERATURE).softmax(-1).tolist()):
-            probs[*prefix, token] = probs[prefix] * p
+            probs[(*prefix, token)] = probs[prefix] * p
     ids = itertools.product(range(VOCAB), repeat=LENGTH)
     return torch.tensor([probs[each] for each in ids], dtype=torch.float64)
 
@@ -132,7 +135,7 @@ def draw_once(judge):
 
 def check_draws(folder):
     """The joint distribution of four tokens, also with limits; returns p-values."""
-    plain, llm = engine(folder, draft=False), engine(folder)
+    plain, llm = engine(folder, draft=False, second=8), engine(folder, second=8)
     values = [p_value(draw(llm, limits), exact_probs(plain, limits))
               for limits in ({}, {"top_k": 3})]
     assert min(values) > 0.001, values
