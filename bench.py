@@ -10,6 +10,9 @@
     python bench.py --threads 4 --engine '{"block_size": 32, "dtype": "float32"}'
     python bench.py decode --shape tiny --repeats 1 --json FILE  # a quick try
 
+On one core of a server, `decode` takes eight minutes, the default three, `prefix` two,
+`host` and `memory` half a minute each. --threads, --requests and --repeats change that.
+
 Weights are random unless --engine says otherwise; trained ones would take as long. Each
 figure is the median of `--repeats` runs after a warm-up. Both sides of a ratio are
 measured in the same process. What only a GPU can show (individual kernels, timelines)
@@ -35,21 +38,24 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
-import torch
-import transformers
-from tqdm import tqdm
+try:
+    import torch
+    import transformers
+    from tqdm import tqdm
 
-import nanopaged
-from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
-from nanopaged.attention import cdiv
-from nanopaged.loading.weights import products
-from nanopaged.model import Linear
-from nanopaged.paper import simulation
-from nanopaged.paper.figures import FIGURES, standalone
-from nanopaged.tour.guide.lab import fastest
-from nanopaged.tour.kv import token_bytes
-from nanopaged.tour.observers import observers
-from nanopaged.tour.page import check_writable
+    import nanopaged
+    from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
+    from nanopaged.attention import cdiv
+    from nanopaged.loading.weights import products
+    from nanopaged.model import Linear
+    from nanopaged.paper import simulation
+    from nanopaged.paper.figures import FIGURES, standalone
+    from nanopaged.tour.guide.lab import fastest
+    from nanopaged.tour.kv import token_bytes
+    from nanopaged.tour.observers import observers
+    from nanopaged.tour.page import check_writable
+except KeyboardInterrupt:
+    sys.exit("\nbench.py: interrupted")
 
 Args: TypeAlias = argparse.Namespace
 Figures: TypeAlias = dict[str, Any]
@@ -82,6 +88,7 @@ def write_config(folder: str, sizes: dict[str, int]) -> str:
 
 def make_engine(args: Args, **changes: Any) -> LLM:
     defaults = {"model": args.model, "load_format": "dummy"}
+    tell("making the engine")
     llm = LLM(**(defaults | args.engine | changes))
     # Touch the KV pool's memory once, as a server will have done after a while.
     llm.engine.runner.kv_caches.zero_()
@@ -463,6 +470,7 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     Bytes: the sum of a buffer of 1 GiB, which no cache can hold. Operations: many rows
     times a large matrix, the engine's own `Linear`, which is packed as in the engine.
     """
+    tell("measuring the machine")
     buffer = torch.ones(2**27, dtype=torch.int64, device=device)
     batch = 1024 if device.type == "cpu" else 8192
     rows, columns = 8192, 2048
@@ -545,15 +553,21 @@ COMMANDS = {
 LABELS = {
     "output_tokens_per_s": "output tokens/s", "bytes_s": "time of the bytes",
     "flops_s": "time of the operations", "floor_s": "fastest possible",
-    "bytes_per_s": "bytes/s of the memory", "flops_per_s": "operations/s",
+    "bytes_per_s": "speed of the memory", "flops_per_s": "speed of products",
     "share_of_limit": "share of the limit", "weights_share": "share of memory's speed",
     "step_s": "in all", "sequence_s": "for each sequence",
     "first_token_s": "first token"}
 
 
-def progress(*iterable: Any, **options: Any) -> Any:
-    """A progress bar, if somebody looks on."""
-    return tqdm(*iterable, leave=False, disable=None, **options)
+def tell(phase: str) -> None:
+    """Say what takes a while, to those who wait, not to those who read the figures."""
+    print(f"{phase} ...", file=sys.stderr, flush=True)
+
+
+def progress(*iterable: Any, desc: str, **options: Any) -> Any:
+    """A line that says what is measured and, in a terminal, a bar."""
+    tell(desc)
+    return tqdm(*iterable, desc=desc, leave=False, disable=None, **options)
 
 
 def show(title: str, rows: Figures, bar: str = "") -> None:
@@ -584,6 +598,8 @@ def cell(value: Any, name: str = "") -> str:
         unit, factor = next(((u, f) for u, f in (("us", 1e6), ("ms", 1e3))
                              if value * f < 1000), ("s", 1))
         return f"{value * factor:.3g} {unit}"
+    if unit := {"bytes_per_s": "GB/s", "flops_per_s": "GFLOP/s"}.get(name):
+        return f"{value / 1e9:,.4g} {unit}"
     if is_number:
         return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     return value if isinstance(value, str) else ""
@@ -690,4 +706,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\nbench.py: interrupted")

@@ -7,6 +7,8 @@
 With --trace the pool is small, so that one sees requests give way to each other.
 """
 
+from __future__ import annotations  # `nanopaged.LLM` would import torch
+
 import argparse
 import logging
 import os
@@ -14,10 +16,11 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
-from nanopaged import LLM, RequestOutput, SamplingParams
+import nanopaged
+from nanopaged import SamplingParams
 from nanopaged.tour import trace
-from nanopaged.tour.page import check_writable
 
 PLAYS = ["ROMEO:\n", "JULIET:\nO ", "KING RICHARD III:\nA horse, a horse"]
 QUESTIONS = ["Explain paged attention in two sentences.", "Write a haiku about memory."]
@@ -26,17 +29,20 @@ RULE = f"\n\n{'-' * 70}\n"
 
 def main() -> None:
     args = parse_arguments()
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # The engine's own messages only, because other libraries print theirs themselves.
+    logger = logging.getLogger("nanopaged")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(sys.stderr))
     sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
-    # The first start compiles the CPU kernels, which is then kept.
-    print("Loading the model (the first start takes some 20 seconds longer) ...",
-          file=sys.stderr, flush=True)
+    print("Loading the model ...", file=sys.stderr, flush=True)
     if args.chat and not args.model:
         print("The bundled model has only read Shakespeare. For answers, add "
               "--model Qwen/Qwen3-0.6B", file=sys.stderr)
-    llm = LLM(args.model, seed=args.seed, num_blocks=args.num_blocks)
+    if will_compile():
+        print("Compiling the CPU's loops, in about ten seconds. They are kept.",
+              file=sys.stderr, flush=True)
+    llm = nanopaged.LLM(args.model, seed=args.seed, num_blocks=args.num_blocks)
     warm_up(llm)
     prompts = args.prompts or (QUESTIONS if args.chat else PLAYS)
     with trace(llm, args.trace) if args.trace else nullcontext():
@@ -76,6 +82,8 @@ def parse_arguments() -> argparse.Namespace:
         args.params = SamplingParams(
             temperature=args.temperature, max_tokens=args.max_tokens)
         if args.trace:
+            from nanopaged.tour.page import check_writable
+
             check_writable(args.trace)
             args.num_blocks = args.num_blocks or (None if args.model else 24)
     except ValueError as error:
@@ -91,7 +99,20 @@ def utf8(argument: str) -> str:
     return argument.encode("utf-8", "surrogateescape").decode("utf-8")
 
 
-def warm_up(llm: LLM) -> None:
+def will_compile() -> bool:
+    """Whether a CPU computes, and Numba has kept no compiled loops for it."""
+    try:
+        import torch  # not before something is printed: it takes seconds
+
+        from nanopaged.cpu.kernels import store
+
+        kept = Path(store.stats.cache_path or "").glob("*.nbi")
+    except (ImportError, AttributeError):  # without Numba, or with it disabled
+        return False
+    return not torch.cuda.is_available() and not any(kept)
+
+
+def warm_up(llm: nanopaged.LLM) -> None:
     """Compute a long prompt and a token, so that what is timed later compiles nothing
     and finds its memory there.
     """
@@ -101,7 +122,9 @@ def warm_up(llm: LLM) -> None:
     llm.reset_prefix_cache()
 
 
-def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:
+def chat(
+    llm: nanopaged.LLM, questions: list[str], params: SamplingParams
+) -> None:
     chats = [[{"role": "user", "content": question}] for question in questions]
     outputs = llm.chat(chats, params)
     for question, output in zip(questions, outputs, strict=True):
@@ -109,12 +132,12 @@ def chat(llm: LLM, questions: list[str], params: SamplingParams) -> None:
 
 
 def stream(
-    llm: LLM, prompts: list[str], params: SamplingParams
-) -> list[RequestOutput]:
+    llm: nanopaged.LLM, prompts: list[str], params: SamplingParams
+) -> list[nanopaged.RequestOutput]:
     """Answer all prompts in one batch, and print the first answer as it grows."""
     growing = llm.stream(prompts, params)  # this checks them; no step runs yet
     print(prompts[0], end="", flush=True)
-    latest: dict[int, RequestOutput] = {}
+    latest: dict[int, nanopaged.RequestOutput] = {}
     num_shown = 0
     started = time.perf_counter()
     for output in growing:
@@ -132,7 +155,9 @@ def stream(
     return outputs
 
 
-def show_prefix_cache(llm: LLM, outputs: list[RequestOutput]) -> None:
+def show_prefix_cache(
+    llm: nanopaged.LLM, outputs: list[nanopaged.RequestOutput]
+) -> None:
     """Send a long prompt twice. The second time, its blocks are in the cache."""
     text = "".join(f"{output.prompt}{output.outputs[0].text}" for output in outputs)
     token_ids = llm.tokenizer(text).input_ids[: llm.engine.max_model_len - 2]
@@ -148,7 +173,9 @@ def show_prefix_cache(llm: LLM, outputs: list[RequestOutput]) -> None:
         )
 
 
-def show_pool(llm: LLM, prompts: list[str], params: SamplingParams) -> None:
+def show_pool(
+    llm: nanopaged.LLM, prompts: list[str], params: SamplingParams
+) -> None:
     """Ask for two answers to each prompt, stop halfway, and look at the pool of blocks.
     """
     for prompt in prompts:

@@ -14,17 +14,27 @@ The folders could be left out, apart from loading/:
     paper/      the paper's figures on memory, simulated
 """
 
-from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.sequence import Logprob
 from nanopaged.stats import EngineStats
 
-if find_spec("nanopaged.frontend"):  # without it, use `Engine`
+if TYPE_CHECKING:
     from nanopaged.frontend.llm import LLM
     from nanopaged.frontend.outputs import CompletionOutput, RequestOutput
+else:
+    def __getattr__(name: str) -> Any:
+        """Import the front end when it is first asked for: that imports torch, which
+        takes seconds. Without this folder, use `Engine`.
+        """
+        if name not in ("LLM", "CompletionOutput", "RequestOutput"):
+            raise AttributeError(f"module 'nanopaged' has no attribute {name!r}")
+        from nanopaged.frontend import llm, outputs
+
+        return getattr(llm if name == "LLM" else outputs, name)
 
 __all__ = ["LLM", "BeamSearchParams", "CompletionOutput", "EngineConfig", "EngineStats",
            "Logprob", "RequestOutput", "SamplingParams"]
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"

@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import runpy
+import subprocess
 import sys
 from functools import partial
 
@@ -169,7 +170,7 @@ def test_the_example_ends_when_its_reader_does(script, monkeypatch):
     sys.stdout.close()
 
 
-# -- Both ------------------------------------------------------------------------------
+# -- All commands, with the tour -------------------------------------------------------
 
 
 @pytest.mark.parametrize("command, message", {
@@ -186,3 +187,52 @@ def test_bad_arguments_get_a_sentence(script, command, message, capsys):
     with pytest.raises(SystemExit) as caught:
         script(command)
     assert message in f"{caught.value.code} {capsys.readouterr().err}"
+
+
+INTERRUPTED = """if True:
+    import os, runpy, signal, sys
+
+    def look(frame, event, _):
+        code = frame.f_code
+        if code.co_name == name and code.co_filename.endswith(os.path.normpath(file)):
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    file, name, *sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setprofile(look)
+    run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module
+    run(sys.argv[0], run_name="__main__")"""
+IMPORTS, LOADING = "torch/__init__.py <module>", "loading/start_up.py make_runner"
+
+
+@pytest.mark.parametrize("command", [
+    "example.py", "bench.py", "nanopaged.tour", "nanopaged.tour --serve"])
+@pytest.mark.parametrize("phase", [
+    IMPORTS, pytest.param(LOADING, marks=pytest.mark.slow),
+    pytest.param("frontend/llm.py _step", marks=pytest.mark.slow)])
+def test_ctrl_c_is_one_line(phase, command, tmp_path):
+    """While importing, loading and generating: in the first call of a function."""
+    if "--serve" in command and phase != IMPORTS:
+        pytest.skip("tested in test_tour_live.py")
+    command = command.replace("bench.py", f"{ROOT / 'bench.py'} --shape tiny")
+    command = command.replace("example.py", str(ROOT / "example.py"))
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *phase.split(), *command.split()],
+        cwd=tmp_path, text=True, capture_output=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.endswith(": interrupted\n")
+    assert ("Loading" in done.stderr) == ("example" in command)
+
+
+def test_the_package_says_what_there_is(capsys):
+    runpy.run_module("nanopaged", run_name="__main__")
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 10
+    for script in re.findall(r"python (\S+\.py)", text):
+        assert (ROOT / script).exists()
+
+
+def test_the_units_of_a_machine(bench):
+    assert bench.cell(12.3e9, "bytes_per_s") == "12.3 GB/s"

@@ -178,7 +178,7 @@ def test_folders_import_downward():
 def test_top_level_files_import_what_is_read_before():
     order, graph = reading_order(), {}
     for path in SOURCES[""]:
-        if (name := path.stem) != "__init__":
+        if (name := path.stem) not in ("__init__", "__main__"):
             graph[name] = {found for _, found in own_imports(path)}
             later = graph[name] & {*order[order.index(name) :]}
             assert later <= UPWARD.get(name, set()), f"{name}.py imports {later}"
@@ -272,7 +272,7 @@ def test_the_readme_is_short_and_knows_the_size_of_the_engine(readme):
 @pytest.mark.upstream
 def test_the_map_has_all_files_and_folders(readme):
     order = reading_order()
-    stems = {path.stem for path in SOURCES[""]} - {"__init__"}
+    stems = {path.stem for path in SOURCES[""]} - {"__init__", "__main__"}
     assert set(order) == stems and len(set(order)) == len(order)
     (said,) = re.findall(r"in this order: ([\w,\s]+)\.", nanopaged.__doc__)
     assert re.findall(r"\w+", said) == order

@@ -8,6 +8,14 @@ engine with such runs, and `live` serves a page for your own. Nothing in the eng
 imports this package.
 """
 
-from nanopaged.tour.recorder import Trace as trace
+from typing import Any
+
+
+def trace(*arguments: Any, **options: Any) -> Any:
+    """A `Trace` of these arguments. It is imported here because it imports torch."""
+    from nanopaged.tour.recorder import Trace
+
+    return Trace(*arguments, **options)
+
 
 __all__ = ["trace"]

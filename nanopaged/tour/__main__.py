@@ -1,15 +1,5 @@
-"""`python -m nanopaged.tour`: write the guided tour, or serve the live page."""
-
-import argparse
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-
-from nanopaged.tour.page import check_writable
-
-DESCRIPTION = """\
-Write the guided tour of nanopaged, in which you learn how LLMs are served: in a quarter
-of an hour, or in two hours. It is one HTML page that needs no network.
+"""Write the guided tour of nanopaged, in which you learn how LLMs are served: in a
+quarter of an hour, or in two hours. It is one HTML page that needs no network.
 
 All runs on it are real. They are made while the page is written, on this machine, with
 the small model that comes with the code. That takes some ten seconds and needs no GPU.
@@ -17,10 +7,14 @@ the small model that comes with the code. That takes some ten seconds and needs 
 With --serve, you try prompts and settings of your own in a browser instead.
 """
 
+import argparse
+import sys
+from pathlib import Path
 
-def main(arguments: Sequence[str]) -> None:
+
+def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
-        "python -m nanopaged.tour", description=DESCRIPTION,
+        "python -m nanopaged.tour", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -38,9 +32,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def serve(parser: argparse.ArgumentParser, port: int) -> None:
-    try:
-        from nanopaged.tour import live
+    from nanopaged.tour import live
 
+    try:
         live.serve(port)
     except (OSError, OverflowError) as error:
         parser.error(f"port {port} cannot be used: {error}")
@@ -49,6 +43,8 @@ def serve(parser: argparse.ArgumentParser, port: int) -> None:
 
 
 def write(parser: argparse.ArgumentParser, directory: Path) -> None:
+    from nanopaged.tour.page import check_writable
+
     try:
         directory.mkdir(parents=True, exist_ok=True)
         check_writable(directory / "index.html")
@@ -67,4 +63,7 @@ def progress(done: int, count: int, title: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit("\nnanopaged.tour: interrupted")
