@@ -211,7 +211,7 @@ IMPORTS, LOADING = "torch/__init__.py <module>", "loading/start_up.py make_runne
     "example.py", "bench.py", "nanopaged.tour", "nanopaged.tour --serve"])
 @pytest.mark.parametrize("phase", [
     IMPORTS, pytest.param(LOADING, marks=pytest.mark.slow),
-    pytest.param("frontend/llm.py _step", marks=pytest.mark.slow)])
+    pytest.param("nanopaged/engine.py step", marks=pytest.mark.slow)])
 def test_ctrl_c_is_one_line(phase, command, tmp_path):
     """While importing, loading and generating: in the first call of a function."""
     if "--serve" in command and phase != IMPORTS:
