@@ -41,8 +41,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step. From now on its tokens count as computed."""
         self.end_aborted()
-        batch = Batch()
-        has_preempted = False
+        batch, has_preempted = Batch(), False
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.budget:

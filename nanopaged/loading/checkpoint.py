@@ -107,10 +107,14 @@ def load_config(config: EngineConfig) -> ModelConfig:
               f"one of {known}", value)
     if impl == "transformers":
         check_family(found)
+    return read_sizes(text, source=name, config=found, model_impl=impl)
+
+
+def read_sizes(text: Any, **more: Any) -> ModelConfig:
+    """The fields in `COPIED`, whatever a family leaves out."""
     # Let sizes be read even if they differ between layers: an `AnyDecoder` refuses it.
     text.allow_global_per_layer_attribute_access = True
-    sizes = ModelConfig(source=name, config=found, model_impl=impl, **{
-        field: getattr(text, field, None) for field in COPIED})
+    sizes = ModelConfig(**more, **{name: getattr(text, name, None) for name in COPIED})
     # Without attention (Mamba) there are no heads, and there is no longest sequence.
     num_heads = sizes.num_attention_heads = sizes.num_attention_heads or 1
     sizes.max_position_embeddings = sizes.max_position_embeddings or 2**15

@@ -72,7 +72,9 @@ class LLM(nanopaged.LLM):
         return cls(**vars(engine_args))
 
     def get_default_sampling_params(self):
-        return SamplingParams(**vars(self.default_params))
+        fields = vars(self.default_params)
+        return SamplingParams(
+            **{name: fields[name] for name in fields.keys() & DEFAULTS["SamplingParams"]})
 
     def generate(self, prompts=None, sampling_params=None, use_tqdm=True,
                  lora_request=None, prompt_token_ids=None, **options):
