@@ -73,8 +73,8 @@ class LLM(nanopaged.LLM):
 
     def get_default_sampling_params(self):
         fields = vars(self.default_params)
-        return SamplingParams(
-            **{name: fields[name] for name in fields.keys() & DEFAULTS["SamplingParams"]})
+        names = fields.keys() & DEFAULTS["SamplingParams"]
+        return SamplingParams(**{name: fields[name] for name in names})
 
     def generate(self, prompts=None, sampling_params=None, use_tqdm=True,
                  lora_request=None, prompt_token_ids=None, **options):
