@@ -102,7 +102,7 @@ def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(
     llm.step()
     before = counters(llm)
     names = {"llm": llm, "ask": llm.add_request, "start": partial(LLM, llama, **CPU),
-             "greedy": greedy, "nan": float("nan"), "inf": float("inf")}
+             "LLM": LLM, "greedy": greedy, "nan": float("nan"), "inf": float("inf")}
     with pytest.raises(kind) as caught:
         eval(call, vars(nanopaged) | names)
     assert message in str(caught.value) and "\n" not in str(caught.value)
