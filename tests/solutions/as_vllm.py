@@ -59,9 +59,10 @@ class LLM(nanopaged.LLM):
             is_name = isinstance(tokenizer, str | Path)
             self.tokenizer = load_tokenizer(tokenizer) if is_name else tokenizer
             self.eos_token_ids, self.default_params = load_generation_config(
-                model, self.model_config, self.tokenizer)
-        self.model_config = ModelConfig(hf_config=self.model_config, model=model,
-                                        max_model_len=self.engine.max_model_len)
+                self.model_config, self.tokenizer)
+        self.model_config = ModelConfig(
+            **vars(self.model_config), hf_config=self.model_config.config, model=model,
+            max_model_len=self.engine.max_model_len)
         self.grammars = lru_cache(1)(lambda: Grammars(self))
         self.writer = Writer(self.tokenizer)
         self.new_weights = {}
