@@ -59,6 +59,7 @@ class LLM(AbstractContextManager["LLM"]):
         known = EngineConfig.__dataclass_fields__
         unknown = sorted(options.keys() - known)
         check(not unknown, "options of LLM", f"among {[*known]}", unknown, TypeError)
+        model = checkpoint.BUNDLED if model is None else model
         self.config = EngineConfig(model, **options)
         self.model_config = checkpoint.load_config(self.config)
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
