@@ -287,9 +287,7 @@ def test_a_request_can_be_pickled_at_any_time_and_goes_on_in_another_engine(
     if copy.live:
         other.add([copy])
         finish(other)
-    assert [seq.token_ids for seq in copy.sequences] == [
-        seq.token_ids for seq in group.sequences]
-    assert [seq.finish_reason for seq in copy.sequences] == [
-        seq.finish_reason for seq in group.sequences]
+    assert [(seq.token_ids, seq.finish_reason) for seq in copy.sequences] == [
+        (seq.token_ids, seq.finish_reason) for seq in group.sequences]
     for mine, theirs in zip(copy.sequences, group.sequences, strict=True):
         assert mine.cumulative_logprob == pytest.approx(theirs.cumulative_logprob)

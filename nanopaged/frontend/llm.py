@@ -18,7 +18,6 @@ import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from copy import deepcopy
-from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,6 +63,7 @@ class LLM(AbstractContextManager["LLM"]):
         self.model_config = checkpoint.load_config(self.config)
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
         self.tokenizer = checkpoint.load_tokenizer(self.model_config.source)
+        self._tokenizer_copy: Any = None
         self.eos_token_ids, self.default_params = checkpoint.load_generation_config(
             self.model_config, self.tokenizer)
         self.engine = make_engine(self.config, self.model_config)
@@ -259,12 +259,9 @@ class LLM(AbstractContextManager["LLM"]):
         It is a copy, always the same. `chat` uses its chat template. Nothing else that
         you set on it, such as truncation, changes what the engine does.
         """
-        tokenizer_of(self)
+        if self._tokenizer_copy is None:
+            self._tokenizer_copy = deepcopy(tokenizer_of(self))
         return self._tokenizer_copy
-
-    @cached_property
-    def _tokenizer_copy(self) -> Any:
-        return deepcopy(self.tokenizer)
 
     def stats(self) -> EngineStats:
         """What the engine holds now, and what it has done since it started."""
