@@ -259,8 +259,8 @@ class LLM(AbstractContextManager["LLM"]):
         It is a copy, always the same. `chat` uses its chat template. Nothing else that
         you set on it, such as truncation, changes what the engine does.
         """
-        if self._tokenizer_copy is None:
-            self._tokenizer_copy = deepcopy(tokenizer_of(self))
+        own = tokenizer_of(self)
+        self._tokenizer_copy = self._tokenizer_copy or deepcopy(own)
         return self._tokenizer_copy
 
     def stats(self) -> EngineStats:

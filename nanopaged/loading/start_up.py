@@ -22,8 +22,7 @@ from nanopaged.loading.weights import load_model, optional, products
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import SequenceGroup
 
-# The default of max_num_batched_tokens, by device.
-BUDGETS = {"cpu": 256, "cuda": 8192}
+CPU_BUDGET = 256  # the default of max_num_batched_tokens on a CPU
 
 
 def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
@@ -46,8 +45,8 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     share = divide(model_config, config.tensor_parallel_size)
     ranks = join(config)
     device = pick_device(config.device)
-    budget = config.max_num_batched_tokens or BUDGETS[device.type]
-    config = replace(config, max_num_batched_tokens=budget)
+    if device.type == "cpu" and config.max_num_batched_tokens is None:
+        config = replace(config, max_num_batched_tokens=CPU_BUDGET)
     model_dtype = model_config.dtype
     if model_dtype is None and config.load_format != "dummy":
         model_dtype = stored_dtype(model_config.source)

@@ -16,7 +16,6 @@ from nanopaged.attention import locate, slot_mapping
 from nanopaged.batch import SENT, Batch
 from nanopaged.config import EngineConfig
 from nanopaged.frontend.outputs import RequestOutput
-from nanopaged.loading.start_up import BUDGETS
 from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, paper
 from nanopaged.tour.guide.lab import (
@@ -253,7 +252,7 @@ def schedule() -> Values:
     step = 1 + counts.index(budget - 2)
     waits = sorted((first_token(each) for each in (run, *budgets.values())),
                    key=lambda row: int(row["budget"]))
-    default_budget = BUDGETS["cuda"]
+    default_budget = EngineConfig().budget
     small = default_budget // 16
     small_s, large_s = (2 * PARAMETERS * n / RATE for n in (small, default_budget))
     return locals()
