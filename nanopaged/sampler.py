@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 import xxhash
 from torch import Tensor
 
@@ -26,6 +27,7 @@ GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
 # Random numbers are k * 2^-32, and below 1. (A token that is less likely than this may
 # never be drawn.)
 RESOLUTION = 2.0**-32
+PART = 512  # tokens of the vocabulary that `draw` adds up at once
 
 
 class SamplerOutput:
@@ -108,15 +110,26 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """For each row, the first token at which the sum of the probabilities exceeds the
     row's random number: [num_samples].
 
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. A GPU adds in
-    parallel and rounds each sum differently, so a sum may seem to grow where the
-    probability is 0: such a token is never chosen.
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First the sums of
+    all parts of the vocabulary say in which part that token is, so only the sums within
+    this one are needed. A GPU adds in parallel and rounds each sum differently, so a
+    sum may seem to grow where the probability is 0: such a token is never chosen.
     """
-    probs = (logits.float() / temperature).softmax(-1).double()
-    sums = probs.cumsum(-1)
+    padded = F.pad(logits.float(), (0, -logits.shape[1] % PART), value=-torch.inf)
+    parts = (padded / temperature).softmax(-1).unflatten(1, (-1, PART))
+    totals = parts.sum(-1, dtype=torch.float64)
+    sums = totals.cumsum(-1)
     # The whole sum need not be exactly 1. Multiplied by it, every number is below it.
-    is_above = (sums > numbers * sums[:, -1:]) & (probs > 0)
-    return is_above.byte().argmax(-1)
+    numbers = numbers * sums[:, -1:]
+    part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
+    before = (sums - totals).gather(1, part)
+    index = part.unsqueeze(1).expand(-1, 1, PART)
+    probs = parts.gather(1, index).squeeze(1).double()
+    sums = probs.cumsum(-1)
+    # Rounded, what is left of the number may be all of the part, or below 0.
+    left = torch.minimum(numbers - before, sums[:, -1:] * (1 - RESOLUTION))
+    token = ((sums > left) & (probs > 0)).byte().argmax(-1)
+    return part.squeeze(1) * PART + token
 
 
 def keep_likely(logits: Tensor, params: list[SamplingParams],

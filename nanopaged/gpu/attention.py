@@ -65,10 +65,9 @@ class TritonAttention(TorchAttention):
                 0      0       999      1000        960  1000
 
         How many keys does a part have? The same number in the whole step, except that
-        the last part of a tile may be smaller. Let 2 programs (of a KV head) run at
-        once. Divided among them, the 1100 keys of both decodes are 550 each. A part is
-        half of that, so that there are about twice as many programs, and when one ends
-        early, another one starts. Rounded up to rounds of 64 keys, 275 becomes 320.
+        the last part of a tile may be smaller. Let 4 programs (of a KV head) run at
+        once. Divided among them, the 1100 keys of both decodes are 275 each, rounded up
+        to rounds of 64 keys: 320.
 
         Items without keys follow, so that the shape depends on counts alone.
         """
@@ -141,9 +140,9 @@ class TritonAttention(TorchAttention):
         # (The scores of more than 128 keys would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # The most full parts that a step's keys are cut into: twice what runs at once
-        # (in the example of `plan`, 4). Every part needs a program for each KV head.
-        self.target_parts = 2 * cdiv(3 * num_processors, self.num_kv_heads)
+        # The most full parts that a step's keys are cut into: what runs at once (in the
+        # example of `plan`, 4). Every part needs a program for each KV head.
+        self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
         self.few_rows: int = next_power_of_2(max(16, self.group_size))

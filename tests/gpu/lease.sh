@@ -16,15 +16,6 @@ measure() {  # parts, separated by commas: one report
         --parts "$@"
 }
 
-profile() {  # NVIDIA's profiler looks at a few launches of attention
-    command -v ncu || { echo "== ncu: skipped, it is not installed"; return; }
-    PYTHONPATH=.:tests timeout 60 ncu --clock-control none -k regex:paged_attention \
-        -s 4 -c 2 --section SpeedOfLight --section Occupancy --section WarpStateStats \
-        "$python" -c "import gpu.parts as p
-attend = p.on_device(p.decode_case(False, '256 x 600'))
-[attend() for _ in range(8)]" | grep -E "%|Kernel|Occupancy|cycle|ERR|rror" | head -40
-}
-
 rm -f "$OUT/$call"[-.]*
 case $call in
 1)  # The first import reads gigabytes from a cold disk, so nothing else runs beside it.
@@ -33,7 +24,6 @@ case $call in
     # Correct? Beside it an engine compiles; its figures are replaced by the next ones.
     measure kernels & measure tokens & measure workload --seconds 160 >/dev/null & wait
     measure workload,step,sweep,speed --seconds $((520 - SECONDS)) ;;
-2)  measure peer
-    profile ;;
+2)  measure peer ;;
 esac 2>&1 | tee "$OUT/$call.log"
 grep -E '^== |"(output_tokens_per_s|step_ms|sort_ms)"' "$OUT/$call.log" | cut -c -250

@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
+from inspect import unwrap
 from itertools import cycle, islice, product
 from operator import eq
 from pathlib import Path
@@ -102,13 +103,25 @@ def tokens(task, quick):
         path = write_model(family, Path(tempfile.mkdtemp()))
         task(f"{family}, graphs", partial(compare, path, False))
         task(f"{family}, eager", partial(compare, path, True))
+    task("draws", partial(draws, 1000 if quick else 151_936))
 
 
-def on_device(case, keys=None, programs=6):
+def draws(vocab_size, rows=64):
+    """From a real model's number of logits, compiled, and as the CPU draws them."""
+    logits, numbers = torch.randn(rows, vocab_size), torch.rand(rows, 1).double()
+    arguments = 2 * logits.bfloat16(), torch.full((rows, 1), 0.8), numbers
+    expected = unwrap(sampler.draw)(*arguments).tolist()
+    got = sampler.draw(*(x.to(DEVICE) for x in arguments)).tolist()
+    share = sum(map(eq, got, expected)) / rows
+    assert share > 0.9, f"only {share:.0%} of the draws equal the CPU's"
+    return {"share that is equal": share}
+
+
+def on_device(case, keys=None, programs=3):
     """A function that runs Triton's kernels for a case, with other sizes if wanted."""
     backend = make_backend("triton", case.heads, case.block_size, case.dtype, DEVICE)
     backend.keys_per_round = keys or backend.keys_per_round
-    backend.target_parts = backend.target_parts * programs // 6
+    backend.target_parts = backend.target_parts * programs // 3
     return case.prepare(backend)
 
 
@@ -241,7 +254,7 @@ def sweep(task, quick):
     make_case = cache(partial(decode_case, quick))
     prepare = cache(lambda shape, *numbers: on_device(make_case(shape), *numbers))
 
-    def attend(shape, stages, keys, warps, programs=6):
+    def attend(shape, stages, keys, warps, programs=3):
         vars(tuned.local).update(num_stages=stages, num_warps=warps)
         return prepare(shape, keys, programs)()
 
@@ -269,7 +282,7 @@ def sweep(task, quick):
     first, *others = list(SHAPES)[: 2 if quick else None]
     with patch.object(kernel_file, "paged_attention", tuned):
         for variant in variants:
-            prepare(first, variant[1], 6)
+            prepare(first, variant[1], 3)
         attend(first, *default)
         with ThreadPoolExecutor(1 if quick else os.cpu_count()) as pool:  # they compile
             for variant in variants:
