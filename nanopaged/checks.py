@@ -36,8 +36,9 @@ def plain(value: Any) -> Any:
     """The numbers of NumPy and torch as Python's own, in lists and dicts, too."""
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [plain(each) for each in value]
+    if isinstance(value, list):  # long ones are ids of tokens, or lists of these
+        is_plain = {*map(type, value)} <= {int, str}
+        return list(value) if is_plain else [plain(each) for each in value]
     is_number = hasattr(value, "tolist") and not isinstance(value, type)
     return value.tolist() if is_number else value
 

@@ -83,18 +83,18 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
     params = [seq.group.params for seq in seqs]
     logits = process(raw, batch)
     drawing = [p for p in params if p.temperature >= GREEDY]
-    all_draw = 0 < len(drawing) == len(seqs)
-    if not all_draw:
+    if len(drawing) < len(seqs) or not seqs:
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if drawing:
         table = to_device([*map(draw_params, seqs, batch.positions)], logits.device)
         rows = DrawParams(*table.split(1, dim=1))
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
             logits = keep_likely(logits, params, rows)
-        drawn = draw(logits, rows.temperature.float(), rows.random)
-        # What is drawn for greedy rows is not used.
-        is_greedy = rows.temperature[:, 0] < GREEDY
-        tokens = drawn if all_draw else torch.where(is_greedy, tokens, drawn)
+        drawn = draw(logits, rows.temperature, rows.random)
+        if len(drawing) < len(seqs):  # what is drawn for greedy rows is not used
+            is_greedy = rows.temperature[:, 0] < GREEDY
+            drawn = torch.where(is_greedy, tokens, drawn)
+        tokens = drawn
 
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     reports: list[Logprobs] = []
@@ -116,7 +116,7 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     sum may seem to grow where the probability is 0: such a token is never chosen.
     """
     padded = F.pad(logits.float(), (0, -logits.shape[1] % PART), value=-torch.inf)
-    parts = (padded / temperature).softmax(-1).unflatten(1, (-1, PART))
+    parts = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
     totals = parts.sum(-1, dtype=torch.float64)
     sums = totals.cumsum(-1)
     # The whole sum need not be exactly 1. Multiplied by it, every number is below it.

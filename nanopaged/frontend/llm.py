@@ -165,10 +165,12 @@ class LLM(AbstractContextManager["LLM"]):
         """Step until these requests have finished, and yield outputs as they change."""
         outbox: Outbox = {}
         try:
+            for request in requests:
+                request.final_only = final_only
             self._submit(requests, outbox)
             left = {request.group.request_id for request in requests}
             while left:
-                for output in self._collect(outbox, final_only):
+                for output in self._collect(outbox):
                     if output.finished:
                         left.discard(output.request_id)
                     yield output
@@ -180,7 +182,7 @@ class LLM(AbstractContextManager["LLM"]):
                     let_go(request.group)
             outbox.clear()
 
-    def _collect(self, outbox: Outbox, final_only: bool = False) -> list[RequestOutput]:
+    def _collect(self, outbox: Outbox) -> list[RequestOutput]:
         """Step, unless the outbox already has something. Then report what is in it."""
         with self._exclusive():
             # The step of another thread may have filled the outbox already. If a step
@@ -191,8 +193,7 @@ class LLM(AbstractContextManager["LLM"]):
                 group = request.group
                 if group.errors and not group.live:
                     raise group.errors.pop()  # the next call reports what it has
-            outputs = [request.output() for request in outbox.values()
-                       if not (final_only and request.group.live)]
+            outputs = [request.output() for request in outbox.values()]
             outbox.clear()
             return outputs
 
@@ -214,7 +215,8 @@ class LLM(AbstractContextManager["LLM"]):
             if group.params.stop:
                 for seq in request.read():
                     self.engine.stop(seq)
-            request.outbox[request_id] = request
+            if not (group.live and request.final_only):
+                request.outbox[request_id] = request
             if not group.live:
                 self._requests.pop(group)
         changed.clear()

@@ -42,7 +42,7 @@ def as_prompts(given: Any) -> list[Any]:
     check(is_list and not isinstance(given, bytes | bytearray | memoryview | Set),
           "prompt", f"a string, a list of token ids, a dict with names among {NAMES}, "
           "the result of a tokenizer, or several of these", given, TypeError)
-    items = [plain(item) for item in given]
+    items = plain([*given])
     # A list of nothing but numbers is a single prompt.
     kinds = {*map(type, items)}
     is_one = kinds and all(issubclass(kind, Number) for kind in kinds)
