@@ -148,7 +148,7 @@ def test_a_run_of_a_and_b_is_the_story_that_the_files_tell():
 
 def test_the_chapters_take_what_the_opening_says_and_each_asks_first():
     minutes = sum(chapter.minutes for chapter in guide.CHAPTERS)
-    assert minutes == 107 and round(guide.SLOWER * minutes) == 145
+    assert minutes == 117 and 1.2 < guide.SLOWER < 1.5
     assert "In about two hours:" in TEXTS["opening"]
     for name in CHAPTERS[: CHAPTERS.index("build")]:
         assert "?" in TEXTS[name][:400], f"{name} begins without a question"
