@@ -1,4 +1,18 @@
-"""One step in plain numbers: what the scheduler hands to the model runner."""
+"""One step in plain numbers: what the scheduler hands to the model runner.
+
+Running ahead. On a CPU, a step's tokens are read as soon as it has run. On a GPU, the
+next step is scheduled and launched before the tokens of this one are read, so that the
+GPU never waits for Python. Where a token is not known yet, the batch has a negative
+number, and the GPU puts the token in. Therefore:
+
+  - the next step may have an entry for a sequence that has ended. Its token is ignored.
+    Its K and V go into a slot of the sequence's last block, and do no harm there. The
+    block is never published with this token. If it is free by now, its next owner runs
+    in a later step, and overwrites them
+  - if all sequences wait for tokens to be read, the batch is empty
+  - after the last request has ended, one launched step is left. It is read with the
+    next request, and its tokens are ignored
+"""
 
 from array import array
 from dataclasses import dataclass, field, fields
@@ -14,14 +28,14 @@ class Batch:
 
     Entry i of the step computes `counts[i]` tokens of a sequence, up to, but not
     including, position `ends[i]`. Sample j is drawn from the logits after entry
-    `samples[j]`, and goes to the sequence `receivers[j]`. When a group forks, all its
-    sequences receive samples from the one entry that computed the prompt.
+    `sample_entries[j]`, and goes to the sequence `receivers[j]`. When a group forks,
+    all its sequences receive samples from the one entry that computed the prompt.
 
     In the story of `sequence.py`, A decodes t0 while B computes what is new in its
     prompt, and forks, with block_size=4:
 
         token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]
-        block_ids = [0, 1, 0, 2]   samples = [0, 1, 1]
+        block_ids = [0, 1, 0, 2]   sample_entries = [0, 1, 1]
 
     The next step decodes all three sequences, after moves=[(2, 3)]. If the tokens of
     this step are still pending then, its token_ids are [-1, -2, -3]: samples 0, 1 and 2
@@ -33,7 +47,7 @@ class Batch:
     ends: list[int] = field(default_factory=list)  # the position after each entry
     # For each entry, the blocks of all positions from 0 to its end.
     block_ids: Any = field(default_factory=lambda: array("q"))
-    samples: list[int] = field(default_factory=list)  # the entry of each sample
+    sample_entries: list[int] = field(default_factory=list)  # the entry of each sample
     # Copies of blocks to make before the model runs, one after another: for swaps and
     # for copy-on-write. A later one may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
@@ -59,14 +73,14 @@ class Batch:
         self.states.append((seq.state, {}))
 
     @property
-    def positions(self) -> list[int]:
+    def sample_positions(self) -> list[int]:
         """The position of each sampled token: the one after its entry."""
-        return [self.ends[entry] for entry in self.samples]
+        return [self.ends[entry] for entry in self.sample_entries]
 
     def add_sample(self, receiver: Sequence) -> None:
         """Sample a token for this sequence from the logits after the last entry."""
         receiver.pending.append(-1 - len(self.receivers))
-        self.samples.append(len(self.counts) - 1)
+        self.sample_entries.append(len(self.counts) - 1)
         self.receivers.append(receiver)
 
 

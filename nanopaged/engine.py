@@ -56,8 +56,8 @@ class Engine:
 
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous
-        step while this one runs. The top of `gpu/graphs.py` says what follows from
-        that. Until then, think of a CPU.
+        step while this one runs. The top of `batch.py` says what follows from that.
+        Until then, think of a CPU.
         """
         batch = self.scheduler.schedule()
         self.launched.append((batch, self.runner.execute(batch)))

@@ -52,9 +52,9 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
         except Exception as error:  # only this request ends: see `Scheduler.update`
             group.errors = [error]
     # Before `min_tokens`, no stop token may be sampled. Other ranks have no receivers.
-    banned = [(i, token) for i, position in enumerate(batch.positions[: len(seqs)])
-              if position < seqs[i].group.min_len
-              for token in seqs[i].group.banned_token_ids]
+    ends = batch.sample_positions
+    banned = [(i, token) for i, seq in enumerate(seqs) if ends[i] < seq.group.min_len
+              for token in seq.group.banned_token_ids]
     if banned:
         at = to_device(banned, logits.device).unbind(1)
         logits = logits.index_put(at, logits.new_full((), -torch.inf))

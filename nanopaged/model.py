@@ -132,7 +132,7 @@ class CausalLM(nn.Module):
             DecoderLayer(config, backend, ops, ranks, layer)
             for layer in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.model.rotary_emb = LlamaRotaryEmbedding(config.config)
+        self.model.rotary_emb = LlamaRotaryEmbedding(config.hf_config)
         self.lm_head = Linear(size, lm_head=vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight

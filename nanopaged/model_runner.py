@@ -73,7 +73,7 @@ class ModelRunner:
         self.padding_block = num_blocks
         with self.modes(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
-            self.swap_space = self._make_pool(num_swap_blocks, torch.device("cpu"))
+            self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
 
     def _make_pool(self, num_blocks: int, device: torch.device) -> Tensor:
         """Memory for K and V of all layers. Nothing is read before it is written."""
@@ -131,7 +131,7 @@ class ModelRunner:
         """
         if block_id < self.num_blocks:
             return self.kv_caches[:, block_id]
-        return self.swap_space[:, block_id - self.num_blocks]
+        return self.swapped_kv[:, block_id - self.num_blocks]
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
         """The last layer's output for all tokens, [num_tokens, hidden_size], with some
@@ -154,7 +154,7 @@ class ModelRunner:
             plan=self.backend.plan(counts, ends),
             # The order matters for CUDA graphs: see `gpu/graphs.py`.
             block_tables=block_tables,
-            last_indices=np.cumsum(counts)[batch.samples] - 1)
+            last_indices=np.cumsum(counts)[batch.sample_entries] - 1)
         return Metadata(counts, ends, states=batch.states, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
@@ -183,4 +183,4 @@ class ModelRunner:
         self.model = None
         if self.graphs:
             self.graphs.free()
-        self.kv_caches = self.swap_space = self.last_tokens[:0]
+        self.kv_caches = self.swapped_kv = self.last_tokens[:0]

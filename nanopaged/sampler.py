@@ -9,8 +9,6 @@ to 1: the first token at which the sum exceeds the number is taken (inverse-tran
 sampling). Only the tokens that top_k, top_p and min_p leave have a probability.
 """
 
-from typing import Any, NamedTuple
-
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -52,25 +50,16 @@ class SamplerOutput:
         return self.host_ids.tolist()
 
 
-class DrawParams(NamedTuple):
-    """How to draw: for one sequence, or for all rows, as tensors [num_samples, 1]."""
-
-    random: Any  # a number from 0 to 1
-    temperature: Any
-    top_k: Any  # larger than any vocabulary if all tokens may stay
-    top_p: Any
-    min_p: Any
-
-
-def draw_params(seq: Sequence, position: int) -> DrawParams:
-    """How to draw the token of a sequence at this position."""
+def draw_params(seq: Sequence, position: int) -> tuple[float, ...]:
+    """How to draw the token of a sequence at this position: a random number from 0 to
+    1, temperature, top_k (larger than any vocabulary if all may stay), top_p, min_p.
+    """
     params = seq.group.params
     source = f"{seq.group.seed} {seq.index} {position}".encode()
     number = RESOLUTION * (xxhash.xxh3_64_intdigest(source) >> 32)
     # With a top_p of 1 all must stay. Rounded sums may reach 1, but never 2.
     top_p = params.top_p if params.top_p < 1 else 2
-    top_k = params.top_k or 2**31
-    return DrawParams(number, params.temperature, top_k, top_p, params.min_p)
+    return number, params.temperature, params.top_k or 2**31, top_p, params.min_p
 
 
 def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
@@ -86,20 +75,19 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
     if len(drawing) < len(seqs) or not seqs:
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if drawing:
-        table = to_device([*map(draw_params, seqs, batch.positions)], logits.device)
-        rows = DrawParams(*table.split(1, dim=1))
+        rows = map(draw_params, seqs, batch.sample_positions)
+        table = to_device([*rows], logits.device)
+        numbers, temperature, *limits = table.split(1, dim=1)  # [num_samples, 1] each
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
-            logits = keep_likely(logits, params, rows)
-        drawn = draw(logits, rows.temperature, rows.random)
+            logits = keep_likely(logits, params, temperature, *limits)
+        drawn = draw(logits, temperature, numbers)
         if len(drawing) < len(seqs):  # what is drawn for greedy rows is not used
-            is_greedy = rows.temperature[:, 0] < GREEDY
-            drawn = torch.where(is_greedy, tokens, drawn)
+            drawn = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
         tokens = drawn
 
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    reports: list[Logprobs] = []
-    if wanted:
-        reports = report_logprobs(raw[[*wanted]], tokens[[*wanted]], [*wanted.values()])
+    reports = report_logprobs(
+        raw[[*wanted]], tokens[[*wanted]], [*wanted.values()]) if wanted else []
     return SamplerOutput(tokens, dict(zip(wanted, reports, strict=True)))
 
 
@@ -116,24 +104,23 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     sum may seem to grow where the probability is 0: such a token is never chosen.
     """
     padded = F.pad(logits.float(), (0, -logits.shape[1] % PART), value=-torch.inf)
-    parts = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
+    parts: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
     totals = parts.sum(-1, dtype=torch.float64)
     sums = totals.cumsum(-1)
     # The whole sum need not be exactly 1. Multiplied by it, every number is below it.
     numbers = numbers * sums[:, -1:]
     part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
-    before = (sums - totals).gather(1, part)
+    left = numbers - (sums - totals).gather(1, part)
     index = part.unsqueeze(1).expand(-1, 1, PART)
     probs = parts.gather(1, index).squeeze(1).double()
     sums = probs.cumsum(-1)
-    # Rounded, what is left of the number may be all of the part, or below 0.
-    left = torch.minimum(numbers - before, sums[:, -1:] * (1 - RESOLUTION))
-    token = ((sums > left) & (probs > 0)).byte().argmax(-1)
-    return part.squeeze(1) * PART + token
+    # Rounded, what is left of the number may be below 0, or as much as the whole part.
+    left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
+    return part.squeeze(1) * PART + ((sums > left) & (probs > 0)).byte().argmax(-1)
 
 
-def keep_likely(logits: Tensor, params: list[SamplingParams],
-                rows: DrawParams) -> Tensor:
+def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tensor,
+                top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
 
         min_p   tokens stay if they are at least min_p times as likely as the most
@@ -144,25 +131,20 @@ def keep_likely(logits: Tensor, params: list[SamplingParams],
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    lowest = logits.amax(-1, keepdim=True) + min_p_gap(rows)
+    # A token that is min_p times as likely as the most likely one has a logit that is
+    # lower by this: -inf without min_p, and NaN in greedy rows, where it is not used.
+    gap = temperature * min_p.log()
+    lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only the rows that have such a limit are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
         at = to_device([*top_ks], logits.device)
         # If each of them has a top_k, the largest one says how many logits are needed.
         most = max(top_k or logits.shape[1] for top_k in top_ks.values())
-        limits = DrawParams(*(column[at] for column in rows))
         highest = highest_logits(logits[at], most)
-        lowest[at] = lowest_kept(highest, lowest[at], limits).to(lowest.dtype)
+        lowest[at] = lowest_kept(highest, lowest[at], temperature[at], top_k[at],
+                                 top_p[at]).to(lowest.dtype)
     return logits.masked_fill(logits < lowest, -torch.inf)
-
-
-def min_p_gap(rows: DrawParams) -> Tensor:
-    """The logit of a token that is min_p times as likely as the most likely one, minus
-    the highest: -inf without min_p, and NaN in greedy rows, where it is not used.
-    """
-    gap: Tensor = rows.temperature * rows.min_p.log()
-    return gap.float()
 
 
 def highest_logits(logits: Tensor, most: int) -> Tensor:
@@ -179,16 +161,17 @@ def highest_logits(logits: Tensor, most: int) -> Tensor:
     return logits.sort(descending=True).values
 
 
-def lowest_kept(values: Tensor, lowest: Tensor, rows: DrawParams) -> Tensor:
+def lowest_kept(values: Tensor, lowest: Tensor, temperature: Tensor, top_k: Tensor,
+                top_p: Tensor) -> Tensor:
     """The lowest logit that top_k and top_p leave: [num_samples, 1].
 
     values: [num_samples, num_values], logits, the highest first; lowest: what min_p
     leaves, [num_samples, 1]
     """
-    is_out = torch.arange(values.shape[1], device=values.device) >= rows.top_k
+    is_out = torch.arange(values.shape[1], device=values.device) >= top_k
     is_out |= values < lowest
-    scaled = (values.float() - values[:, :1]) / rows.temperature.float()
+    scaled = (values.float() - values[:, :1]) / temperature.float()
     probs = scaled.masked_fill(is_out, -torch.inf).softmax(-1)
     before = probs.cumsum(-1) - probs  # of the more likely tokens
-    is_out |= before >= rows.top_p
+    is_out |= before >= top_p
     return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)

@@ -24,7 +24,7 @@ The engine's terms:
     host         the processor that runs Python; the device is the GPU, if there is one
     pending      a token is pending from when the step that samples it is scheduled
                  until the host has read it. On a CPU that is within the same step; the
-                 top of `gpu/graphs.py` tells what is different on a GPU
+                 top of `batch.py` tells what is different on a GPU
     publish      to list a full block in the prefix cache, so that others can find it
     fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's

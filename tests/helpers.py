@@ -96,7 +96,7 @@ def sample_for(logits, seqs):
     """What is sampled if row i of the logits follows all computed tokens of seqs[i]."""
     ends = [seq.num_computed_tokens for seq in seqs]
     return sample(logits, Batch(
-        ends=ends, samples=list(range(len(seqs))), receivers=seqs))
+        ends=ends, sample_entries=list(range(len(seqs))), receivers=seqs))
 
 
 # -- Answers ---------------------------------------------------------------------------

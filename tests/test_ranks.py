@@ -42,7 +42,7 @@ from nanopaged.model_runner import ModelRunner
 from test_ranks import draw, listening
 
 def run_or_go_on(self, batch):
-    if batch.samples and not batch.counts:
+    if batch.sample_entries and not batch.counts:
         raise StopIteration
     return run(self, batch)
 
@@ -56,7 +56,7 @@ for path, options, runs_ahead, seed in json.loads((here / "engines.json").read_t
     with suppress(StopIteration), LLM(path, **options) as llm:
         llm.engine.steps_ahead = runs_ahead
         answers.append([serve(llm, draw(seed)), counters(llm)])
-        llm.engine.runner.ranks.send(Batch(samples=[0]))
+        llm.engine.runner.ranks.send(Batch(sample_entries=[0]))
 dist.is_initialized = is_initialized
 report = [answers, listening(), os.environ.get("GLOO_SOCKET_IFNAME")]
 (here / os.environ["RANK"]).write_text(json.dumps(report))

@@ -18,7 +18,6 @@ from helpers import chi_square, floats, new_group, sample_for
 from nanopaged import SamplingParams
 from nanopaged.sampler import (
     RESOLUTION,
-    DrawParams,
     draw,
     highest_logits,
     keep_likely,
@@ -181,12 +180,12 @@ def test_limits_keep_what_float64_and_transformers_keep(kind):
         before = probs.cumsum(-1) - probs
         expected = top.float().masked_fill(before >= top_p, INF).amin(-1, keepdim=True)
         clear = ((before - top_p).abs() > 1e-5).all(-1)  # other rows depend on rounding
-        rows = DrawParams(whole, heat, top_k * whole, top_p, 0 * whole)
-        found = lowest_kept(highest_logits(logits, top_k), -INF * whole, rows).float()
+        found = lowest_kept(highest_logits(logits, top_k), -INF * whole, heat,
+                            top_k * whole, top_p).float()
         assert clear.sum() > 2000 and torch.equal(found[clear], expected[clear])
     drawing = [SamplingParams(min_p=0.1)]
-    rows = DrawParams(whole, heat, 300 * whole, 2 * whole, 0.1 * whole)
-    left = keep_likely(logits, drawing, rows) > -INF
+    limits = 300 * whole, 2 * whole, 0.1 * whole
+    left = keep_likely(logits, drawing, heat, *limits) > -INF
     scores = logits.float() / heat
     kept = MinPLogitsWarper(0.1)(None, scores) > -INF
     gaps = scores - scores.amax(-1, keepdim=True) - math.log(0.1)

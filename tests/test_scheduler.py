@@ -72,9 +72,10 @@ class World:
             if group.request_id not in self.scheduler.running:
                 self.events["swapped" if is_swapped(group) else "recomputed"] += 1
         swaps = [move for move in batch.moves if max(move) >= self.manager.num_blocks]
+        num_sampled = len(set(batch.sample_entries))
         self.events.update(moved=len(swaps), copied=len(batch.moves) - len(swaps),
                            pending=-1 in batch.token_ids,
-                           chunked=len(batch.counts) > len(set(batch.samples)) > 0)
+                           chunked=len(batch.counts) > num_sampled > 0)
         return batch
 
     def execute(self, batch):
@@ -96,7 +97,7 @@ class World:
                 assert self.slots[slot] == past[: position + 1], "another's K and V"
 
         tokens, logprobs = [], {}
-        for entry, seq in zip(batch.samples, batch.receivers, strict=True):
+        for entry, seq in zip(batch.sample_entries, batch.receivers, strict=True):
             if seq.group.beam_params:
                 count = seq.group.params.logprobs
                 logprobs[len(tokens)] = candidates(pasts[entry], count)
@@ -190,7 +191,7 @@ def test_the_story_of_the_batch():
     (seq,), (leader, sibling) = a.live, b.live
     assert batch == Batch(
         token_ids=[seq.token_ids[6], 24, 25], counts=[1, 2], ends=[7, 6],
-        block_ids=array("q", [0, 1, 0, 2]), samples=[0, 1, 1],
+        block_ids=array("q", [0, 1, 0, 2]), sample_entries=[0, 1, 1],
         receivers=[seq, leader, sibling], groups=[seq.group, leader.group])
     world.scheduler.update(batch, world.execute(batch))
     batch = world.schedule()

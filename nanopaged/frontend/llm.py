@@ -8,10 +8,10 @@ any time, even in the middle of a step. The next step sees both.
 
 Ctrl-C, or an error, may arrive at any line. `generate` and `stream` then abort their
 own requests. If a step breaks off, the engine's state may be half-changed. Then
-`_step_is_open` stays True, and the next step resets the engine instead: every request
-that has started is aborted, no matter who made it, and still reported. With several
-ranks that is impossible, because each of them may be anywhere in the step. In that case
-every later call fails.
+`_step_unfinished` stays True, and the next step resets the engine instead: every
+request that has started is aborted, no matter who made it, and still reported. With
+several ranks that is impossible, because each of them may be anywhere in the step. In
+that case every later call fails.
 """
 
 import threading
@@ -71,7 +71,7 @@ class LLM(AbstractContextManager["LLM"]):
         self._outbox: Outbox = {}  # of all requests from `add_request`
         self._lock: Any = threading.RLock()
         self._last = threading.RLock()  # of the last thread that asked for a turn
-        self._step_is_open = False  # it stays True after a step that has failed
+        self._step_unfinished = False  # it stays True after a step that has failed
 
     # -- Prompts in, text out ----------------------------------------------------------
 
@@ -148,26 +148,30 @@ class LLM(AbstractContextManager["LLM"]):
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has anything left to do or to return."""
         # After a step that has failed, what it aborts is still to be reported.
-        return bool(self.engine.num_unfinished or self._outbox or self._step_is_open)
+        return bool(self.engine.num_unfinished or self._outbox or self._step_unfinished)
 
     # -- Many callers, one engine ------------------------------------------------------
 
-    def _submit(self, requests: list[Request], outbox: Outbox) -> None:
+    def _submit(self, requests: list[Request], outbox: Outbox,
+                final_only: bool = False) -> None:
         """Queue requests, all at once. What they report will be in this outbox."""
         self._check_open()
         for request in requests:
-            request.outbox = outbox
-        self._requests.update({request.group: request for request in requests})
-        self.engine.add([request.group for request in requests])
+            request.outbox, request.final_only = outbox, final_only
+        try:
+            self._requests.update({request.group: request for request in requests})
+            self.engine.add([request.group for request in requests])
+        except BaseException:  # Ctrl-C: they may be queued, but nobody waits for them
+            for request in requests:
+                self._requests.pop(request.group, None)
+            raise
 
     def _outputs_of(self, requests: list[Request], final_only: bool = False
                     ) -> Generator[RequestOutput, None, None]:
         """Step until these requests have finished, and yield outputs as they change."""
         outbox: Outbox = {}
         try:
-            for request in requests:
-                request.final_only = final_only
-            self._submit(requests, outbox)
+            self._submit(requests, outbox, final_only)
             left = {request.group.request_id for request in requests}
             while left:
                 for output in self._collect(outbox):
@@ -187,7 +191,7 @@ class LLM(AbstractContextManager["LLM"]):
         with self._exclusive():
             # The step of another thread may have filled the outbox already. If a step
             # has failed, `_run` resets the engine instead of taking the next one.
-            if self._step_is_open or (not outbox and self.engine.num_unfinished):
+            if self._step_unfinished or (not outbox and self.engine.num_unfinished):
                 self._run(self.engine.step)
             for request in outbox.values():
                 group = request.group
@@ -202,9 +206,9 @@ class LLM(AbstractContextManager["LLM"]):
         need it, and put it into outboxes. If a step has failed, reset the engine.
         """
         self._check_open()
-        if self._step_is_open:
+        if self._step_unfinished:
             act = self.engine.reset
-        self._step_is_open = True
+        self._step_unfinished = True
         changed = act()
         for request_id, group in changed.items():
             request = self._requests.get(group)
@@ -220,7 +224,7 @@ class LLM(AbstractContextManager["LLM"]):
             if not group.live:
                 self._requests.pop(group)
         changed.clear()
-        self._step_is_open = False
+        self._step_unfinished = False
 
     def _reset_if_idle(self) -> bool:
         """Reset the engine, unless requests are unfinished."""
@@ -229,7 +233,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def _check_open(self) -> None:
         runner = self.engine.runner
-        is_broken = self._step_is_open and runner.ranks.size > 1
+        is_broken = self._step_unfinished and runner.ranks.size > 1
         if runner.model is None or is_broken:
             raise RuntimeError("this engine was shut down, or a step on several ranks "
                                "failed: start a new one")
@@ -243,7 +247,7 @@ class LLM(AbstractContextManager["LLM"]):
 
         A signal handler or a finalizer may run in the middle of a step, on the same
         thread. It gets an error, because a step within a step would do harm. (This asks
-        the lock, not `_step_is_open`, which stays True after a step has failed.)
+        the lock, not `_step_unfinished`, which stays True after a step has failed.)
         """
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")

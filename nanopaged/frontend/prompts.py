@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import compress
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -15,8 +14,8 @@ from nanopaged.frontend.detokenizer import Detokenizer
 from nanopaged.frontend.outputs import Request
 from nanopaged.sequence import SequenceGroup
 
-# What the public methods take. A dict has these names. What a tokenizer returns, arrays
-# and tensors of token ids, and any iterable of prompts also work.
+# What the public methods take. A dict has these names. Arrays and tensors of token ids,
+# and any iterable of prompts, also work.
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
@@ -27,21 +26,13 @@ Params: TypeAlias = SamplingParams | BeamSearchParams
 
 def as_prompts(given: Any) -> list[Any]:
     """One or several prompts as a list of strings, dicts and lists of token ids."""
-    if isinstance(given, Mapping) and "input_ids" in given:  # what a tokenizer returns
-        rows = as_prompts(given["input_ids"])
-        masks = as_prompts(given.get("attention_mask", [[1] * len(r) for r in rows]))
-        fits = [*map(len, rows)] == [*map(len, masks)] and not given.keys() & {*NAMES}
-        check(fits, "prompt", f"input_ids without {NAMES}, and with a mask of the same "
-              "length, if any", given)
-        # A mask is 0 where a row is padded. The padding is dropped.
-        return [list(compress(*pair)) for pair in zip(rows, masks, strict=True)]
     if isinstance(given, str | Mapping):
         return [given]
-    given = plain(getattr(given, "ids", given))  # an Encoding of tokenizers has `ids`
+    given = plain(given)
     is_list = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
     check(is_list and not isinstance(given, bytes | bytearray | memoryview | Set),
           "prompt", f"a string, a list of token ids, a dict with names among {NAMES}, "
-          "the result of a tokenizer, or several of these", given, TypeError)
+          "or several of these (of a tokenizer's result, input_ids)", given, TypeError)
     items = plain([*given])
     # A list of nothing but numbers is a single prompt.
     kinds = {*map(type, items)}
@@ -57,7 +48,8 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         return {"prompt": content}
     unknown = content.keys() - NAMES
-    check(not unknown, "prompt", f"a dict with names among {NAMES}", unknown, TypeError)
+    check(not unknown, "prompt", f"a dict with names among {NAMES} (of a tokenizer's "
+          "result, pass input_ids)", unknown, TypeError)
     ids = content.get("prompt_token_ids")
     check(not isinstance(ids, str), "prompt_token_ids", "a list of ids", ids, TypeError)
     return content

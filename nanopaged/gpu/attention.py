@@ -31,7 +31,29 @@ class TritonAttention(TorchAttention):
 
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
-        self._choose_sizes()
+        # The speed of decoding depends on how much of K and V is in flight, on its way
+        # from memory. An H200 can deliver 4.8 TB/s, and a load takes about 1 us. So to
+        # keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
+        # multiprocessors. A program computes one round while the next one is in flight:
+        # 16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
+        # programs fit into a multiprocessor at once, and have 96 KB in flight together.
+        # That is more than enough.
+        num_processors = 4  # in the interpreter, on a CPU
+        if self.device.type == "cuda":
+            gpu = torch.cuda.get_device_properties(self.device)
+            num_processors = gpu.multi_processor_count
+        # tl.dot takes sizes that are powers of two, 16 or more.
+        self.dim = max(16, next_power_of_2(self.head_dim))
+        # (The scores of more than 128 keys would need too many registers.)
+        key_bytes = self.dim * self.dtype.itemsize
+        self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
+        # The most full parts that a step's keys are cut into: what runs at once (in the
+        # example of `plan`, 4). Every part needs a program for each KV head.
+        self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
+        # Large tiles are for chunks. One fills all registers of a multiprocessor.
+        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
+        self.few_rows: int = next_power_of_2(max(16, self.group_size))
+        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
     def rows_per_tile(self, counts: Ints) -> int:
         """How many rows each tile of a step has. Large tiles would be mostly empty if
@@ -78,7 +100,7 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # (`_choose_sizes` sets target_parts.) A part has at least 1 / target_parts of
+        # A part has at least 1 / target_parts of
         # all keys, so at most target_parts parts are full. Each tile adds at most one
         # part that is not full. So there are at most len(tiles) + target_parts items.
         rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
@@ -121,32 +143,6 @@ class TritonAttention(TorchAttention):
         kernels.merge_parts[min(len(items), max_parts), self.num_kv_heads](
             parts, log_sums, items, out, *sizes, num_warps=num_warps)
         return out.flatten(1)
-
-    def _choose_sizes(self) -> None:
-        """The speed of decoding depends on how much of K and V is in flight, on its way
-        from memory. An H200 can deliver 4.8 TB/s, and a load takes about 1 us. So to
-        keep its memory busy, 4.8 MB must be in flight: 36 KB for each of its 132
-        multiprocessors. A program computes one round while the next one is in flight:
-        16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
-        programs fit into a multiprocessor at once, and have 96 KB in flight together.
-        That is more than enough.
-        """
-        num_processors = 4  # in the interpreter, on a CPU
-        if self.device.type == "cuda":
-            gpu = torch.cuda.get_device_properties(self.device)
-            num_processors = gpu.multi_processor_count
-        # tl.dot takes sizes that are powers of two, 16 or more.
-        self.dim = max(16, next_power_of_2(self.head_dim))
-        # (The scores of more than 128 keys would need too many registers.)
-        key_bytes = self.dim * self.dtype.itemsize
-        self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # The most full parts that a step's keys are cut into: what runs at once (in the
-        # example of `plan`, 4). Every part needs a program for each KV head.
-        self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
-        # Large tiles are for chunks. One fills all registers of a multiprocessor.
-        can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
-        self.few_rows: int = next_power_of_2(max(16, self.group_size))
-        self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
 
 class FlashAttention(TritonAttention):

@@ -12,17 +12,6 @@ same addresses. Therefore:
     last one, `last_indices`, moves when the block tables before it grow. Only the
     model's `head` needs it, so that is not recorded. (Recording it would also take
     memory for the logits of every size.)
-
-Running ahead. On a GPU, the next step is scheduled and launched before the tokens of
-this one are read, so that the GPU never waits for Python. Therefore:
-
-  - the next step may have an entry for a sequence that has ended. Its token is ignored.
-    Its K and V go into a slot of the sequence's last block, and do no harm there. The
-    block is never published with this token. If it is free by now, its next owner runs
-    in a later step, and overwrites them
-  - if all sequences wait for tokens to be read, the batch is empty
-  - after the last request has ended, one launched step is left. It is read with the
-    next request, and its tokens are ignored
 """
 
 import logging
@@ -108,7 +97,7 @@ class Graphs:
         padding_blocks = np.full(padding, self.runner.padding_block)
         return Batch(batch.token_ids + [0] * padding, batch.counts + ones,
                      batch.ends + ones, np.append(batch.block_ids, padding_blocks),
-                     batch.samples)
+                     batch.sample_entries)
 
     def free(self) -> None:
         for graph, _ in self.recorded.values():

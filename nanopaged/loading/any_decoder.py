@@ -81,10 +81,10 @@ class AnyDecoder(nn.Module):
         options = {"dtype": backend.dtype, "attn_implementation": "eager"}
         auto = transformers.AutoModelForCausalLM
         if config.load_format == "dummy":
-            self.model = auto.from_config(sizes.config, **options).eval()
+            self.model = auto.from_config(sizes.hf_config, **options).eval()
         else:
-            self.model, info = auto.from_pretrained(
-                sizes.source, config=sizes.config, output_loading_info=True, **options)
+            options |= {"config": sizes.hf_config, "output_loading_info": True}
+            self.model, info = auto.from_pretrained(sizes.source, **options)
             check_tensors(
                 sizes.source, info["missing_keys"], info["unexpected_keys"])
         self.model.to(backend.device)
@@ -151,7 +151,7 @@ class AnyDecoder(nn.Module):
             wanted = self.model(ids, use_cache=False).logits.float()
             self.model.set_attn_implementation("nanopaged")
             self.decoder.forward = self.give_output
-            states.plug_in_states(self.stateful, self.sizes.config, self.shared)
+            states.plug_in_states(self.stateful, self.sizes.hf_config, self.shared)
             errors = (self.compute_in_blocks(runner, ids, half) - wanted).norm(dim=-1)
         except Exception as error:
             if isinstance(error, MemoryError) or "memory" in str(error):

@@ -67,7 +67,7 @@ def find_file(name: str | Path, file: str) -> Any:
 
 class ModelConfig(SimpleNamespace):
     """What the engine reads from a model's config.json: the fields in `COPIED`. And the
-    `source`, a directory or an id of the hub; `config`, as transformers read it; and
+    `source`, a directory or an id of the hub; `hf_config`, as transformers read it; and
     `model_impl`, which says whose modules compute the model.
     """
 
@@ -107,7 +107,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
               f"one of {known}", value)
     if impl == "transformers":
         check_family(found)
-    return read_sizes(text, source=name, config=found, model_impl=impl)
+    return read_sizes(text, source=name, hf_config=found, model_impl=impl)
 
 
 def read_sizes(text: Any, **more: Any) -> ModelConfig:

@@ -80,7 +80,7 @@ class Trace(AbstractContextManager["Trace"]):
             vars(manager).update(vars(self._scheduler.block_manager))
             vars(self._before).update(vars(self._scheduler), block_manager=manager)
             self._use(self._before)
-            if not self.llm._step_is_open:  # otherwise the state is half changed
+            if not self.llm._step_unfinished:  # otherwise the state is half changed
                 self._look("end")
         if self.path is not None:
             self.save(self.path)

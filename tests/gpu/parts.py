@@ -308,7 +308,7 @@ def recorded_step(llm, size):
 def draw(logits, params):
     group = SequenceGroup([0], SamplingParams(**params), set(), 100)
     rows = range(len(logits))
-    return sampler.sample(logits, Batch(ends=[1] * len(rows), samples=[*rows],
+    return sampler.sample(logits, Batch(ends=[1] * len(rows), sample_entries=[*rows],
                                         receivers=group.sequences * len(rows)))
 
 

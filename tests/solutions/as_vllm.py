@@ -61,7 +61,7 @@ class LLM(nanopaged.LLM):
             self.eos_token_ids, self.default_params = load_generation_config(
                 self.model_config, self.tokenizer)
         self.model_config = ModelConfig(
-            **vars(self.model_config), hf_config=self.model_config.config, model=model,
+            **vars(self.model_config), model=model,
             max_model_len=self.engine.max_model_len)
         self.grammars = lru_cache(1)(lambda: Grammars(self))
         self.writer = Writer(self.tokenizer)

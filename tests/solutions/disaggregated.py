@@ -62,7 +62,7 @@ def read_prompt(llm: LLM, group: SequenceGroup) -> Tensor:
 def take_over(llm: LLM, output: RequestOutput, group: SequenceGroup, kv: Tensor) -> str:
     """Queue a request that another engine has begun; returns its new id."""
     manager, runner = llm.engine.block_manager, llm.engine.runner
-    shape = runner.swap_space[:, 0].shape
+    shape = runner.swapped_kv[:, 0].shape
     check(kv.shape[1:] == shape, "the shape of blocks", shape, kv.shape[1:])
     request = make_request(
         llm, group.beam_params or group.params, output.prompt, group.prompt_token_ids)

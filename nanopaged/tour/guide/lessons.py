@@ -363,7 +363,7 @@ def results() -> Values:
 
 
 def gpu() -> Values:
-    samples = step()["second"].samples
+    samples = step()["second"].sample_entries
     return {"pending": [-1 - number for number in range(len(samples))]}
 
 
