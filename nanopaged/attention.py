@@ -8,7 +8,7 @@ chunk of a prompt, later chunks, the rest after a cached prefix, and decodes.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, one sequence after the other
-    num_seqs       sequences (entries) in the batch
+    num_seqs       entries in the batch, each of one sequence
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim] each
@@ -145,18 +145,19 @@ class TorchAttention:
         counts, ends = metadata.counts, metadata.ends
         first_token = int(counts[:entry].sum())
         first_block = int(cdiv(ends[:entry], self.block_size).sum())
-        block_table = metadata.block_tables[first_block:]
+        block_table = metadata.block_tables[first_block:]  # and what follows it
         # The entry's queries, by position, all at once or a few at a time.
         start, end = int(ends[entry] - counts[entry]), int(ends[entry])
         is_plain = window is None and sinks is None
-        step = end - start if is_plain else QUERIES_AT_ONCE
-        for first in range(start, end, step):
-            last = min(first + step, end)
+        most = end - start if is_plain else QUERIES_AT_ONCE
+        for first in range(start, end, most):
+            stop = min(first + most, end)
             first_key = 0 if window is None else max(0, first + 1 - window)
-            k, v = self.gather(kv_cache, block_table, first_key, last)
-            tokens = slice(first_token + first - start, first_token + last - start)
+            k, v = self.gather(kv_cache, block_table, first_key, stop)
+            tokens = slice(first_token + first - start, first_token + stop - start)
             rows = q[tokens].transpose(0, 1)  # [num_heads, num_queries, head_dim]
-            mask: Any = causal_lower_right(last - first, last)  # the last sees all keys
+            # Of so many queries and keys, the last query sees all keys.
+            mask: Any = causal_lower_right(stop - first, stop)
             if not is_plain:
                 mask = self.mask(rows, k.shape[1], window, sinks)
                 if sinks is not None:  # one more key, with K = V = 0

@@ -115,8 +115,9 @@ class BlockManager:
             return True
         # From `first` on, the sequences need `num_needed` blocks of their own. They
         # hold the blocks `held` there, and each of these stays with one of them, so
-        # only the difference must be free. For example, two siblings share a block that
-        # is not full: they need 2 blocks, and hold 1, so 1 must be free.
+        # only the difference must be free. (Other groups share only full blocks.) For
+        # example, two siblings share a block that is not full: they need 2 blocks, and
+        # hold 1, so 1 must be free.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

@@ -19,9 +19,10 @@ def check_tensors(source: object, missing: Set[str], left_over: Set[str]) -> Non
     """Raise an error if a checkpoint lacks tensors, or has some that nobody needs."""
     found = " and ".join(f"{len(names)} {what} {sorted(names)[:2]}" for what, names in (
         ("missing", missing), ("left over", left_over)))
-    check(not missing and not left_over, f"the weights in {source}", "exactly the "
-          "tensors that config.json calls for (with names as `save_pretrained` of "
-          "transformers writes them)", found)
+    if missing or left_over:
+        raise ValueError(f"the weights in {source} must be exactly the tensors that "
+                         f"config.json calls for, got {found} (are names or prefixes "
+                         "as `save_pretrained` of transformers writes them?)")
 
 
 def bounded(default: Any = MISSING, low: float = 0, high: float = 2**63 - 1) -> Any:

@@ -38,10 +38,11 @@ class Engine:
         # The most tokens a sequence may have. The longest one must fit into the pool.
         self.max_model_len = min(
             runner.longest_sequence, runner.num_blocks * config.block_size)
-        # (A prefix that is found has K and V, but not the state after it.)
-        caches = config.enable_prefix_caching and not runner.state_bytes
+        # A cached prefix has K and V. A model whose layers keep states, too, as Mamba
+        # does, would lack the state after it.
+        may_cache = config.enable_prefix_caching and not runner.state_bytes
         self.block_manager = BlockManager(
-            runner.num_blocks, config.block_size, caches, runner.num_swap_blocks)
+            runner.num_blocks, config.block_size, may_cache, runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.block_manager)
         # The steps whose tokens are still to be read.
         self.launched: deque[tuple[Batch, SamplerOutput]] = deque()
@@ -81,8 +82,8 @@ class Engine:
 
     def add(self, groups: list[SequenceGroup]) -> None:
         """Give requests their ids, and queue them, all at once."""
-        # Other threads may do the same. But this is a single call of C, which no other
-        # thread interrupts, so the ids are consecutive.
+        # Other threads may do the same. But this is a single call into C, which no
+        # other thread interrupts, so the ids are consecutive.
         ids = list(islice(self.ids, len(groups)))
         for group, number in zip(groups, ids, strict=True):
             group.request_id = str(number)
@@ -104,7 +105,7 @@ class Engine:
 
     def reset(self) -> Changed:
         """Begin empty: all blocks are free, the prefix cache is empty, and nothing
-        runs. Requests that have started are aborted, and those that wait still wait.
+        runs. Requests that have started are aborted; those that never ran still wait.
         """
         self.launched.clear()
         self.scheduler.reset()

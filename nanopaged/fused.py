@@ -22,7 +22,7 @@ compiles = ContextVar("compiles", default=True)
 
 def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     """Run a function as one piece of compiled code, if the engine compiles."""
-    # Without split reductions, one kernel adds up a whole row, and no other follows.
+    # Inductor may split a long sum over two kernels, one after the other: not here.
     compiled = torch.compile(function, dynamic=True, options={
         "split_reductions": False}, disable=not torch.cuda.is_available())
 

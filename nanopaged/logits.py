@@ -19,11 +19,11 @@ from nanopaged.sequence import Logprob, Logprobs, Sequence
 ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
-def to_device(rows: list[Any], device: torch.device) -> Tensor:
-    """Rows of numbers as a tensor. For a GPU they go through pinned memory, because
+def to_device(rows: Any, device: torch.device) -> Tensor:
+    """Rows of numbers, from any iterable, as a tensor. For a GPU they go through pinned memory, because
     otherwise the host would wait for the copy.
     """
-    tensor = torch.from_numpy(np.array(rows))
+    tensor = torch.from_numpy(np.array([*rows]))
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
@@ -52,8 +52,8 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
         except Exception as error:  # only this request ends: see `Scheduler.update`
             group.errors = [error]
     # Before `min_tokens`, no stop token may be sampled. Other ranks have no receivers.
-    ends = batch.sample_positions
-    banned = [(i, token) for i, seq in enumerate(seqs) if ends[i] < seq.group.min_len
+    places = batch.sample_positions
+    banned = [(i, token) for i, seq in enumerate(seqs) if places[i] < seq.group.min_len
               for token in seq.group.banned_token_ids]
     if banned:
         at = to_device(banned, logits.device).unbind(1)
@@ -115,24 +115,24 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     return reports
 
 
-def score_prompts(head: Any, states: Tensor, batch: Batch) -> None:
+def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
     """Report the log-probabilities of prompt tokens, each from the state before it.
 
-    states: [num_tokens, hidden_size]; the state at position p scores the token at
-    p + 1. All logits at once could take gigabytes, so they are computed for a few rows
-    at a time.
+    hidden: [num_tokens, hidden_size]; what is at position p scores the token at p + 1.
+    All logits at once could take gigabytes, so they are computed for a few rows at a
+    time.
     """
     if all(group.params.prompt_logprobs is None for group in batch.groups):
         return
-    entries = states[: sum(batch.counts)].split(batch.counts)
+    entries = hidden[: sum(batch.counts)].split(batch.counts)
     for group, entry, end in zip(batch.groups, entries, batch.ends, strict=True):
         count = group.params.prompt_logprobs
-        first = end - len(entry) + 1  # the position that the first state scores
+        first = end - len(entry) + 1  # the position that the first row scores
         if count is None or first >= group.num_prompt_tokens:
             continue
         tokens = torch.tensor(group.prompt_token_ids[first : end + 1])
         for start in range(0, len(tokens), ROWS):
-            piece = tokens[start : start + ROWS].to(states.device)
+            piece = tokens[start : start + ROWS].to(hidden.device)
             logits = head(entry[start : start + len(piece)])
             reports = report_logprobs(logits, piece, [count] * len(piece))
             group.prompt_logprobs.update(enumerate(reports, first + start))

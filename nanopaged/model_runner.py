@@ -60,7 +60,7 @@ class ModelRunner:
 
     @property
     def most_blocks(self) -> int:
-        """How many blocks can be in use at the same time, if they are enough."""
+        """How many blocks can ever be in use at once. A pool need not be larger."""
         most = cdiv(self.longest_sequence, self.config.block_size)
         return int(self.config.max_num_seqs * most)
 

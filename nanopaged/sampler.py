@@ -75,8 +75,7 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
     if len(drawing) < len(seqs) or not seqs:
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if drawing:
-        rows = map(draw_params, seqs, batch.sample_positions)
-        table = to_device([*rows], logits.device)
+        table = to_device(map(draw_params, seqs, batch.sample_positions), logits.device)
         numbers, temperature, *limits = table.split(1, dim=1)  # [num_samples, 1] each
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
             logits = keep_likely(logits, params, temperature, *limits)
@@ -105,15 +104,16 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """
     padded = F.pad(logits.float(), (0, -logits.shape[1] % PART), value=-torch.inf)
     parts: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
-    totals = parts.sum(-1, dtype=torch.float64)
+    totals = parts.sum(-1, dtype=torch.float64)  # [num_samples, num_parts]
     sums = totals.cumsum(-1)
     # The whole sum need not be exactly 1. Multiplied by it, every number is below it.
     numbers = numbers * sums[:, -1:]
+    # The largest of zeros and ones is the first one.
     part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
     left = numbers - (sums - totals).gather(1, part)
     index = part.unsqueeze(1).expand(-1, 1, PART)
     probs = parts.gather(1, index).squeeze(1).double()
-    sums = probs.cumsum(-1)
+    sums = probs.cumsum(-1)  # within the part
     # Rounded, what is left of the number may be below 0, or as much as the whole part.
     left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
     return part.squeeze(1) * PART + ((sums > left) & (probs > 0)).byte().argmax(-1)

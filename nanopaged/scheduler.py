@@ -46,8 +46,8 @@ class Scheduler:
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.budget:
                 break  # the budget is used up
-            # After a preemption nobody is admitted: the pool was just full, and a group
-            # that starts over cannot run until the host has read its pending token.
+            # After a preemption nobody is admitted: the pool was just full. And a group
+            # that starts over must first know all its tokens, pending ones, too.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # Preempt from the young end until this group fits, or is itself preempted.
@@ -144,7 +144,7 @@ class Scheduler:
             group = seq.group
             seq.pending.pop(0)
             if seq.finish_reason is not None:
-                continue  # it ended a step earlier (only on a GPU)
+                continue  # with its group just now, or, on a GPU, a step earlier
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1
             if group.errors:  # raised by a logits processor

@@ -47,7 +47,7 @@ class TritonAttention(TorchAttention):
         # (The scores of more than 128 keys would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # The most full parts that a step's keys are cut into: what runs at once (in the
+        # At most this many parts of a step are full: as many as run at once (in the
         # example of `plan`, 4). Every part needs a program for each KV head.
         self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
@@ -111,8 +111,9 @@ class TritonAttention(TorchAttention):
         items = np.zeros((len(tiles) + self.target_parts, 6), np.int64)
         items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         # Tiles with many keys first: if such a tile started last, the whole step would
-        # wait for it. The sort is stable, because `merge_parts` expects the parts of a
-        # tile one after another.
+        # wait for it, and `attend` expects the tiles that are cut to come first. The
+        # sort is stable, because `merge_parts` expects the parts of a tile one after
+        # another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -177,7 +178,7 @@ class FlashAttention(TritonAttention):
             return super().attend(q, kv_cache, metadata, scale, window, sinks)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
-        queries, keys, table_starts = metadata.plan.int()
+        query_starts, key_starts, table_starts = metadata.plan.int()
         # [num_seqs, max_blocks]: a table in each row. After a short one the row holds
         # whatever comes next, which is never read, because flash-attn knows how many
         # keys a sequence has. The modulo only keeps the index in range.
@@ -185,7 +186,7 @@ class FlashAttention(TritonAttention):
         at = table_starts[:-1, None] + torch.arange(width, device=q.device)
         table = metadata.block_tables[at % len(metadata.block_tables)]
         out = self.flash(
-            q, k, v, queries, keys, int(counts.max()), int(ends.max()),
+            q, k, v, query_starts, key_starts, int(counts.max()), int(ends.max()),
             softmax_scale=scale, causal=True, block_table=table.int(),
             window_size=(window - 1, 0) if window else (-1, -1))
         return torch.flatten(out, 1)

@@ -74,8 +74,8 @@ class Graphs:
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the GPU.
             with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
-                states = runner.forward(metadata)
-            self.recorded[size] = (graph, states)
+                hidden = runner.forward(metadata)
+            self.recorded[size] = (graph, hidden)
 
     def compute(self, batch: Batch) -> tuple[Tensor, Metadata] | None:
         """What `ModelRunner._compute` returns; None if no recorded step fits."""
@@ -84,9 +84,9 @@ class Graphs:
             return None  # a chunk of a prompt
         size = min(size for size in self.recorded if size >= num_seqs)
         metadata = self.runner.prepare(self._pad(batch, size))
-        graph, states = self.recorded[size]
-        graph.replay()  # it reads what `prepare` wrote, and fills `states`
-        return states, metadata
+        graph, hidden = self.recorded[size]
+        graph.replay()  # it reads what `prepare` wrote, and fills `hidden`
+        return hidden, metadata
 
     def _pad(self, batch: Batch, size: int) -> Batch:
         """The same step with more sequences, of one token each. They must not overwrite
