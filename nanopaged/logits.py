@@ -20,8 +20,8 @@ ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
 def to_device(rows: Any, device: torch.device) -> Tensor:
-    """Rows of numbers, from any iterable, as a tensor. For a GPU they go through pinned memory, because
-    otherwise the host would wait for the copy.
+    """Rows of numbers, from any iterable, as a tensor. For a GPU they go through pinned
+    memory, because otherwise the host would wait for the copy.
     """
     tensor = torch.from_numpy(np.array([*rows]))
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
