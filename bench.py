@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict
 from functools import partial
@@ -37,6 +38,7 @@ from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, TypeAlias
+from unittest.mock import patch
 
 try:
     import torch
@@ -284,6 +286,9 @@ def bench_decode(args: Args) -> Figures:
     random.seed(args.seed)
     prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(most)]
     figures = {"nanopaged": measure_rates(args, prompts, partial(run_batch, llm))}
+    shares = {} if llm.engine.runner.is_gpu else {
+        f"decode, batch {size}": time_shares(llm, prompts[:size], args.tokens)
+        for size in args.batch_sizes} | {"prefill": time_shares(llm, prompts, 1)}
     kv_bytes = token_bytes(llm)
     llm.shutdown()
 
@@ -308,9 +313,48 @@ def bench_decode(args: Args) -> Figures:
     for engine, rates in figures.items():
         show(f"{engine}, tokens/s: {args.prompt_len} in, {args.tokens} out", rates,
              bar="median")
+    if shares:  # the pieces of a step on a GPU: see `tests/gpu/run.py`
+        show("nanopaged, where the time goes", shares)
     print(f"\nWeights: {weights / 1e6:,.0f} MB. The memory reads "
           f"{memory_speed / 1e9:.0f} GB/s.")
-    return figures | {"weights_bytes": weights, "memory_bytes_per_s": memory_speed}
+    return figures | {"time_shares": shares, "weights_bytes": weights,
+                      "memory_bytes_per_s": memory_speed}
+
+
+def time_shares(llm: LLM, prompts: list[list[int]], length: int) -> Figures:
+    """Of the steps of a batch, the share of each piece. Without its prompts, if more
+    than one token is generated.
+    """
+    seconds = {"products": 0.0, "attention": 0.0, "rest": 0.0}
+
+    def timed(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                seconds[kind] += time.perf_counter() - began
+        return run
+
+    runner = llm.engine.runner
+    places = [(each, "forward", "products") for each in runner.model.modules()
+              if isinstance(each, torch.nn.Linear)]
+    places += [(runner.backend, "attend", "attention")]
+    with ExitStack() as stack:
+        for place, name, kind in places:
+            piece = timed(kind, getattr(place, name))
+            stack.enter_context(patch.object(place, name, piece))
+        for prompt in prompts:
+            llm.add_request(prompt, sampling(length))
+        if length > 1:
+            llm.step()
+            seconds.update(dict.fromkeys(seconds, 0.0))
+        began = time.perf_counter()
+        while llm.has_unfinished_requests():
+            llm.step()
+    whole = time.perf_counter() - began
+    seconds["rest"] = whole - sum(seconds.values())
+    return {kind: each / whole for kind, each in seconds.items()}
 
 
 def run_batch(llm: LLM, prompts: list[list[int]], length: int) -> list[float]:
