@@ -1,7 +1,7 @@
 """Extensions of the engine, as somebody who forks it would write them.
 
 Each is a patch in solutions/, and a script in solutions/checks/ shows that it works:
-four change the engine, one brings another family; a server and Ray need no patch. So a
+five change the engine, one brings another family; a server and Ray need no patch. So a
 change of the engine that makes one of them impossible is noticed here. A patch that no
 longer applies has to be made anew.
 """
@@ -19,7 +19,7 @@ from test_ranks import TORCHRUN
 # How many lines of code each may add, and in how many files.
 SIZES = {
     "priorities": (15, 4), "speculation": (40, 5), "int8_kv": (36, 5),
-    "sliding_window": (18, 4)}
+    "sliding_window": (18, 4), "state_cache": (45, 6)}
 # Some patches do nothing unless an option is set.
 OPTIONS = {"speculation": {"num_speculative_tokens": 3},
            "int8_kv": {"kv_cache_dtype": "int8"}}
@@ -28,6 +28,15 @@ TOGETHER = [
     ("priorities", "speculation"), ("priorities", "int8_kv"), ("priorities", "moe"),
     ("priorities", "sliding_window"), ("int8_kv", "speculation"),
     ("moe", "speculation")]
+# What is easy to get wrong about states, and its place in solutions/state_cache.patch.
+MISTAKES = {
+    "a state of later tokens": (
+        "prefix_cache.py", "return [stop for", "return [stop + 1 for"),
+    "a token that the state has seen is computed again": (
+        "scheduler.py", "prefix, num_cached, prefix_state",
+        "prefix, num_cached - bool(prefix), prefix_state"),
+    "states are never dropped": (
+        "prefix_cache.py", "len(self.states) > self.num_states", "False")}
 # A script of solutions/checks/, and all engines in it have these options.
 WITH_OPTIONS = """
 import json, runpy, sys
@@ -53,18 +62,20 @@ def extended(tmp_path):
     return make
 
 
+def run_check(folder, name, *arguments, python=()):
+    """Run the script of an extension with this copy of the package."""
+    script = SOLUTIONS / "checks" / f"{name}.py"
+    said = run_python(*python, script, *map(str, arguments), cwd=folder,
+                      PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
+    print(said)
+    return said
+
+
 @pytest.fixture
 def check(extended):
     """`check(name, ..)`: run the script of an extension; returns what it says."""
-
-    def run(name, *arguments, python=()):
-        folder, script = extended(name), SOLUTIONS / "checks" / f"{name}.py"
-        said = run_python(*python, script, *map(str, arguments), cwd=folder,
-                          PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
-        print(said)
-        return said
-
-    return run
+    return lambda name, *more, python=(): run_check(
+        extended(name), name, *more, python=python)
 
 
 def lines_of_code(path):
@@ -103,12 +114,25 @@ def test_speculation_gives_the_same_tokens_in_fewer_steps(check, tmp_path):
 @pytest.mark.parametrize("name, arguments, expected", [
     ("priorities", [30], "30 random runs"), ("int8_kv", [30], "30 random runs"),
     ("sliding_window", [30], "30 random runs"), ("moe", [], "moe: ok"),
+    ("state_cache", [30], "30 random runs"),
     ("draft", [], "the same greedy tokens"),
     ("disaggregated", [], "12 runs of 30 requests"),
     ("rollouts", [8, 1], "rollouts: ok")])
 def test_its_own_check_passes(check, name, arguments, expected):
     """Random runs; all kinds of routing; weights of a trainer, whose reward rises."""
     assert expected in check(name, *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_states_is_noticed(extended, mistake):
+    name, right, wrong = MISTAKES[mistake]
+    path = extended("state_cache") / "nanopaged" / name
+    text = path.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    with pytest.raises(AssertionError, match="tokens of transformers|states are kept"):
+        run_check(path.parents[1], "state_cache")
 
 
 @pytest.mark.slow
