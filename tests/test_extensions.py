@@ -26,8 +26,8 @@ OPTIONS = {"speculation": {"num_speculative_tokens": 3},
 # The README of solutions/ names these pairs, and says why others fail.
 TOGETHER = [
     ("priorities", "speculation"), ("priorities", "int8_kv"), ("priorities", "moe"),
-    ("priorities", "sliding_window"), ("int8_kv", "speculation"),
-    ("moe", "speculation")]
+    ("priorities", "sliding_window"), ("priorities", "state_cache"),
+    ("int8_kv", "speculation"), ("moe", "speculation")]
 # What is easy to get wrong about states, and its place in solutions/state_cache.patch.
 MISTAKES = {
     "a state of later tokens": (
