@@ -161,7 +161,7 @@ class TorchAttention:
             if not is_plain:
                 mask = self.mask(rows, k.shape[1], window, sinks)
                 if sinks is not None:  # one more key, with K = V = 0
-                    k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
+                    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             attended = F.scaled_dot_product_attention(
                 rows[None], k.to(q.dtype)[None], v.to(q.dtype)[None], mask, scale=scale,
                 enable_gqa=True)

@@ -17,8 +17,8 @@ def check(is_right: bool, name: str, expected: object, value: object,
 
 def check_tensors(source: object, missing: Set[str], left_over: Set[str]) -> None:
     """Raise an error if a checkpoint lacks tensors, or has some that nobody needs."""
-    found = " and ".join(f"{len(names)} {what} {sorted(names)[:2]}" for what, names in (
-        ("missing", missing), ("left over", left_over)))
+    found = (f"{len(missing)} missing {sorted(missing)[:2]} and "
+             f"{len(left_over)} left over {sorted(left_over)[:2]}")
     if missing or left_over:
         raise ValueError(f"the weights in {source} must be exactly the tensors that "
                          f"config.json calls for, got {found} (are names or prefixes "
@@ -37,7 +37,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, list):  # long ones are ids of tokens, or lists of these
-        is_plain = {*map(type, value)} <= {int, str}
+        is_plain = {*map(type, value)} <= {int}
         return list(value) if is_plain else [plain(each) for each in value]
     is_number = hasattr(value, "tolist") and not isinstance(value, type)
     return value.tolist() if is_number else value

@@ -53,7 +53,7 @@ class ModelRunner:
         # numbers in a plan, and perhaps a sample; and the block tables. Recorded steps
         # are padded, and a plan on a GPU has a few thousand numbers more.
         num_tokens = config.budget + config.max_num_seqs
-        num_inputs = (1 + 1 + 1 + 6 + 1) * num_tokens + self.most_blocks + 2**16
+        num_inputs = 10 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be

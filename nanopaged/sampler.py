@@ -102,7 +102,7 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     this one are needed. A GPU adds in parallel and rounds each sum differently, so a
     sum may seem to grow where the probability is 0: such a token is never chosen.
     """
-    padded = F.pad(logits.float(), (0, -logits.shape[1] % PART), value=-torch.inf)
+    padded = F.pad(logits, (0, -logits.shape[1] % PART), value=-torch.inf)
     parts: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
     totals = parts.sum(-1, dtype=torch.float64)  # [num_samples, num_parts]
     sums = totals.cumsum(-1)
@@ -138,12 +138,12 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
     # Only the rows that have such a limit are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
-        at = to_device([*top_ks], logits.device)
+        at = to_device(top_ks, logits.device)
         # If each of them has a top_k, the largest one says how many logits are needed.
         most = max(top_k or logits.shape[1] for top_k in top_ks.values())
         highest = highest_logits(logits[at], most)
-        lowest[at] = lowest_kept(highest, lowest[at], temperature[at], top_k[at],
-                                 top_p[at]).to(lowest.dtype)
+        rows = (each[at] for each in (lowest, temperature, top_k, top_p))
+        lowest[at] = lowest_kept(highest, *rows).to(lowest.dtype)
     return logits.masked_fill(logits < lowest, -torch.inf)
 
 

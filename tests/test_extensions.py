@@ -28,15 +28,6 @@ TOGETHER = [
     ("priorities", "speculation"), ("priorities", "int8_kv"), ("priorities", "moe"),
     ("priorities", "sliding_window"), ("priorities", "state_cache"),
     ("int8_kv", "speculation"), ("moe", "speculation")]
-# What is easy to get wrong about states, and its place in solutions/state_cache.patch.
-MISTAKES = {
-    "a state of later tokens": (
-        "prefix_cache.py", "return [stop for", "return [stop + 1 for"),
-    "a token that the state has seen is computed again": (
-        "scheduler.py", "prefix, num_cached, prefix_state",
-        "prefix, num_cached - bool(prefix), prefix_state"),
-    "states are never dropped": (
-        "prefix_cache.py", "len(self.states) > self.num_states", "False")}
 # A script of solutions/checks/, and all engines in it have these options.
 WITH_OPTIONS = """
 import json, runpy, sys
@@ -121,18 +112,6 @@ def test_speculation_gives_the_same_tokens_in_fewer_steps(check, tmp_path):
 def test_its_own_check_passes(check, name, arguments, expected):
     """Random runs; all kinds of routing; weights of a trainer, whose reward rises."""
     assert expected in check(name, *arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_with_states_is_noticed(extended, mistake):
-    name, right, wrong = MISTAKES[mistake]
-    path = extended("state_cache") / "nanopaged" / name
-    text = path.read_text(encoding="utf-8")
-    assert text.count(right) == 1
-    path.write_text(text.replace(right, wrong), encoding="utf-8")
-    with pytest.raises(AssertionError, match="tokens of transformers|states are kept"):
-        run_check(path.parents[1], "state_cache")
 
 
 @pytest.mark.slow

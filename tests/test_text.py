@@ -299,8 +299,7 @@ def test_a_tokenizer_that_fails_ends_no_request(
         answer, expected = last[request].outputs[0], (script * 3)[at + 1 :][:count]
         assert (answer.token_ids, answer.finish_reason) == (expected, "length")
         assert answer.text == text
-    errors = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert len(errors) == 2
+    assert caplog.text.count("cannot decode token") == 2
     llm.tokenizer.token = None
     assert complete(llm, script[:1], greedy(6)).text == "é€u"
     assert texts_of(None, [1], [2, 3], [1]) == ["", "", ""], "there is no tokenizer"

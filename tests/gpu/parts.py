@@ -52,14 +52,12 @@ MODELS = {
 # Of Qwen3-0.6B in bfloat16: bytes of all weights, and of one token's K and V.
 WEIGHT_BYTES, TOKEN_BYTES = 1.19e9, 114_688
 # What single users have published for nano-vllm's workload: output tokens/s, and their
-# share of the limit. The last two are only modelled.
+# share of the limit.
 PUBLISHED = {
     "RTX 4070 laptop": "nano-vllm 1434 (67%), vLLM 1362 (63%)",
     "A10G": "mini-sglang 3038 (62%)", "RTX 3090": "nano-vllm 4645 (63%)",
     "RTX 4090": "nano-vllm 5990 (71%)", "RTX 5090": "nano-vllm 10369 (71%)",
-    "A100": "nano-vllm 8670 (51 to 54%), vLLM 0.20 9530 (59%)",
-    "H100": "limit 28600, a peer 15000 to 20000",
-    "H200": "limit 40300, a peer 21000 to 28500"}
+    "A100": "nano-vllm 8670 (51 to 54%), vLLM 0.20 9530 (59%)"}
 # The share of the bandwidth that attention reaches when it decodes.
 ATTENTION = {"FlashAttention 3, H100": 0.9, "FlashInfer": 0.75, "SGLang's Triton": 0.65,
              "vLLM's Triton, H20": 0.53}
@@ -353,15 +351,12 @@ def step(task, quick):
 
     @torch.inference_mode()
     def time_pieces(size):
-        """With the last inputs; also two ways to sort, and a draw not compiled."""
+        """With the last inputs; also a sort."""
         replay, head = recorded_step(llm, size)
         logits = head()
         pieces = {"recorded": replay, "head": head,
-                  "topk": partial(logits.topk, logits.shape[1]),
                   "sort": partial(logits.sort, descending=True)} | {
             name: partial(draw, logits, params) for name, params in SAMPLERS.items()}
-        pieces["drawn_eagerly"] = torch.compiler.set_stance("force_eager")(
-            pieces["drawn"])
         return {f"{name}_ms": gpu_ms(run, 2 if quick else 20)
                 for name, run in pieces.items()}
 
