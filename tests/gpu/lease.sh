@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A lent GPU, for a quarter of an hour in all: `bash tests/gpu/lease.sh 1`; then, if all
-# is right, `bash tests/gpu/lease.sh 2`. On an H100 the first takes about 270 seconds, at
-# most 530; the second at most 240. Figures go to files in $OUT as soon as they are there,
+# is right, `bash tests/gpu/lease.sh 2`. On an H100 the first takes about 300 seconds, at
+# most 530; the second at most 200. Figures go to files in $OUT as soon as they are there,
 # and to the terminal: the most important ones last. QUICK=1: all is tiny, without a GPU.
 set -u
 call=${1:-}

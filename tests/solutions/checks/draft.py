@@ -112,14 +112,14 @@ def p_value(counts, probs):
 
 def trust_all(judge):
     """Every guess is accepted."""
-    return lambda logits, guesses, rows: judge(
-        logits, guesses, rows._replace(acceptance=0 * rows.acceptance))
+    return lambda logits, guesses, heat, numbers: judge(
+        logits, guesses, heat, 0 * numbers)
 
 
 def forget_the_draft(judge):
     """After a wrong guess the token is drawn as if nothing had been guessed."""
-    def wrong(logits, guesses, rows):
-        judged = judge(logits, guesses, rows)
+    def wrong(logits, guesses, *columns):
+        judged = judge(logits, guesses, *columns)
         at = torch.tensor([*guesses])
         is_accepted = (judged[at] > -torch.inf).sum(1, keepdim=True) == 1
         judged[at] = torch.where(is_accepted, judged[at], logits[at])
@@ -129,8 +129,14 @@ def forget_the_draft(judge):
 
 def draw_once(judge):
     """One random number decides about the guess, and draws the token after it."""
-    return lambda logits, guesses, rows: judge(
-        logits, guesses, rows._replace(acceptance=rows.random))
+    made = sampler.draw_params
+
+    def draw_params(*arguments):
+        number, heat, _, *limits = made(*arguments)
+        return number, heat, number, *limits
+
+    sampler.draw_params = draw_params
+    return judge
 
 
 def check_draws(folder):
