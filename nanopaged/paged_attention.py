@@ -103,7 +103,7 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, tokens, table_st
                 for dim in range(head_dim):
                     acc[g, dim] += weight * to_float32(v[key, dim])
 
-    for g in range(group_size):
+    for g in range(len(total)):
         for dim in range(head_dim):
             out[token, kv_head, g, dim] = rounded(acc[g, dim] / total[g], heads[g, dim])
 

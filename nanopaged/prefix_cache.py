@@ -66,8 +66,8 @@ class PrefixCache:
         for index in range(first, num_full):
             key = self._key(seq, index, before)
             content = self.published.setdefault(key, Content(*key))
-            content.block_id = block_id = seq.block_table[index]  # the newest
-            self.contents[block_id] = before = content
+            content.block_id = seq.block_table[index]  # the newest that holds this
+            self.contents[content.block_id] = before = content
 
     def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:
         """All that K and V in logical block `index` of `seq` depend on."""
