@@ -156,7 +156,7 @@ class TorchAttention:
             k, v = self.gather(kv_cache, block_table, first_key, stop)
             tokens = slice(first_token + first - start, first_token + stop - start)
             rows = q[tokens].transpose(0, 1)  # [num_heads, num_queries, head_dim]
-            # Of so many queries and keys, the last query sees all keys.
+            # Aligned at the lower right: the last query sees all keys.
             mask: Any = causal_lower_right(stop - first, stop)
             if not is_plain:
                 mask = self.mask(rows, k.shape[1], window, sinks)

@@ -3,12 +3,12 @@
 Running ahead. On a CPU, a step's tokens are read as soon as it has run. On a GPU, the
 next step is scheduled and launched before the tokens of this one are read, so that the
 GPU never waits for Python. Where a token is not known yet, the batch has a negative
-number, and the GPU puts the token in. Therefore:
+number, which the GPU replaces with the token. Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its token is ignored.
-    Its K and V go into a slot of the sequence's last block, and do no harm there. The
-    block is never published with this token. If it is free by now, its next owner runs
-    in a later step, and overwrites them
+    The K and V go into a slot of the sequence's last block, where they do no harm: the
+    block is never published with this token, and if it was freed, its next owner runs
+    in a later step and overwrites them
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored

@@ -183,5 +183,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. (The start sets it on a CPU.)"""
+        """How many tokens one step may compute. (On a CPU, `start_up.py` sets it.)"""
         return self.max_num_batched_tokens or 8192

@@ -38,8 +38,8 @@ class Engine:
         # The most tokens a sequence may have. The longest one must fit into the pool.
         self.max_model_len = min(
             runner.longest_sequence, runner.num_blocks * config.block_size)
-        # A cached prefix has K and V. A model whose layers keep states, too, as Mamba
-        # does, would lack the state after it.
+        # A cached prefix has only K and V. Layers that keep a state, as in Mamba, would
+        # lack the state after it.
         may_cache = config.enable_prefix_caching and not runner.state_bytes
         self.block_manager = BlockManager(
             runner.num_blocks, config.block_size, may_cache, runner.num_swap_blocks)

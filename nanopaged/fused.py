@@ -22,7 +22,7 @@ compiles = ContextVar("compiles", default=True)
 
 def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     """Run a function as one piece of compiled code, if the engine compiles."""
-    # Inductor may split a long sum over two kernels, one after the other: not here.
+    # Keep each sum in one kernel. Inductor may otherwise split long ones over two.
     compiled = torch.compile(function, dynamic=True, options={
         "split_reductions": False}, disable=not torch.cuda.is_available())
 

@@ -116,9 +116,9 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
 
 
 def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
-    """Report the log-probabilities of prompt tokens, each from the state before it.
+    """Report the log-probabilities of prompt tokens, each from what precedes it.
 
-    hidden: [num_tokens, hidden_size]; what is at position p scores the token at p + 1.
+    hidden: [num_tokens, hidden_size]; row p scores the token at p + 1.
     All logits at once could take gigabytes, so they are computed for a few rows at a
     time.
     """

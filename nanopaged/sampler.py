@@ -25,7 +25,7 @@ GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
 # Random numbers are k * 2^-32, and below 1. (A token that is less likely than this may
 # never be drawn.)
 RESOLUTION = 2.0**-32
-PART = 512  # tokens of the vocabulary that `draw` adds up at once
+PART = 512  # tokens in each part of the vocabulary: see `draw`
 
 
 class SamplerOutput:
@@ -97,10 +97,10 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     """For each row, the first token at which the sum of the probabilities exceeds the
     row's random number: [num_samples].
 
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. First the sums of
-    all parts of the vocabulary say in which part that token is, so only the sums within
-    this one are needed. A GPU adds in parallel and rounds each sum differently, so a
-    sum may seem to grow where the probability is 0: such a token is never chosen.
+    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. The vocabulary is
+    split into parts. Their totals tell which part holds that token, and only that part
+    needs running sums. A GPU adds in parallel and rounds each sum differently, so a sum
+    may seem to grow where the probability is 0: such a token is never chosen.
     """
     padded = F.pad(logits, (0, -logits.shape[1] % PART), value=-torch.inf)
     parts: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
@@ -108,13 +108,13 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     sums = totals.cumsum(-1)
     # The whole sum need not be exactly 1. Multiplied by it, every number is below it.
     numbers = numbers * sums[:, -1:]
-    # The largest of zeros and ones is the first one.
+    # Of zeros and ones, argmax finds the first 1.
     part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
     left = numbers - (sums - totals).gather(1, part)
     index = part.unsqueeze(1).expand(-1, 1, PART)
     probs = parts.gather(1, index).squeeze(1).double()
     sums = probs.cumsum(-1)  # within the part
-    # Rounded, what is left of the number may be below 0, or as much as the whole part.
+    # Rounding may leave a number below 0, or as large as the part's total.
     left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
     return part.squeeze(1) * PART + ((sums > left) & (probs > 0)).byte().argmax(-1)
 
@@ -131,8 +131,8 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # A token that is min_p times as likely as the most likely one has a logit that is
-    # lower by this: -inf without min_p, and NaN in greedy rows, where it is not used.
+    # Added to the highest logit, it gives that of a token min_p times as likely: -inf
+    # without min_p; NaN in greedy rows, where it is not used.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only the rows that have such a limit are sorted.

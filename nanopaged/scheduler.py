@@ -47,7 +47,7 @@ class Scheduler:
             if len(batch.token_ids) == self.config.budget:
                 break  # the budget is used up
             # After a preemption nobody is admitted: the pool was just full. And a group
-            # that starts over must first know all its tokens, pending ones, too.
+            # that starts over needs all its tokens, so none may be pending.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # Preempt from the young end until this group fits, or is itself preempted.
@@ -144,7 +144,7 @@ class Scheduler:
             group = seq.group
             seq.pending.pop(0)
             if seq.finish_reason is not None:
-                continue  # with its group just now, or, on a GPU, a step earlier
+                continue  # it ended with its group, or, on a GPU, a step earlier
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1
             if group.errors:  # raised by a logits processor

@@ -81,8 +81,8 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.state: State | None = None  # after these tokens; None: before the first
-        # A negative number for each pending token, oldest first: at most two, of the
-        # last step and of this one. It stands for the id: see `batch.py`.
+        # A negative number for each pending token, oldest first: at most two, one of
+        # the previous step and one of this. Each stands for an id: see `batch.py`.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []

@@ -32,7 +32,7 @@ def as_prompts(given: Any) -> list[Any]:
     is_list = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
     check(is_list and not isinstance(given, bytes | bytearray | memoryview | Set),
           "prompt", f"a string, a list of token ids, a dict with names among {NAMES}, "
-          "or several of these (of a tokenizer's result, input_ids)", given, TypeError)
+          "or several of these (from a tokenizer, its input_ids)", given, TypeError)
     items = plain([*given])
     # A list of nothing but numbers is a single prompt.
     kinds = {*map(type, items)}
@@ -48,8 +48,8 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         return {"prompt": content}
     unknown = content.keys() - NAMES
-    check(not unknown, "prompt", f"a dict with names among {NAMES} (of a tokenizer's "
-          "result, pass input_ids)", unknown, TypeError)
+    check(not unknown, "prompt", f"a dict with names among {NAMES} (from a "
+          "tokenizer, pass its input_ids)", unknown, TypeError)
     ids = content.get("prompt_token_ids")
     check(not isinstance(ids, str), "prompt_token_ids", "a list of ids", ids, TypeError)
     return content

@@ -47,8 +47,8 @@ class TritonAttention(TorchAttention):
         # (The scores of more than 128 keys would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # At most this many parts of a step are full: as many as run at once (in the
-        # example of `plan`, 4). Every part needs a program for each KV head.
+        # The most full parts that a step may have: as many as run at once (4 in the
+        # example of `plan`). Each part takes one program per KV head.
         self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
@@ -87,9 +87,9 @@ class TritonAttention(TorchAttention):
                 0      0       999      1000        960  1000
 
         How many keys does a part have? The same number in the whole step, except that
-        the last part of a tile may be smaller. Let 4 programs (of a KV head) run at
-        once. Divided among them, the 1100 keys of both decodes are 275 each, rounded up
-        to rounds of 64 keys: 320.
+        the last part of a tile may be smaller. Let 4 programs per KV head run at once.
+        Divided among them, the two decodes' 1100 keys make 275 each, or 320 in whole
+        rounds of 64 keys.
 
         Items without keys follow, so that the shape depends on counts alone.
         """
@@ -111,9 +111,8 @@ class TritonAttention(TorchAttention):
         items = np.zeros((len(tiles) + self.target_parts, 6), np.int64)
         items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         # Tiles with many keys first: if such a tile started last, the whole step would
-        # wait for it, and `attend` expects the tiles that are cut to come first. The
-        # sort is stable, because `merge_parts` expects the parts of a tile one after
-        # another.
+        # wait for it. Also, `attend` expects cut tiles first. The sort is stable,
+        # because `merge_parts` expects the parts of a tile one after another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:

@@ -199,7 +199,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     acc = tl.zeros([ROWS, DIM], tl.float32)
     row = tl.arange(0, ROWS)
     at = row[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
-    # Small tiles are loaded ahead of time: alone, each load takes a microsecond.
+    # Prefetch the parts of small tiles: one by one, each load takes a microsecond.
     end = first + tl.cdiv(num_keys, part_keys)
     for item in tl.range(first, end, num_stages=4 if ROWS <= 32 else 1):
         first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS

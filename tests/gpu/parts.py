@@ -223,7 +223,7 @@ def workload(task, quick):
 
 
 def peer(task, quick):
-    """transformers serves the same; few, because it is slow without flash-attn. (With
+    """transformers serves the same, with fewer requests: it is slow. (With
     64 answers of up to 1024 tokens it took more than two minutes on an H100.)
     """
     words = ["--requests", "64", "--input-len", "100", "512", "--output-len", "100",
