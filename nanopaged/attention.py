@@ -38,8 +38,8 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# With a window or sinks, this many queries are computed at a time. Together they see
-# few keys, and their mask is small.
+# With a window or sinks, this many queries are computed at a time: their mask is small,
+# and within a window they see few keys.
 QUERIES_AT_ONCE = 256
 
 
@@ -184,7 +184,7 @@ class TorchAttention:
     def mask(self, q: Tensor, num_keys: int, window: int | None, sinks: Tensor | None
              ) -> Tensor:
         """What is added to the scores: 0 where a query sees a key, and -inf elsewhere.
-        The last query sees the last key. A sink has no K, so its whole score is here.
+        The last query sees the last key. A sink's K is zero: its whole score is here.
 
         q: [num_heads, num_queries, head_dim] -> [num_queries, num_keys], or with sinks
         [num_heads, num_queries, num_keys + 1]

@@ -70,7 +70,9 @@ def history(seq: Sequence, device: torch.device) -> Tensor:
 
 
 def penalize(seq: Sequence, logits: Tensor) -> Tensor:
-    """Biases and penalties, as vLLM defines them: [1, vocab_size]."""
+    """Biases and penalties, as vLLM defines them: [1, vocab_size]. The repetition
+    penalty also looks at the prompt; the others only at what was sampled.
+    """
     params = seq.group.params
     bias: Any = params.logit_bias or {}
     ids = torch.tensor([*bias], dtype=torch.int64, device=logits.device)
@@ -82,7 +84,7 @@ def penalize(seq: Sequence, logits: Tensor) -> Tensor:
         answer = token_ids[:, seq.group.num_prompt_tokens :]
         amounts = (params.presence_penalty
                    + params.frequency_penalty * answer[0].bincount()[answer])
-        # (A token that comes twice gets the same logit twice.)
+        # (If a token comes twice, the same value is written twice.)
         logits = logits.scatter(1, answer, logits.gather(1, answer) - amounts)
     return logits
 
@@ -101,8 +103,8 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     own = logprobs.gather(1, tokens[:, None])
     own_ranks = 1 + (logprobs > own).sum(-1, keepdim=True)
     likely = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-    # How many values are higher than each of these: where it belongs among all of them,
-    # in ascending order. Logits 5, 3, 3, 1 give 0, 1, 1, 3: tied tokens share a rank.
+    # For each value, how many are higher: its place among the negated values, which
+    # ascend. Logits 5, 3, 3, 1 give 0, 1, 1, 3: tied tokens share a rank.
     num_higher = torch.searchsorted(-likely.values, -likely.values)
     ids = torch.cat((tokens[:, None], likely.indices), 1).tolist()
     values = torch.cat((own, likely.values), 1).tolist()
@@ -118,12 +120,13 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
 def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
     """Report the log-probabilities of prompt tokens, each from what precedes it.
 
-    hidden: [num_tokens, hidden_size]; row p scores the token at p + 1.
-    All logits at once could take gigabytes, so they are computed for a few rows at a
-    time.
+    hidden: [num_tokens, hidden_size]; the row of a token at position p scores the token
+    at p + 1. All logits at once could take gigabytes, so they are computed for a few
+    rows at a time.
     """
     if all(group.params.prompt_logprobs is None for group in batch.groups):
         return
+    # (A recorded step has rows of padding after these.)
     entries = hidden[: sum(batch.counts)].split(batch.counts)
     for group, entry, end in zip(batch.groups, entries, batch.ends, strict=True):
         count = group.params.prompt_logprobs

@@ -42,8 +42,8 @@ class SamplerOutput:
     def read(self) -> list[int]:
         """Wait for the tokens.
 
-        Elsewhere the host waits for the device only for log-probabilities, for swaps,
-        and for requests that change logits.
+        Apart from this, the host waits for the device only for log-probabilities, for
+        swaps, and for requests that change logits.
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
@@ -66,7 +66,7 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
     """A token for each sample of a step.
 
     raw: logits, [num_samples, vocab_size]. Other ranks know no receivers, so they take
-    the most likely tokens.
+    the most likely tokens, which those of rank 0 then replace.
     """
     seqs = batch.receivers
     params = [seq.group.params for seq in seqs]
@@ -106,7 +106,7 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     parts: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
     totals = parts.sum(-1, dtype=torch.float64)  # [num_samples, num_parts]
     sums = totals.cumsum(-1)
-    # The whole sum need not be exactly 1. Multiplied by it, every number is below it.
+    # The last sum need not be exactly 1. A random number times that sum is below it.
     numbers = numbers * sums[:, -1:]
     # Of zeros and ones, argmax finds the first 1.
     part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
@@ -114,7 +114,7 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     index = part.unsqueeze(1).expand(-1, 1, PART)
     probs = parts.gather(1, index).squeeze(1).double()
     sums = probs.cumsum(-1)  # within the part
-    # Rounding may leave a number below 0, or as large as the part's total.
+    # Rounding may leave as much as the part's total, which no sum would exceed.
     left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
     return part.squeeze(1) * PART + ((sums > left) & (probs > 0)).byte().argmax(-1)
 

@@ -17,7 +17,8 @@ class TritonAttention(TorchAttention):
 
         program  one run of a kernel's code. A GPU runs hundreds of them at once
         tile     a few consecutive queries of one sequence
-        row      of a tile: one of its queries, for one query head
+        row      of a tile: one of its queries, for one of the query heads that share
+                 a KV head. Some rows at the end may stay unused
         item     a tile and a range of its keys: what one program computes for one KV
                  head
         part     the range, if a tile has so many keys that several programs share them
@@ -38,7 +39,7 @@ class TritonAttention(TorchAttention):
         # 16 KB of K and as much of V (64 keys of head_dim 128 in bfloat16). Three such
         # programs fit into a multiprocessor at once, and have 96 KB in flight together.
         # That is more than enough.
-        num_processors = 4  # in the interpreter, on a CPU
+        num_processors = 4  # in Triton's interpreter, on a CPU
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             num_processors = gpu.multi_processor_count
@@ -47,7 +48,7 @@ class TritonAttention(TorchAttention):
         # (The scores of more than 128 keys would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # The most full parts that a step may have: as many as run at once (4 in the
+        # At most this many parts of a step are full: as many as run at once (4 in the
         # example of `plan`). Each part takes one program per KV head.
         self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
@@ -100,9 +101,9 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # A part has at least 1 / target_parts of
-        # all keys, so at most target_parts parts are full. Each tile adds at most one
-        # part that is not full. So there are at most len(tiles) + target_parts items.
+        # A part has at least 1 / target_parts of all keys, so at most target_parts are
+        # full. Each tile adds at most one part that is not full; a tile that is not cut
+        # is a part here. So there are at most len(tiles) + target_parts items.
         rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item

@@ -8,10 +8,10 @@ same addresses. Therefore:
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
     padded to the next one
   - a backend's plan has a shape that depends only on this number
-  - `ModelRunner._upload` puts one input after the other, always at the same place. The
-    last one, `last_indices`, moves when the block tables before it grow. Only the
-    model's `head` needs it, so that is not recorded. (Recording it would also take
-    memory for the logits of every size.)
+  - `ModelRunner._upload` lays the inputs out one after another, in every step from the
+    same address. The last one, `last_indices`, moves when the block tables before it
+    grow. Only the model's `head` needs it, so the head is not recorded. (Recording it
+    would also take memory for the logits of every size.)
 """
 
 import logging
@@ -30,7 +30,7 @@ from nanopaged.model_runner import ModelRunner
 def record(runner: ModelRunner) -> "Graphs | None":
     """Record steps of decodes, if the host does not wait for the device in them. In
     some families it does: in a mixture of experts, for example, to learn which ones the
-    tokens chose. A graph cannot wait, so these are served without graphs.
+    tokens chose. A graph cannot wait, so such families are served without graphs.
     """
     with runner.modes():
         if not waits_for_device(runner):
@@ -66,7 +66,7 @@ class Graphs:
         # records on a stream of its own.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
-        for size in sorted(sizes, reverse=True):  # smaller ones reuse this memory
+        for size in sorted(sizes, reverse=True):  # smaller ones reuse memory
             batch = Batch(token_ids=[0], counts=[1], ends=[1],
                           block_ids=[runner.padding_block])
             metadata = runner.prepare(self._pad(batch, size))
@@ -90,7 +90,8 @@ class Graphs:
 
     def _pad(self, batch: Batch, size: int) -> Batch:
         """The same step with more sequences, of one token each. They must not overwrite
-        the K and V of others, so theirs go to the padding block.
+        the K and V of others, so theirs go to the padding block, which no sequence has.
+        (The moves are done by now, and the caller samples.)
         """
         padding = size - len(batch.counts)
         ones = [1] * padding
