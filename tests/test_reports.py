@@ -87,7 +87,7 @@ WRONG_PROMPTS = {
     "image": ({"prompt": "a", "multi_modal_data": {}}, "a dict with names among"),
     "nothing in a list": (["a", None], "prompts[1]: prompt must be a string, a list"),
     "two in one": (["a", ["b", "c"]], "prompts[1]: prompt must be one prompt"),
-    "BatchEncoding": ({"input_ids": [[1, 2, 3]]}, "pass input_ids"),
+    "BatchEncoding": ({"input_ids": [[1, 2, 3]]}, "pass its input_ids"),
     "bytearray": (bytearray(b"ab"), "a string, a list of token ids"),
     "set": ({1, 2}, "a string, a list of token ids"),
     "half a character": ("\ud800", "surrogates not allowed"),
