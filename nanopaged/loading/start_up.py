@@ -157,15 +157,15 @@ def room_for_states(runner: ModelRunner) -> int:
     (A sequence that is swapped out keeps its state. But a group first starts when all
     that have started run, so those that have started are never more than may run.)
     """
-    num_seqs, state_bytes = runner.config.max_num_seqs, 2 * runner.state_bytes
-    if not state_bytes:
+    num_seqs, seq_bytes = runner.config.max_num_seqs, 2 * runner.state_bytes
+    if not seq_bytes:
         return 0
-    free, taken = free_bytes(runner), num_seqs * state_bytes
-    sizes = [f"{size / 2**20:,.2f} MiB" for size in (state_bytes, taken, free)]
+    free, taken = free_bytes(runner), num_seqs * seq_bytes
+    sizes = [f"{size / 2**20:,.2f} MiB" for size in (seq_bytes, taken, free)]
     logging.getLogger("nanopaged").info(
         "A sequence's states, the old one and the new one, take %s, and those of %d "
         "sequences %s, of the %s for K, V and states.", sizes[0], num_seqs, *sizes[1:])
-    check(taken < free, "max_num_seqs", f"at most {free // state_bytes} (the "
+    check(taken < free, "max_num_seqs", f"at most {free // seq_bytes} (the "
           f"states of a sequence take {sizes[0]} of {sizes[2]})", num_seqs)
     return taken
 

@@ -223,8 +223,8 @@ def workload(task, quick):
 
 
 def peer(task, quick):
-    """transformers serves the same, with fewer requests: it is slow. (With
-    64 answers of up to 1024 tokens it took more than two minutes on an H100.)
+    """transformers serves the same, with fewer requests: it is slow. For 64 answers of
+    up to 1024 tokens, more than 100 seconds were too few on an H100.
     """
     words = ["--requests", "64", "--input-len", "100", "512", "--output-len", "100",
              "256", "--repeats", "1", "--vs", "transformers", "--vs-batch", "64"]

@@ -145,11 +145,11 @@ def check_draws(folder):
     values = [p_value(draw(llm, limits), exact_probs(plain, limits))
               for limits in ({}, {"top_k": 3})]
     assert min(values) > 0.001, values
-    judge, wrong = sampler.judge, []
+    judge, draw_params, wrong = sampler.judge, sampler.draw_params, []
     for sabotage in (trust_all, forget_the_draft, draw_once):
         sampler.judge = sabotage(judge)
         wrong.append(p_value(draw(llm, {}), exact_probs(plain, {})))
-    sampler.judge = judge
+    sampler.judge, sampler.draw_params = judge, draw_params
     assert max(wrong) < 1e-6, f"this test would not notice mistakes: {wrong}"
     return values, wrong
 
