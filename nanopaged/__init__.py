@@ -12,6 +12,7 @@ The folders could be left out, apart from loading/:
     frontend/   the caller's side: prompts in, text out, from any thread
     tour/       a page that explains and plays runs
     paper/      the paper's figures on memory, simulated
+    shakespeare/  the bundled model, and how it was trained
 """
 
 from typing import TYPE_CHECKING, Any

@@ -82,9 +82,7 @@ class Places(NamedTuple):
 
 
 def locate(counts: Ints, ends: Ints, block_size: int) -> Places:
-    """Where the tokens of a step belong: entry i has counts[i] of them, and they end
-    before position ends[i].
-    """
+    """Entry i has counts[i] tokens, and they end before position ends[i]."""
     entries, indices = spread(counts)
     table_sizes = cdiv(ends, block_size)
     table_starts = np.cumsum(table_sizes) - table_sizes
@@ -93,7 +91,6 @@ def locate(counts: Ints, ends: Ints, block_size: int) -> Places:
 
 
 def slot_mapping(block_tables: Ints, at: Places, block_size: int) -> Ints:
-    """The slot of each token."""
     block_ids: Ints = block_tables[at.table_starts + at.positions // block_size]
     return block_ids * block_size + at.positions % block_size
 
@@ -192,7 +189,7 @@ class TorchAttention:
         num_heads, num_queries, _ = q.shape
         key = torch.arange(num_keys, device=q.device)
         query = key[num_keys - num_queries :, None]
-        seen = (key <= query) & (key > query - (num_keys if window is None else window))
+        seen = (key <= query) & (key > query - (window or num_keys))
         mask = q.new_zeros(seen.shape).masked_fill(~seen, -torch.inf)
         if sinks is None:
             return mask

@@ -7,8 +7,8 @@ number, which the GPU replaces with the token. Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its token is ignored.
     The K and V go into a slot of the sequence's last block, where they do no harm: the
-    block is never published with this token, and if it was freed, its next owner runs
-    in a later step and overwrites them
+    block is never published with this token, and whoever takes the block, in a later
+    step, writes each slot before reading it
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored
@@ -61,12 +61,12 @@ class Batch:
 
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
-        first = seq.num_computed_tokens
+        start = seq.num_computed_tokens
         # If all known tokens are computed, this entry computes the pending one. (There
         # is only one, because the host has read the tokens of all steps but the last.)
-        is_pending = first == len(seq.token_ids)
-        self.token_ids += seq.pending[-1:] if is_pending else seq.token_ids[first:end]
-        self.counts.append(end - first)
+        is_pending = start == len(seq.token_ids)
+        self.token_ids += seq.pending if is_pending else seq.token_ids[start:end]
+        self.counts.append(end - start)
         self.ends.append(end)
         self.block_ids += block_ids
         self.groups.append(seq.group)

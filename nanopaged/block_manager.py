@@ -99,7 +99,7 @@ class BlockManager:
         self.replace_blocks(child, list(shared), num_tokens, parent.state)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
-        """Give a group's sequences blocks for all tokens up to their `computable_end`:
+        """Give a group's sequences blocks for all tokens before their `computable_end`:
         for the whole prompt, even if it is computed in chunks. If too few are free,
         this returns False and changes nothing.
 
@@ -110,14 +110,12 @@ class BlockManager:
         """
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
-            # The usual case, decided fast. A lone sequence, or a leader before the
-            # fork, shares only full blocks, and never writes into those.
+            # The usual case, decided fast. A leader before the fork, or a sequence
+            # whose siblings have ended, shares only full blocks. It never writes there.
             return True
-        # From `first` on, the sequences need `num_needed` blocks of their own. They
-        # hold the blocks `held` there, and each of these stays with one of them, so
-        # only the difference must be free. (Other groups share only full blocks.) For
-        # example, two siblings share a block that is not full: they need 2 blocks, and
-        # hold 1, so 1 must be free.
+        # For example, two siblings share a block that is not full, and each writes its
+        # next token there. They need 2 blocks of their own and hold 1, which stays with
+        # one of them, so 1 must be free. (Other groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

@@ -1,4 +1,4 @@
-"""Errors that name a wrong value, and say what would be right."""
+"""Checks of what the caller passes, and of what checkpoints hold."""
 
 from collections.abc import Set
 from dataclasses import MISSING, field, fields
@@ -33,12 +33,13 @@ def bounded(default: Any = MISSING, low: float = 0, high: float = 2**63 - 1) -> 
 
 
 def plain(value: Any) -> Any:
-    """The numbers of NumPy and torch as Python's own, in lists and dicts, too."""
+    """Make numbers of NumPy and torch Python's own, in lists and dicts, too."""
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, list):  # long ones are ids of tokens, or lists of these
         is_plain = {*map(type, value)} <= {int}
         return list(value) if is_plain else [plain(each) for each in value]
+    # (A class such as np.float32 has a `tolist`, too.)
     is_number = hasattr(value, "tolist") and not isinstance(value, type)
     return value.tolist() if is_number else value
 

@@ -125,16 +125,17 @@ class EngineConfig(Checked):
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
         CPU without them keeps bfloat16 weights, K and V, which take half the memory,
         and computes in float32: decoding is faster, and long prompts are slower, than
-        with "float32". For a float16 checkpoint, a CPU takes bfloat16 or
-        float32; for a bfloat16 one, a GPU older than Ampere takes float16.
+        with "float32". For a float16 checkpoint, a CPU takes bfloat16 if it has
+        instructions for it, and else float32. For a bfloat16 one, a GPU older than
+        Ampere takes float16.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
-    num_blocks: None means as many as can ever be in use, but no more than fit into
-        `gpu_memory_utilization` of the GPU's memory, or, on a CPU, into half of what
-        the process can still get, and into 4 GiB.
+    num_blocks: None means as many as can be in use at once, but no more than fit into
+        `gpu_memory_utilization` of the GPU's memory. On a CPU, they take at most half
+        of the memory that the process can still get, and at most 4 GiB.
     max_model_len: the length of the longest sequence, including its prompt. None means
-        as long as the model allows. It is lowered to what the pool can hold, and, for a
-        few families whose sliding window our attention is not told, to that window.
+        as long as the model allows. It is lowered to what the pool can hold. For a few
+        families whose sliding window our attention cannot see, it is that window.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
     max_num_batched_tokens: how many tokens one step may compute. While it computes a
@@ -155,7 +156,7 @@ class EngineConfig(Checked):
     tensor_parallel_size: the number of ranks, which are processes that torchrun starts.
         Each has a GPU of its own if there are any.
     model_impl: "nanopaged" is our own decoder, for Llama, Mistral, Qwen2 and Qwen3.
-        "transformers" uses the modules of transformers, with our attention put in.
+        "transformers" uses the modules of transformers, with our attention plugged in.
         "auto" uses ours for these families, and transformers' for all others.
     load_format: "dummy" gives random weights to a model that has only a config.json.
     seed: determines the seeds of requests that have none, and dummy weights.

@@ -3,9 +3,9 @@
 The engine repeats one step, `Engine.step`, until no request is left, and the files of
 this folder explain its lines. The top of `sequence.py` defines the terms.
 
-The engine knows tokens, and no text. `frontend/` makes requests from prompts, and text
-from tokens. `loading/` makes an engine from a checkpoint. `cpu/` and `gpu/` hold what
-is specific to a device. They all import this folder, and it imports none of them.
+The engine knows tokens, and no text. `frontend/` turns prompts into requests, and
+tokens into text. `loading/` makes an engine from a checkpoint. `cpu/` and `gpu/` hold
+what is specific to a device. They all import this folder, and it imports none of them.
 """
 
 from collections import deque
@@ -82,8 +82,8 @@ class Engine:
 
     def add(self, groups: list[SequenceGroup]) -> None:
         """Give requests their ids, and queue them, all at once."""
-        # Other threads may do the same. But this is a single call into C, which no
-        # other thread interrupts, so the ids are consecutive.
+        # Other threads may do the same. But `list(islice(...))` runs in C, where no
+        # other thread interrupts it, so the ids are consecutive.
         ids = list(islice(self.ids, len(groups)))
         for group, number in zip(groups, ids, strict=True):
             group.request_id = str(number)
@@ -112,8 +112,8 @@ class Engine:
         return self.scheduler.changed
 
     def reset_if_idle(self) -> Changed:
-        """End what is aborted. Then begin empty, unless there are other requests. (When
-        the weights change, for example, the prefix cache must be forgotten.)
+        """End aborted requests, and reset if no others are left. (When the weights
+        change, for example, the prefix cache must be forgotten.)
         """
         self.scheduler.end_aborted()
         return self.scheduler.changed if self.num_unfinished else self.reset()
@@ -123,7 +123,7 @@ class Engine:
         return len(self.scheduler.unfinished)
 
     def stats(self) -> EngineStats:
-        """What the engine holds now, and what it has done since it started."""
+        """What the engine holds now, and what it has counted."""
         manager = self.block_manager
         return replace(
             self.scheduler.stats, blocks_cached=len(manager.prefix_cache.published),

@@ -16,13 +16,13 @@ from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
 Result = TypeVar("Result")
-# Whether this thread wants compiled code. (It computes for one engine at a time.)
+# Whether the engine for which this thread computes wants compiled code.
 compiles = ContextVar("compiles", default=True)
 
 
 def fused(function: Callable[..., Result]) -> Callable[..., Result]:
     """Run a function as one piece of compiled code, if the engine compiles."""
-    # Keep each sum in one kernel. Inductor may otherwise split long ones over two.
+    # One launch for each sum: Inductor may otherwise split a long one over two.
     compiled = torch.compile(function, dynamic=True, options={
         "split_reductions": False}, disable=not torch.cuda.is_available())
 

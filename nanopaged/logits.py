@@ -51,7 +51,7 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
             logits[i] = row[0]
         except Exception as error:  # only this request ends: see `Scheduler.update`
             group.errors = [error]
-    # Before `min_tokens`, no stop token may be sampled. Other ranks have no receivers.
+    # Before `min_tokens`, no stop token may be sampled.
     places = batch.sample_positions
     banned = [(i, token) for i, seq in enumerate(seqs) if places[i] < seq.group.min_len
               for token in seq.group.banned_token_ids]
@@ -62,8 +62,8 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
 
 
 def history(seq: Sequence, device: torch.device) -> Tensor:
-    """The tokens so far: [1, num_tokens]. (Of a long list, an array is made six times
-    as fast as a tensor.)
+    """The tokens so far: [1, num_tokens]. (For a long list, this is six times as fast
+    as `torch.tensor`.)
     """
     token_ids = torch.frombuffer(array("q", seq.token_ids), dtype=torch.int64)
     return token_ids.to(device)[None]
@@ -130,7 +130,8 @@ def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
     entries = hidden[: sum(batch.counts)].split(batch.counts)
     for group, entry, end in zip(batch.groups, entries, batch.ends, strict=True):
         count = group.params.prompt_logprobs
-        first = end - len(entry) + 1  # the position that the first row scores
+        # The position that the first row scores: 1 if this is the prompt's first chunk.
+        first = end - len(entry) + 1
         if count is None or first >= group.num_prompt_tokens:
             continue
         tokens = torch.tensor(group.prompt_token_ids[first : end + 1])

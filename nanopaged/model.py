@@ -142,6 +142,7 @@ class CausalLM(nn.Module):
 
         kv_caches has one cache for each layer.
         """
+        # (On a CPU, weights may be bfloat16 while all else is float32.)
         x: Tensor = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         residual = torch.zeros_like(x)
         # The cosines and sines of the angles: [num_tokens, 1, head_dim] each.

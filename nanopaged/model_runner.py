@@ -53,14 +53,14 @@ class ModelRunner:
         # numbers in a plan, and perhaps a sample; and the block tables. Recorded steps
         # are padded, and a plan on a GPU has a few thousand numbers more.
         num_tokens = config.budget + config.max_num_seqs
-        num_inputs = 10 * num_tokens + self.most_blocks + 2**16
+        num_inputs = (3 + 6 + 1) * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
 
     @property
     def most_blocks(self) -> int:
-        """How many blocks can ever be in use at once. A pool need not be larger."""
+        """How many blocks can be in use at once: the pool's size, if that fits."""
         most = cdiv(self.longest_sequence, self.config.block_size)
         return int(self.config.max_num_seqs * most)
 
@@ -68,8 +68,7 @@ class ModelRunner:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
         # The device's pool has one block more than the manager knows: the padding of
-        # trial steps and of recorded ones goes there, and no move touches it. (In
-        # `moves`, its number means the first block in CPU memory.)
+        # trial steps and of recorded ones goes there, and no move touches it.
         self.padding_block = num_blocks
         with self.modes(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
@@ -128,6 +127,7 @@ class ModelRunner:
     def _block(self, block_id: int) -> Tensor:
         """A view of this block in every layer: [num_layers, 2, num_kv_heads,
         block_size, head_dim]. Blocks in CPU memory are numbered after the device's.
+        (The first has the number of the padding block, which is never moved.)
         """
         if block_id < self.num_blocks:
             return self.kv_caches[:, block_id]

@@ -29,7 +29,7 @@ with the score 5:
 import numpy as np
 from numba import njit
 
-# Let sums be reordered, so that vector instructions can be used. NaN still works.
+# Let sums be reordered, so that vector instructions can be used. NaNs still propagate.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
@@ -103,7 +103,7 @@ def run_program(query, kv_head, out, q, kv_cache, block_tables, tokens, table_st
                 for dim in range(head_dim):
                     acc[g, dim] += weight * to_float32(v[key, dim])
 
-    for g in range(len(total)):
+    for g in range(group_size):
         for dim in range(head_dim):
             out[token, kv_head, g, dim] = rounded(acc[g, dim] / total[g], heads[g, dim])
 

@@ -57,7 +57,7 @@ class PrefixCache:
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
         first = num_full
-        # Go back to the last block that is published: all before it are, too.
+        # Go back to the last block that has a content: all before it have one, too.
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
         before: Any = seq.group.params.cache_salt
@@ -71,8 +71,8 @@ class PrefixCache:
 
     def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:
         """All that K and V in logical block `index` of `seq` depend on."""
-        first = index * self.block_size
-        return before, tuple(seq.token_ids[first : first + self.block_size])
+        start = index * self.block_size
+        return before, tuple(seq.token_ids[start : start + self.block_size])
 
     def can_find(self, block_id: int) -> bool:
         """Whether `match` can find this block. If several hold the same, it finds the

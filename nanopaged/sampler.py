@@ -4,8 +4,8 @@ A sampled token depends on its logits, on its request's parameters and seed, on 
 position, and on which of the request's sequences it belongs to, but not on the rest of
 the batch. A row of logits with a NaN yields an arbitrary token.
 
-To draw is to compare the running sum of the probabilities with a random number from 0
-to 1: the first token at which the sum exceeds the number is taken (inverse-transform
+A draw compares the running sum of the probabilities with a random number from 0 to 1:
+the first token at which the sum exceeds the number is taken (inverse-transform
 sampling). Only the tokens that top_k, top_p and min_p leave have a probability.
 """
 
@@ -75,12 +75,14 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
     if len(drawing) < len(seqs) or not seqs:
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if drawing:
+        # Greedy rows go along. Their temperature may be 0, so they may become NaN, and
+        # what is drawn for them is not used.
         table = to_device(map(draw_params, seqs, batch.sample_positions), logits.device)
         numbers, temperature, *limits = table.split(1, dim=1)  # [num_samples, 1] each
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
             logits = keep_likely(logits, params, temperature, *limits)
         drawn = draw(logits, temperature, numbers)
-        if len(drawing) < len(seqs):  # what is drawn for greedy rows is not used
+        if len(drawing) < len(seqs):
             drawn = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
         tokens = drawn
 
@@ -113,8 +115,8 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     left = numbers - (sums - totals).gather(1, part)
     index = part.unsqueeze(1).expand(-1, 1, PART)
     probs = parts.gather(1, index).squeeze(1).double()
-    sums = probs.cumsum(-1)  # within the part
-    # Rounding may leave as much as the part's total, which no sum would exceed.
+    sums = probs.cumsum(-1)  # from here on, within the part
+    # `left` may be rounded up to the part's last sum, which no sum exceeds.
     left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
     return part.squeeze(1) * PART + ((sums > left) & (probs > 0)).byte().argmax(-1)
 
@@ -131,16 +133,16 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # Added to the highest logit, it gives that of a token min_p times as likely: -inf
-    # without min_p; NaN in greedy rows, where it is not used.
+    # Added to the highest logit, it gives that of a token min_p times as likely; -inf
+    # without min_p.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only the rows that have such a limit are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
-        at = to_device(top_ks, logits.device)
+        at = to_device([*top_ks], logits.device)
         # If each of them has a top_k, the largest one says how many logits are needed.
-        most = max(top_k or logits.shape[1] for top_k in top_ks.values())
+        most = max(k or logits.shape[1] for k in top_ks.values())
         highest = highest_logits(logits[at], most)
         rows = (each[at] for each in (lowest, temperature, top_k, top_p))
         lowest[at] = lowest_kept(highest, *rows).to(lowest.dtype)

@@ -32,7 +32,7 @@ class Scheduler:
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}  # oldest first, too
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
-        # To be reported. A group enters before it changes, so an interrupt loses none.
+        # Not yet reported. A group enters before it changes: an interrupt loses none.
         self.changed: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
 
@@ -46,11 +46,11 @@ class Scheduler:
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.budget:
                 break  # the budget is used up
-            # After a preemption nobody is admitted: the pool was just full. And a group
-            # that starts over needs all its tokens, so none may be pending.
+            # After a preemption nobody is admitted in this step: the pool was full, and
+            # pending tokens of a preempted group are read only after it.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # Preempt from the young end until this group fits, or is itself preempted.
+            # Preempt the youngest until this group fits, or is preempted itself.
             while request_id in self.running and not self.block_manager.grow(
                     group.next_sequences, batch.moves):
                 self._preempt(batch)
@@ -78,7 +78,7 @@ class Scheduler:
             self._fork(group)
             receivers = group.live
         for receiver in receivers:
-            # (After a preemption, it may first have to compute tokens of its answer.)
+            # (Not yet if, after a preemption, it computes its answer again.)
             if end == receiver.computable_end:
                 batch.add_sample(receiver)
 
@@ -173,7 +173,6 @@ class Scheduler:
             self.running.pop(group.request_id, None)
 
     def end_live(self, group: SequenceGroup) -> None:
-        """End all sequences of a group that have not finished."""
         for seq in list(group.live):
             self.finish(seq, "abort")
 
@@ -185,7 +184,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Abort the groups that have started: a step that failed may have left them
-        half-changed. The others keep waiting.
+        half-changed, or an interrupt a group that was ending. The others keep waiting.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

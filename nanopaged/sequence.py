@@ -41,7 +41,7 @@ from nanopaged.config import BeamSearchParams, SamplingParams
 
 
 class Logprob(NamedTuple):
-    """The log-probability of a token, before any option changes it, and its rank among
+    """The log-probability of a token, before any option changes it, and its place among
     all tokens: 1 is the most likely one.
     """
 
@@ -51,10 +51,9 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# What layers without K and V remember, by layer. Of few families: Mamba's, for example.
-# A state never changes: a step makes a new one from the old one, so forks and beams
-# share it as they share a number. It is empty until its step has run, and only the
-# model looks inside.
+# What layers without K and V remember, by layer. Only a few families have it, such as
+# Mamba. A state is empty until its step has run, and never changes after that: the next
+# step makes a new one. So forks and beams share it. Only the model looks inside.
 State = dict[int, Any]
 
 
@@ -81,8 +80,8 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.state: State | None = None  # after these tokens; None: before the first
-        # A negative number for each pending token, oldest first: at most two, one of
-        # the previous step and one of this. Each stands for an id: see `batch.py`.
+        # A negative number for each pending token, oldest first: one from the step in
+        # flight, and one from this step once it is scheduled. See `batch.py`.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -99,8 +98,8 @@ class Sequence:
 
     @property
     def computable_end(self) -> int:
-        """The position up to which tokens can be computed now. When all of them are
-        computed, the next token is sampled.
+        """The position before which all tokens can be computed now. When they are, the
+        next token is sampled.
 
         Before the fork this is the end of the prompt, which all sequences of the group
         share. After the fork it is the end of the sequence's own tokens, and of those
@@ -116,7 +115,6 @@ class Sequence:
         return num_tokens if num_tokens < last else last
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
-        """Add a sampled token, with its log-probability and those of other tokens."""
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -163,7 +161,7 @@ class SequenceGroup:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.beam_params = beam_params  # None: this is not a beam search
-        # Those that end a sequence, and those that `min_tokens` forbids.
+        # Tokens that end a sequence, and tokens that `min_tokens` forbids.
         self.stop_token_ids = set(params.stop_token_ids or [])
         self.banned_token_ids = self.stop_token_ids | set(eos_token_ids)
         if not params.ignore_eos:

@@ -270,7 +270,7 @@ class LLM(AbstractContextManager["LLM"]):
         return self._tokenizer_copy
 
     def stats(self) -> EngineStats:
-        """What the engine holds now, and what it has done since it started."""
+        """What the engine holds now, and what it has counted."""
         return self.engine.stats()
 
     def reset_prefix_cache(self) -> bool:

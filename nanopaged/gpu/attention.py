@@ -48,8 +48,7 @@ class TritonAttention(TorchAttention):
         # (The scores of more than 128 keys would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # At most this many parts of a step are full: as many as run at once (4 in the
-        # example of `plan`). Each part takes one program per KV head.
+        # How many programs run at once for each KV head (4 in the example of `plan`).
         self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
@@ -101,9 +100,9 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # A part has at least 1 / target_parts of all keys, so at most target_parts are
-        # full. Each tile adds at most one part that is not full; a tile that is not cut
-        # is a part here. So there are at most len(tiles) + target_parts items.
+        # An item is full if it has `part_keys` keys. That is at least 1 / target_parts
+        # of all keys, so at most target_parts items are full. Each tile has at most one
+        # that is not. So there are at most len(tiles) + target_parts items.
         rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
         part_keys = rounds * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -125,11 +124,10 @@ class TritonAttention(TorchAttention):
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
-        # If its tile is cut, the result of item i goes to parts[i]: cut tiles have the
-        # most keys, so they come first in the plan. At most target_parts parts are
-        # full. Every cut tile has a full part, and at most one that is not: at most
-        # twice target_parts in all. (The room is the same in every step, so trial steps
-        # take as much memory as others.)
+        # If its tile is cut, the result of item i goes to parts[i]. Cut tiles have the
+        # most keys, so they come first in the plan. Each has at least one full item and
+        # at most one other, so they have at most twice target_parts items. (The room is
+        # the same in every step, so trial steps take as much memory as others.)
         max_parts = 2 * self.target_parts
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)

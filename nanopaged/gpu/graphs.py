@@ -6,7 +6,7 @@ launches, and a single launch repeats it: the same kernels with the same sizes a
 same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
-    padded to the next one
+    padded up to the next of these
   - a backend's plan has a shape that depends only on this number
   - `ModelRunner._upload` lays the inputs out one after another, in every step from the
     same address. The last one, `last_indices`, moves when the block tables before it
@@ -91,7 +91,8 @@ class Graphs:
     def _pad(self, batch: Batch, size: int) -> Batch:
         """The same step with more sequences, of one token each. They must not overwrite
         the K and V of others, so theirs go to the padding block, which no sequence has.
-        (The moves are done by now, and the caller samples.)
+        (The moves are done by now, the caller samples, and models with states are not
+        recorded.)
         """
         padding = size - len(batch.counts)
         ones = [1] * padding

@@ -68,9 +68,9 @@ def place_tile(tensor, item_at, stride, GROUP: constexpr, HEAD_DIM: constexpr,
     query = row // GROUP
     head = tl.program_id(1) * GROUP + row % GROUP
     # The tile's address needs 64 bits. Offsets in it need 32, which saves registers.
-    at = query * stride + head * HEAD_DIM + dim
+    offset = query * stride + head * HEAD_DIM + dim
     mask = (query < num_queries.to(tl.int32)) & (dim < HEAD_DIM)
-    return tensor + token * stride + at, mask
+    return tensor + token * stride + offset, mask
 
 
 @triton.jit(do_not_specialize=["block_tables", "items"])
@@ -92,7 +92,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     log_sums      [max_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
                   keys of a part. That sum is the weight of its result
 
-    WINDOW is how many keys a query sees, up to its own; None: all of them.
+    WINDOW is how many keys a query sees, up to its own; None: all of them. An item that
+    ends before the window computes nothing, and its log_sum gives it no weight.
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -157,8 +158,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
         acc += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = new_highest
 
-        # Look up the blocks of the next round now: the loads of K and V can only be
-        # issued ahead of time if their addresses are already known.
+        # Look up the blocks of the next round now: Triton can issue its loads of K and
+        # V ahead of time only if their addresses are already known.
         key += KEYS
         block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 

@@ -200,7 +200,7 @@ def test_the_grade_of_a_kernel_counts_what_it_reads_also_on_a_busy_machine(stude
             loop.wait()
     _, node = course.find(student, KERNEL)
     code = ast.unparse(ast.Module(node.body[1:], []))
-    code = code.replace("for g in range(group_size)", "for g in range(head, head + 1)")
+    code = code.replace("in range(group_size)", "in range(head, head + 1)", 3)
     code = code.replace("for j in ", "for head in range(group_size):\n  for j in ")
     course.replace_body(student, KERNEL, code)
     assert scores(student, TRAFFIC) == [3]
