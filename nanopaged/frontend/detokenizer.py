@@ -20,8 +20,6 @@ from weakref import ref
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanopaged.sequence import Sequence
-
 # Many tokenizers write each byte of a token as one character: "Ġ" for 20, "Ã" for C3.
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
@@ -79,12 +77,6 @@ class Detokenizer:
         self.num_read = max(0, len(prompt_ids) - 16)  # tokens
         self.update(prompt_ids, final=False, may_stop=False)
         self.text = ""
-
-    def read(self, seq: Sequence) -> None:
-        """Read what is new in a sequence, and find out if a stop string ends it."""
-        token_ids = seq.token_ids[:-1] if seq.ended_by_token else seq.token_ids
-        may_stop = len(seq.token_ids) > seq.group.min_len
-        self.update(token_ids, seq.finish_reason is not None, may_stop)
 
     def update(self, token_ids: list[int], final: bool, may_stop: bool) -> None:
         """Decode what is new in `token_ids`, which begin with the prompt. Look for stop

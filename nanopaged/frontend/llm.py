@@ -27,19 +27,14 @@ from nanopaged.checks import check
 from nanopaged.config import BeamSearchParams, EngineConfig
 from nanopaged.engine import Changed
 from nanopaged.frontend.outputs import Outbox, Request, RequestOutput, let_go
-from nanopaged.frontend.prompts import (
-    Params,
-    Prompt,
-    make_requests,
-    render_chats,
-    tokenizer_of,
-)
+from nanopaged.frontend.prompts import Params, make_requests, render_chats, tokenizer_of
 from nanopaged.loading import checkpoint
 from nanopaged.loading.start_up import free_runner, make_engine
 from nanopaged.loading.weights import replace_weights
 from nanopaged.sequence import SequenceGroup
 from nanopaged.stats import EngineStats
 
+Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 ParamsForAll: TypeAlias = Params | Iterable[Params | None] | None
 Messages: TypeAlias = list[dict[str, Any]]
@@ -58,7 +53,6 @@ class LLM(AbstractContextManager["LLM"]):
         known = EngineConfig.__dataclass_fields__
         unknown = sorted(options.keys() - known)
         check(not unknown, "options of LLM", f"among {[*known]}", unknown, TypeError)
-        model = checkpoint.BUNDLED if model is None else model
         self.config = EngineConfig(model, **options)
         self.model_config = checkpoint.load_config(self.config)
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
@@ -182,8 +176,6 @@ class LLM(AbstractContextManager["LLM"]):
             for request in requests:
                 self.engine.abort(request.group.request_id)
                 self._requests.pop(request.group, None)
-                if not request.group.live:
-                    let_go(request.group)
             outbox.clear()
 
     def _collect(self, outbox: Outbox) -> list[RequestOutput]:
@@ -193,10 +185,6 @@ class LLM(AbstractContextManager["LLM"]):
             # has failed, `_run` resets the engine instead of taking the next one.
             if self._step_unfinished or (not outbox and self.engine.num_unfinished):
                 self._run(self.engine.step)
-            for request in outbox.values():
-                group = request.group
-                if group.errors and not group.live:
-                    raise group.errors.pop()  # the next call reports what it has
             outputs = [request.output() for request in outbox.values()]
             outbox.clear()
             return outputs
@@ -211,25 +199,17 @@ class LLM(AbstractContextManager["LLM"]):
         self._step_unfinished = True
         changed = act()
         for request_id, group in changed.items():
-            request = self._requests.get(group)
-            if request is None:  # nobody waits for it: its stream was closed
-                if not group.live:
-                    let_go(group)
-                continue
-            if group.params.stop:
+            request = self._requests.get(group)  # None: its stream was closed
+            if request and group.params.stop:
                 for seq in request.read():
                     self.engine.stop(seq)
-            if not (group.live and request.final_only):
+            if request and not (group.live and request.final_only):
                 request.outbox[request_id] = request
             if not group.live:
-                self._requests.pop(group)
+                self._requests.pop(group, None)
+                let_go(group)
         changed.clear()
         self._step_unfinished = False
-
-    def _reset_if_idle(self) -> bool:
-        """Reset the engine, unless requests are unfinished."""
-        self._run(self.engine.reset_if_idle)
-        return not self.engine.num_unfinished
 
     def _check_open(self) -> None:
         runner = self.engine.runner
@@ -278,7 +258,8 @@ class LLM(AbstractContextManager["LLM"]):
         do nothing and return False.
         """
         with self._exclusive():
-            return self._reset_if_idle()
+            self._run(self.engine.reset_if_idle)
+            return not self.engine.num_unfinished
 
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Replace the model's weights, and reset the prefix cache.
@@ -290,7 +271,8 @@ class LLM(AbstractContextManager["LLM"]):
         with self._exclusive():
             # The cache is emptied first: if the rest is interrupted, no old K and V
             # remain.
-            check(self._reset_if_idle(), "the number of unfinished requests",
+            self._run(self.engine.reset_if_idle)
+            check(not self.engine.num_unfinished, "the number of unfinished requests",
                   "0 for load_weights", self.engine.num_unfinished)
             runner = self.engine.runner
             replace_weights(runner.model, self.model_config, named, runner.ranks)

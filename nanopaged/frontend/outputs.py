@@ -67,24 +67,25 @@ class Request:
             seq: self.detokenizers.get(seq) or copy(self.at_start)
             for seq in self.group.sequences}
         for seq, detokenizer in self.detokenizers.items():
-            detokenizer.read(seq)
+            token_ids = seq.token_ids[:-1] if seq.ended_by_token else seq.token_ids
+            may_stop = len(seq.token_ids) > self.group.min_len
+            detokenizer.update(token_ids, seq.finish_reason is not None, may_stop)
         return [seq for seq in self.group.live
                 if self.detokenizers[seq].stopped_by is not None]
 
     def output(self) -> RequestOutput:
-        self.read()
         group = self.group
+        if group.errors and not group.live:
+            raise group.errors.pop()  # the next call reports what it has
+        self.read()
         scores: list[Logprobs | None] | None = None
         if group.params.prompt_logprobs is not None:
             scores = [None, *group.prompt_logprobs.values()]
-        output = RequestOutput(
+        return RequestOutput(
             group.request_id, self.prompt, list(group.prompt_token_ids),
             # A beam has the index of its parent, so outputs are numbered anew here.
             [self._completion(seq, i) for i, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, scores)
-        if output.finished:
-            let_go(group)
-        return output
 
     def _completion(self, seq: Sequence, index: int) -> CompletionOutput:
         params, reason = seq.group.params, seq.finish_reason

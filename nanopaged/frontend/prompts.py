@@ -18,7 +18,6 @@ from nanopaged.sequence import SequenceGroup
 # and any iterable of prompts, also work.
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")
-Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Params: TypeAlias = SamplingParams | BeamSearchParams
 
 
@@ -57,7 +56,8 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
 
 # -- Conversations ---------------------------------------------------------------------
 
-def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Prompt]:
+def render_chats(llm: Any, messages: Any, options: dict[str, Any]
+                 ) -> list[dict[str, Any]]:
     """One or more conversations as prompts, by the tokenizer's chat template."""
     chats: Any = list(messages)
     chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
@@ -65,7 +65,7 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Promp
     template = partial(llm.get_tokenizer().apply_chat_template, **options)
     # Some templates expect the content of a message as a list, and drop a string.
     takes_text = "a probe" in template([{"role": "user", "content": "a probe"}])
-    prompts: list[Prompt] = []
+    prompts = []
     for number, chat in enumerate(chats):
         with numbered("messages", number, len(chats)):
             is_list = isinstance(chat, Iterable) and not isinstance(chat, str | Mapping)

@@ -4,7 +4,6 @@ have none, and which file has which tensor.
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,9 @@ from typing import Any
 
 import torch
 from huggingface_hub import get_local_safetensors_metadata, snapshot_download
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
@@ -190,9 +191,9 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
 
 # -- Tensors ---------------------------------------------------------------------------
 
-def find_tensors(source: str | Path) -> dict[str, tuple[Path, Any]]:
-    """The file of each tensor, and what its header says: {"lm_head.weight": (path,
-    info), ...}, where `info` has a dtype and a shape.
+def find_tensors(source: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, by name. Its files are mapped into memory: they are
+    read when a tensor is used, and the system may forget that again.
 
     If a checkpoint has several files, an index says which tensor is in which file. Any
     other file is ignored, and is not downloaded.
@@ -209,15 +210,14 @@ def find_tensors(source: str | Path) -> dict[str, tuple[Path, Any]]:
         others = [each.name for each in path.iterdir() if each.suffix in OTHERS]
         remedy = f"only safetensors are read, and not {others}: {CONVERT}"
     with reading(f"the weights in {path}", remedy):
-        found = get_local_safetensors_metadata(path)
-        return {name: (path / file, found.files_metadata[file].tensors[name])
-                for name, file in found.weight_map.items()}
+        places = get_local_safetensors_metadata(path).weight_map
+    tensors = {}
+    for file in {*places.values()}:
+        with reading(str(path / file)):
+            tensors[file] = load_file(path / file)
+    return {name: tensors[file][name] for name, file in places.items()}
 
 
-def stored_dtype(source: str | Path) -> Any:
-    """The dtype of most weights, for a config that has none; None if it is unusual."""
-    sizes: Counter[str] = Counter()
-    for _, info in find_tensors(source).values():
-        sizes[info.dtype] += info.parameter_count
-    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-    return dtypes.get(max(sizes, key=sizes.__getitem__, default=""))
+def stored_dtype(source: str | Path) -> torch.dtype:
+    """The dtype of the largest weight, for a config that names none."""
+    return max(find_tensors(source).values(), key=Tensor.numel).dtype

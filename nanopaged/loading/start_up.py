@@ -5,8 +5,8 @@ import os
 import re
 import weakref
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     dtype = pick_dtype(config.dtype, model_dtype, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend = make_backend(name, share, config.block_size, dtype, device)
-    ops = import_module(f"nanopaged.{BACKENDS[name][1]}")
+    ops = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
     longest = longest_sequence(config, model_config)
     model = load_model(config, share, backend, ops, ranks)
     runner = ModelRunner(
@@ -226,7 +226,7 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     if model_dtype not in (torch.bfloat16, torch.float16):
-        return model_dtype or torch.float32
+        return torch.float32
     if device.type == "cuda":
         is_old = torch.cuda.get_device_properties(device).major < 8
         return torch.float16 if is_old else model_dtype
@@ -239,10 +239,10 @@ def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype
 # go with it. A file is imported only if it is used, because it may need a package that
 # is missing.
 BACKENDS = {
-    "torch": ("attention.TorchAttention", "fused"),
-    "numba": ("cpu.attention.NumbaAttention", "cpu.norms"),
-    "triton": ("gpu.attention.TritonAttention", "fused"),
-    "flash": ("gpu.attention.FlashAttention", "fused")}
+    "torch": ("attention:TorchAttention", "fused"),
+    "numba": ("cpu.attention:NumbaAttention", "cpu.norms"),
+    "triton": ("gpu.attention:TritonAttention", "fused"),
+    "flash": ("gpu.attention:FlashAttention", "fused")}
 
 
 def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
@@ -264,9 +264,8 @@ def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
 
 def make_backend(name: str, *settings: Any) -> TorchAttention:
     """An attention backend; ValueError if a package is missing."""
-    module, _, kind = BACKENDS[name][0].rpartition(".")
     try:
-        make: type[TorchAttention] = getattr(import_module(f"nanopaged.{module}"), kind)
+        make: type[TorchAttention] = resolve_name(f"nanopaged.{BACKENDS[name][0]}")
         return make(*settings)
     except ImportError as error:
         raise ValueError(f"attention_backend={name!r} needs a package that is missing "

@@ -4,16 +4,15 @@ Every tensor is accounted for: it is an error if one is missing, or if one is le
 that could change an answer.
 """
 
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import local_torch_dtype
 
+from nanopaged.attention import TorchAttention
 from nanopaged.checks import check, check_tensors
 from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import AnyDecoder
@@ -35,8 +34,8 @@ products = optional("cpu.products")
 
 
 @torch.no_grad()
-def load_model(config: EngineConfig, model_config: ModelConfig, backend: Any, ops: Any,
-               ranks: Ranks) -> Any:
+def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAttention,
+               ops: Any, ranks: Ranks) -> Any:
     """A rank's share of the model, with the weights of its checkpoint.
 
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
@@ -66,33 +65,16 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: Any, op
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
     elif is_ours:  # an AnyDecoder has loaded its own
-        read_weights(model, model_config, ranks)
+        fill(model, model_config, find_tensors(model_config.source), ranks)
     if products:
         products.pack_products(model)
     return model
 
 
-def read_weights(model: CausalLM, model_config: ModelConfig, ranks: Ranks) -> None:
-    """Copy every tensor to its place; ValueError if one is missing or left over.
-
-    A file is mapped into memory, so no more is read than is copied. It is opened again
-    for each tensor. Otherwise everything read from it would stay in memory.
-    """
-    found = find_tensors(model_config.source)
-
-    def read(name: str) -> Tensor:
-        file, _ = found[name]
-        with reading(str(file)), safe_open(file, "pt") as tensors:
-            return tensors.get_tensor(name)  # type: ignore[no-any-return]
-
-    shapes = {name: info.shape for name, (_, info) in found.items()}
-    fill(model, model_config, shapes, read, ranks)
-
-
 @torch.no_grad()
 def replace_weights(model: CausalLM, model_config: ModelConfig,
                     weights: dict[str, Tensor], ranks: Ranks) -> None:
-    """Like `read_weights`, from memory. All is checked before anything changes."""
+    """Replace the weights of a model in use."""
     check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
     check(model_config.model_impl == "nanopaged", "model_impl",
           "'nanopaged' for load_weights", model_config.model_impl)
@@ -100,20 +82,19 @@ def replace_weights(model: CausalLM, model_config: ModelConfig,
         is_right = isinstance(tensor, Tensor) and tensor.layout == torch.strided
         check(is_right and tensor.is_floating_point() and not tensor.is_meta, name,
               "a dense tensor of floating-point numbers", tensor, TypeError)
-    shapes = {name: list(tensor.shape) for name, tensor in weights.items()}
-    fill(model, model_config, shapes, weights.__getitem__, ranks)
+    fill(model, model_config, weights, ranks)
     if products:
         products.pack_products(model)
 
 
-def fill(model: CausalLM, model_config: ModelConfig, shapes: dict[str, list[int]],
-         get: Callable[[str], Tensor], ranks: Ranks) -> None:
-    """Write the tensors with these names and shapes into the model; ValueError, before
-    anything changes, if one is missing, is left over, or does not fit.
+def fill(model: CausalLM, model_config: ModelConfig, tensors: dict[str, Tensor],
+         ranks: Ranks) -> None:
+    """Write these tensors into the model; ValueError, before anything changes, if one
+    is missing, is left over, or does not fit.
     """
     head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
     # A head in the checkpoint is used even if config.json says that it is tied.
-    is_tied = model_config.tie_word_embeddings and head not in shapes
+    is_tied = model_config.tie_word_embeddings and head not in tensors
     places = []
     expected: dict[str, list[int]] = {}
     # A tied head is the same parameter as the embeddings, and is left out.
@@ -136,17 +117,17 @@ def fill(model: CausalLM, model_config: ModelConfig, shapes: dict[str, list[int]
                 expected[each][divided] *= ranks.size
 
     # Old checkpoints also have the angles by which Q and K are rotated.
-    given = {name for name in shapes if ".rotary_emb." not in name}
+    given = {name for name in tensors if ".rotary_emb." not in name}
     check_tensors(
         model_config.source, expected.keys() - given, given - expected.keys())
     for name, shape in expected.items():
-        check(list(shapes[name]) == shape, f"the shape of {name}", shape,
-              list(shapes[name]))
+        found = list(tensors[name].shape)
+        check(found == shape, f"the shape of {name}", shape, found)
     if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
         model.lm_head.weight = nn.Parameter(  # all is checked, so it may change
             torch.empty_like(model.lm_head.weight), requires_grad=False)
     for module, kind, names in places:
-        write(module, kind, [get(name) for name in names], ranks)
+        write(module, kind, [tensors[name] for name in names], ranks)
 
 
 def write(module: nn.Module, kind: str, tensors: list[Tensor], ranks: Ranks) -> None:
