@@ -10,7 +10,7 @@ what is specific to a device. They all import this folder, and it imports none o
 
 from collections import deque
 from dataclasses import replace
-from itertools import count, islice
+from itertools import count
 
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
@@ -82,11 +82,8 @@ class Engine:
 
     def add(self, groups: list[SequenceGroup]) -> None:
         """Give requests their ids, and queue them, all at once."""
-        # Other threads may do the same. But `list(islice(...))` runs in C, where no
-        # other thread interrupts it, so the ids are consecutive.
-        ids = list(islice(self.ids, len(groups)))
-        for group, number in zip(groups, ids, strict=True):
-            group.request_id = str(number)
+        for group in groups:
+            group.request_id = str(next(self.ids))  # no two threads get the same
             if group.seed is None:
                 group.seed = f"{self.config.seed} {group.request_id}"
         # This is the queue: the requests in the order of their arrival.

@@ -4,7 +4,6 @@ A request may bring logits processors, biases and penalties, and may ban tokens.
 also ask for log-probabilities: of the sampled tokens, and of those of its prompt.
 """
 
-from array import array
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,8 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
         row = logits[i : i + 1]
         try:
             for function in params.logits_processors or []:
-                row = function(history(seqs[i], logits.device), row)
+                token_ids = to_device([seqs[i].token_ids], logits.device)
+                row = function(token_ids, row)
             check(getattr(row, "shape", None) == (1, logits.shape[1]), "what "
                   "logits_processors return", f"[1, {logits.shape[1]}] logits", row)
             row = penalize(seqs[i], row)
@@ -61,14 +61,6 @@ def process(logits: Tensor, batch: Batch) -> Tensor:
     return logits
 
 
-def history(seq: Sequence, device: torch.device) -> Tensor:
-    """The tokens so far: [1, num_tokens]. (For a long list, this is six times as fast
-    as `torch.tensor`.)
-    """
-    token_ids = torch.frombuffer(array("q", seq.token_ids), dtype=torch.int64)
-    return token_ids.to(device)[None]
-
-
 def penalize(seq: Sequence, logits: Tensor) -> Tensor:
     """Biases and penalties, as vLLM defines them: [1, vocab_size]. The repetition
     penalty also looks at the prompt; the others only at what was sampled.
@@ -78,14 +70,13 @@ def penalize(seq: Sequence, logits: Tensor) -> Tensor:
     ids = torch.tensor([*bias], dtype=torch.int64, device=logits.device)
     logits = logits.index_add(1, ids, logits.new_tensor([[*bias.values()]]))
     if params.has_penalties:
-        token_ids = history(seq, logits.device)
+        token_ids = to_device([seq.token_ids], logits.device)  # [1, num_tokens]
         penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
         logits = penalty(token_ids, logits)
-        answer = token_ids[:, seq.group.num_prompt_tokens :]
-        amounts = (params.presence_penalty
-                   + params.frequency_penalty * answer[0].bincount()[answer])
-        # (If a token comes twice, the same value is written twice.)
-        logits = logits.scatter(1, answer, logits.gather(1, answer) - amounts)
+        answer = token_ids[0, seq.group.num_prompt_tokens :]
+        counts = answer.bincount(minlength=logits.shape[1])  # of each token
+        logits = logits - (params.presence_penalty * (counts > 0)
+                           + params.frequency_penalty * counts)
     return logits
 
 

@@ -4,7 +4,7 @@ It computes a flat batch of tokens and hands Q, K and V to the attention backend
 does not know what a sequence is. Modules are named as in the checkpoints, except where
 one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
 `fused.py`, the next file, has the operations between the matrix products; a model gets
-it, or the same three functions for another device, as its `ops`. `ranks.py` explains
+it, or faster norms for another device, as its `ops`. `ranks.py` explains
 `Linear.divided` and `all_reduce`; with one GPU they do nothing.
 """
 
@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from nanopaged import fused
+from nanopaged.attention import Metadata, TorchAttention
 from nanopaged.ranks import Ranks
 
 
@@ -41,7 +43,8 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, backend: Any, ops: Any, layer: int) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, ops: Any, layer: int
+                 ) -> None:
         super().__init__()
         self.backend, self.ops = backend, ops
         self.scale = config.head_dim**-0.5
@@ -64,7 +67,7 @@ class Attention(nn.Module):
             self.norms = [self.q_norm, self.k_norm]
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor], kv_cache: Tensor,
-                metadata: Any) -> Tensor:
+                metadata: Metadata) -> Tensor:
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
         num_kv_heads = self.backend.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
@@ -78,9 +81,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any, ops: Any) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
-        self.ops = ops
         size, inner = config.hidden_size, config.intermediate_size
         has_bias = bool(config.mlp_bias)
         self.gate_up_proj = Linear(
@@ -88,23 +90,23 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, bias=has_bias, divided=1, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(fused.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, backend: Any, ops: Any, ranks: Ranks,
+    def __init__(self, config: Any, backend: TorchAttention, ops: Any, ranks: Ranks,
                  layer: int) -> None:
         super().__init__()
         self.ranks, self.ops = ranks, ops
         self.self_attn = Attention(config, backend, ops, layer)
-        self.mlp = MLP(config, ops)
+        self.mlp = MLP(config)
         self.eps = config.rms_norm_eps
         # (As above, only for their weights.)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
 
     def forward(self, x: Tensor, residual: Tensor, rotation: tuple[Tensor, Tensor],
-                kv_cache: Tensor, metadata: Any) -> tuple[Tensor, Tensor]:
+                kv_cache: Tensor, metadata: Metadata) -> tuple[Tensor, Tensor]:
         """The layer adds the output of attention to the residual, and then that of the
         MLP. Each sum is computed together with the norm that follows, so `x` is always
         the last output, not yet added to the residual.
@@ -123,7 +125,8 @@ class CausalLM(nn.Module):
     config: a `ModelConfig`, with the sizes of this rank's share
     """
 
-    def __init__(self, config: Any, backend: Any, ops: Any, ranks: Ranks) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, ops: Any, ranks: Ranks
+                 ) -> None:
         super().__init__()
         vocab_size, size = config.vocab_size, config.hidden_size
         self.model: Any = nn.Module()
@@ -137,7 +140,8 @@ class CausalLM(nn.Module):
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
+    def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Metadata
+                ) -> Tensor:
         """One pass over a flat batch: [num_tokens] -> [num_tokens, hidden_size].
 
         kv_caches has one cache for each layer.

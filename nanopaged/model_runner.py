@@ -5,8 +5,8 @@ pass over one flat batch of tokens. From one step to the next it keeps two thing
 contents of the pool, and the tokens that the last step sampled.
 
     execute    give the batch to all ranks, then `run` it
-    run        move blocks, `_compute` the hidden states, sample
-    _compute   repeat a recorded step, or `prepare` and `forward`
+    run        move blocks, `compute` the hidden states, sample
+    compute    `prepare` and `forward`, or repeat a recorded step (`gpu/graphs.py`)
     prepare    make the inputs, on the device
     forward    call the model
 
@@ -113,7 +113,7 @@ class ModelRunner:
                 self._block(new).copy_(self._block(old))
             if not batch.counts:
                 return SamplerOutput(self.last_tokens[:0], {})
-            hidden, metadata = self._compute(batch)
+            hidden, metadata = (self.graphs or self).compute(batch)
             batch.states.clear()  # frees the old ones, unless a sequence has them
             score_prompts(self.model.head, hidden, batch)
             logits = self.model.head(hidden[metadata.last_indices])
@@ -133,12 +133,10 @@ class ModelRunner:
             return self.kv_caches[:, block_id]
         return self.swapped_kv[:, block_id - self.num_blocks]
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
+    def compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
         """The last layer's output for all tokens, [num_tokens, hidden_size], with some
         padding after them if the step was recorded.
         """
-        if self.graphs and (computed := self.graphs.compute(batch)):
-            return computed  # type: ignore[no-any-return]
         metadata = self.prepare(batch)
         return self.forward(metadata), metadata
 
@@ -170,7 +168,7 @@ class ModelRunner:
                 for piece, (name, array) in zip(pieces, arrays.items(), strict=True)}
 
     def forward(self, metadata: Metadata) -> Tensor:
-        """Run the model; `_compute` says what it returns."""
+        """Run the model; `compute` says what it returns."""
         token_ids = metadata.token_ids
         # -1 - i stands for sample i of the last step, if it is pending. For all other
         # tokens, sample 0 is looked up, and not used.

@@ -75,19 +75,15 @@ class Scheduler:
 
         receivers = [seq]
         if end == group.num_prompt_tokens and not group.forked:
-            self._fork(group)
+            # The prompt is computed, so now all share the leader's blocks.
+            group.forked = True
             receivers = group.live
+            for sibling in receivers[1:]:
+                manager.fork(seq, sibling)
         for receiver in receivers:
             # (Not yet if, after a preemption, it computes its answer again.)
             if end == receiver.computable_end:
                 batch.add_sample(receiver)
-
-    def _fork(self, group: SequenceGroup) -> None:
-        """Now that the prompt is computed, let all share the leader's blocks."""
-        group.forked = True
-        leader, *others = group.live
-        for seq in others:
-            self.block_manager.fork(leader, seq)
 
     # -- In and out of the device's pool -----------------------------------------------
 
@@ -188,11 +184,8 @@ class Scheduler:
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:
-                self.changed[group.request_id] = group
-                for seq in group.live:
-                    seq.finish_reason = "abort"
-                group.live = []
-                del self.unfinished[group.request_id]
+                self.end_live(group)
+                self.unfinished.pop(group.request_id, None)
         self.running = {}
         self.block_manager.reset()
         self.end_aborted()

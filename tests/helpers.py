@@ -289,8 +289,8 @@ def code_lines(source):
 
 
 def copy_package(folder):
-    """Copy the engine, without the tour and the simulation, into a folder."""
-    ignored = shutil.ignore_patterns("tour", "paper", "__pycache__")
+    """Copy the engine, with what is compiled, without the tour and the simulation."""
+    ignored = shutil.ignore_patterns("tour", "paper")
     return shutil.copytree(
         ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
 

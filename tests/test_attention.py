@@ -7,6 +7,7 @@ multiply bfloat16; tests/gpu has the compiled ones.
 import itertools
 import random
 import re
+import shutil
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -354,7 +355,8 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
     and may lack GNU's OpenMP.
     """
     copy = copy_package(tmp_path)
-    (copy / "__pycache__").touch()  # a file, so not even root can write into it
+    shutil.rmtree(copy / "cpu/__pycache__", ignore_errors=True)
+    (copy / "cpu/__pycache__").touch()  # a file, so not even root can write into it
     printed = run_python(
         "-c", SMALL_CASES, str(tmp_path / "outs"), cwd=tmp_path, HOME="/dev/null",
         PYTHONPATH=str(Path(__file__).parent), XDG_CACHE_HOME=None,

@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
@@ -49,7 +48,7 @@ class NumbaAttention(TorchAttention):
         sink_scores = None if sinks is None else sinks.float().view(shape[1:3]).numpy()
         out = q.new_empty(q.shape)
         threads.run(
-            run_numbered, metadata.plan.shape[1] * self.num_kv_heads,
+            run_program, metadata.plan.shape[1] * self.num_kv_heads,
             bits(out.view(shape)), bits(q.view(shape)), bits(kv_cache),
             metadata.block_tables.numpy(), *metadata.plan.numpy(), scale,
             window, sink_scores)
@@ -57,11 +56,3 @@ class NumbaAttention(TorchAttention):
             self.attend_entry(
                 int(entry), q, kv_cache, metadata, scale, window, sinks, out)
         return out.flatten(1)
-
-
-@njit(nogil=True)
-def run_numbered(program: int, *arguments: Any) -> None:
-    """Run a program by its number."""
-    # Head by head, so that threads tend to get short sequences as well as long ones.
-    kv_head, query = divmod(program, len(arguments[4]))
-    run_program(query, kv_head, *arguments)

@@ -2,11 +2,8 @@
 
 from torch import Tensor
 
-from nanopaged import fused
 from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
-
-silu_mul = fused.silu_mul
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,

@@ -42,8 +42,7 @@ def record(runner: ModelRunner) -> "Graphs | None":
 
 def waits_for_device(runner: ModelRunner) -> bool:
     """Whether the host waits for the device in the forward pass of a decode."""
-    metadata = runner.prepare(Batch(
-        token_ids=[0], counts=[1], ends=[1], block_ids=[runner.padding_block]))
+    metadata = runner.prepare(pad(Batch(), 1, runner.padding_block))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -67,9 +66,7 @@ class Graphs:
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):  # smaller ones reuse memory
-            batch = Batch(token_ids=[0], counts=[1], ends=[1],
-                          block_ids=[runner.padding_block])
-            metadata = runner.prepare(self._pad(batch, size))
+            metadata = runner.prepare(pad(Batch(), size, runner.padding_block))
             runner.forward(metadata)  # the first call may set up what later ones need
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the GPU.
@@ -77,31 +74,31 @@ class Graphs:
                 hidden = runner.forward(metadata)
             self.recorded[size] = (graph, hidden)
 
-    def compute(self, batch: Batch) -> tuple[Tensor, Metadata] | None:
-        """What `ModelRunner._compute` returns; None if no recorded step fits."""
-        num_seqs = len(batch.counts)
+    def compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
+        """As `ModelRunner.compute`, but decodes repeat a recorded step."""
+        runner, num_seqs = self.runner, len(batch.counts)
         if len(batch.token_ids) > num_seqs:
-            return None  # a chunk of a prompt
+            return runner.compute(batch)  # it has a chunk of a prompt
         size = min(size for size in self.recorded if size >= num_seqs)
-        metadata = self.runner.prepare(self._pad(batch, size))
+        metadata = runner.prepare(pad(batch, size, runner.padding_block))
         graph, hidden = self.recorded[size]
         graph.replay()  # it reads what `prepare` wrote, and fills `hidden`
         return hidden, metadata
-
-    def _pad(self, batch: Batch, size: int) -> Batch:
-        """The same step with more sequences, of one token each. They must not overwrite
-        the K and V of others, so theirs go to the padding block, which no sequence has.
-        (The moves are done by now, the caller samples, and models with states are not
-        recorded.)
-        """
-        padding = size - len(batch.counts)
-        ones = [1] * padding
-        padding_blocks = np.full(padding, self.runner.padding_block)
-        return Batch(batch.token_ids + [0] * padding, batch.counts + ones,
-                     batch.ends + ones, np.append(batch.block_ids, padding_blocks),
-                     batch.sample_entries)
 
     def free(self) -> None:
         for graph, _ in self.recorded.values():
             graph.reset()  # otherwise NCCL would wait for it when the ranks shut down
         self.recorded = {}
+
+
+def pad(batch: Batch, size: int, padding_block: int) -> Batch:
+    """The same step with more sequences, of one token each. They must not overwrite the
+    K and V of others, so theirs go to the padding block, which no sequence has. (The
+    moves are done by now, the caller samples, and models with states are not recorded.)
+    """
+    padding = size - len(batch.counts)
+    ones = [1] * padding
+    padding_blocks = np.full(padding, padding_block)
+    return Batch(batch.token_ids + [0] * padding, batch.counts + ones,
+                 batch.ends + ones, np.append(batch.block_ids, padding_blocks),
+                 batch.sample_entries)

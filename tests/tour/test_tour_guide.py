@@ -248,8 +248,7 @@ def test_a_solution_changes_the_files_that_the_exercise_names():
 def copy(tmp_path):
     """A copy of the repository's code and tests, to change."""
     for name in ("nanopaged", "tests"):
-        ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+        shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     return tmp_path
 
