@@ -140,29 +140,29 @@ class TorchAttention:
                      out: Tensor) -> None:
         """Fill the rows of `out` that belong to one entry of the batch."""
         counts, ends = metadata.counts, metadata.ends
-        first_token = int(counts[:entry].sum())
         first_block = int(cdiv(ends[:entry], self.block_size).sum())
         block_table = metadata.block_tables[first_block:]  # and what follows it
         # The entry's queries, by position, all at once or a few at a time.
         start, end = int(ends[entry] - counts[entry]), int(ends[entry])
+        offset = int(counts[:entry].sum()) - start  # from a position to a row of q
         is_plain = window is None and sinks is None
-        most = end - start if is_plain else QUERIES_AT_ONCE
-        for first in range(start, end, most):
-            stop = min(first + most, end)
+        size = end - start if is_plain else QUERIES_AT_ONCE
+        for first in range(start, end, size):
+            stop = min(first + size, end)
             first_key = 0 if window is None else max(0, first + 1 - window)
             k, v = self.gather(kv_cache, block_table, first_key, stop)
-            tokens = slice(first_token + first - start, first_token + stop - start)
-            rows = q[tokens].transpose(0, 1)  # [num_heads, num_queries, head_dim]
+            rows = slice(offset + first, offset + stop)
+            queries = q[rows].transpose(0, 1)  # [num_heads, num_queries, head_dim]
             # Aligned at the lower right: the last query sees all keys.
             mask: Any = causal_lower_right(stop - first, stop)
             if not is_plain:
-                mask = self.mask(rows, k.shape[1], window, sinks)
+                mask = self.mask(queries, k.shape[1], window, sinks)
                 if sinks is not None:  # one more key, with K = V = 0
                     k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             attended = F.scaled_dot_product_attention(
-                rows[None], k.to(q.dtype)[None], v.to(q.dtype)[None], mask, scale=scale,
-                enable_gqa=True)
-            out[tokens] = attended[0].transpose(0, 1)
+                queries[None], k.to(q.dtype)[None], v.to(q.dtype)[None], mask,
+                scale=scale, enable_gqa=True)
+            out[rows] = attended[0].transpose(0, 1)
 
     def gather(self, kv_cache: Tensor, block_table: Tensor, start: int, end: int
                ) -> tuple[Tensor, Tensor]:

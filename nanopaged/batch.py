@@ -5,10 +5,10 @@ next step is scheduled and launched before the tokens of this one are read, so t
 GPU never waits for Python. Where a token is not known yet, the batch has a negative
 number, which the GPU replaces with the token. Therefore:
 
-  - the next step may have an entry for a sequence that has ended. Its token is ignored.
-    The K and V go into a slot of the sequence's last block, where they do no harm: the
-    block is never published with this token, and whoever takes the block, in a later
-    step, writes each slot before reading it
+  - the next step may have an entry for a sequence that has ended. Its new token is
+    ignored. Its K and V go into a slot of the sequence's last block, and do no harm:
+    the block is never published with this token, and whoever takes the block, in a
+    later step, writes each slot before reading it
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored
@@ -56,16 +56,14 @@ class Batch:
     groups: list[SequenceGroup] = field(default_factory=list)  # of each entry
     # The state before each entry, and the one after it, which the step fills. (A model
     # whose sequences have states runs on a single rank.)
-    states: list[tuple[State | None, State]] = field(default_factory=list,
-                                                     compare=False)
+    states: list[tuple[State | None, State]] = field(default_factory=list)
 
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # If all known tokens are computed, this entry computes the pending one. (There
-        # is only one, because the host has read the tokens of all steps but the last.)
-        is_pending = start == len(seq.token_ids)
-        self.token_ids += seq.pending if is_pending else seq.token_ids[start:end]
+        # If all known tokens are computed, it is the turn of the pending one. (There is
+        # only one, because the host has read the tokens of all steps but the last.)
+        self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)
         self.block_ids += block_ids
@@ -84,6 +82,6 @@ class Batch:
         self.receivers.append(receiver)
 
 
-# The fields that are sent to other ranks: those with numbers.
 HERE = ("receivers", "groups", "states")
+# The fields that are sent to other ranks: those with numbers.
 SENT = [each.name for each in fields(Batch) if each.name not in HERE]

@@ -105,8 +105,7 @@ class BlockManager:
 
         A sequence must not write into a block that others hold. So it gets a copy, and
         `moves` tells the step to make it. The last holder writes in place. Only the
-        first block that it writes can be shared, because a fork shares nothing that is
-        not computed yet.
+        first block that it writes can be shared: a fork shares no later ones.
         """
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
@@ -115,7 +114,7 @@ class BlockManager:
             return True
         # For example, two siblings share a block that is not full, and each writes its
         # next token there. They need 2 blocks of their own and hold 1, which stays with
-        # one of them, so 1 must be free. (Other groups share only full blocks.)
+        # one of them, so 1 must be free. (Different groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

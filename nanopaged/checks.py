@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
     """Make numbers of NumPy and torch Python's own, in lists and dicts, too."""
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list):  # long ones are ids of tokens, or lists of these
+    if isinstance(value, list):  # fast for many token ids
         is_plain = {*map(type, value)} <= {int}
         return list(value) if is_plain else [plain(each) for each in value]
     # (A class such as np.float32 has a `tolist`, too.)

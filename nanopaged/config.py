@@ -80,9 +80,9 @@ class SamplingParams(Checked):
         check(all(-1e30 <= value <= 1e30 for value in bias.values()), "logit_bias",
               "numbers from -1e30 to 1e30", self.logit_bias)
         check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
-        most = self.max_tokens or self.min_tokens  # without max_tokens, no limit
-        check(self.min_tokens <= most, "min_tokens", f"at most max_tokens={most}",
-              self.min_tokens)
+        if self.max_tokens is not None:
+            check(self.min_tokens <= self.max_tokens, "min_tokens",
+                  f"at most max_tokens={self.max_tokens}", self.min_tokens)
 
     @property
     def stop_strings(self) -> list[str]:
@@ -123,19 +123,18 @@ class EngineConfig(Checked):
     model: a directory, or the id of a repository on the Hugging Face hub. None stands
         for the bundled model.
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
-        CPU without them keeps bfloat16 weights, K and V, which take half the memory,
-        and computes in float32: decoding is faster, and long prompts are slower, than
-        with "float32". For a float16 checkpoint, a CPU takes bfloat16 if it has
-        instructions for it, and else float32. For a bfloat16 one, a GPU older than
-        Ampere takes float16.
+        CPU without them stores bfloat16 and computes in float32: that decodes faster
+        than "float32", and runs long prompts more slowly. For a float16 checkpoint, a
+        CPU takes bfloat16 if it has instructions for it, and else float32. For a
+        bfloat16 one, a GPU older than Ampere takes float16.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
     num_blocks: None means as many as can be in use at once, but no more than fit into
         `gpu_memory_utilization` of the GPU's memory. On a CPU, they take at most half
-        of the memory that the process can still get, and at most 4 GiB.
+        of the memory that the process can still allocate, and at most 4 GiB.
     max_model_len: the length of the longest sequence, including its prompt. None means
-        as long as the model allows. It is lowered to what the pool can hold. For a few
-        families whose sliding window our attention cannot see, it is that window.
+        as long as the model allows. It is lowered to what the pool can hold, and for a
+        few families, whose sliding window our attention cannot see, to that window.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
     max_num_batched_tokens: how many tokens one step may compute. While it computes a

@@ -53,7 +53,7 @@ class Engine:
         """The whole engine: who runs, one forward pass, what came out of it.
 
         Returns the requests that have changed. The caller clears this dict after it has
-        passed them on, so that an interrupt loses none.
+        passed them on, so that an interrupt loses nothing.
 
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous

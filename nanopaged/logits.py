@@ -125,6 +125,7 @@ def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
         first = end - len(entry) + 1
         if count is None or first >= group.num_prompt_tokens:
             continue
+        # (The row of the prompt's last token scores none.)
         tokens = torch.tensor(group.prompt_token_ids[first : end + 1])
         for start in range(0, len(tokens), ROWS):
             piece = tokens[start : start + ROWS].to(hidden.device)

@@ -3,9 +3,9 @@
 It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
 does not know what a sequence is. Modules are named as in the checkpoints, except where
 one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
-`fused.py`, the next file, has the operations between the matrix products; a model gets
-it, or faster norms for another device, as its `ops`. `ranks.py` explains
-`Linear.divided` and `all_reduce`; with one GPU they do nothing.
+`fused.py`, the next file, has the operations between the matrix products. The `ops` of
+a model are that file, or another one with faster norms. `ranks.py` explains
+`all_reduce`; with one rank it does nothing.
 """
 
 from typing import Any
@@ -101,7 +101,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend, ops, layer)
         self.mlp = MLP(config)
         self.eps = config.rms_norm_eps
-        # (As above, only for their weights.)
+        # (These, too, only hold weights.)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
 

@@ -50,17 +50,17 @@ class ModelRunner:
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
         # Room for a step's inputs: for each token an id, a position, a slot, up to 6
-        # numbers in a plan, and perhaps a sample; and the block tables. Recorded steps
-        # are padded, and a plan on a GPU has a few thousand numbers more.
+        # numbers in a plan, and perhaps a sample; and the block tables. (Recorded steps
+        # are padded by at most max_num_seqs. A plan on a GPU may be 2**16 larger.)
         num_tokens = config.budget + config.max_num_seqs
-        num_inputs = (3 + 6 + 1) * num_tokens + self.most_blocks + 2**16
+        num_inputs = 10 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
 
     @property
     def most_blocks(self) -> int:
-        """How many blocks can be in use at once: the pool's size, if that fits."""
+        """How many blocks can be in use at once."""
         most = cdiv(self.longest_sequence, self.config.block_size)
         return int(self.config.max_num_seqs * most)
 
@@ -114,7 +114,7 @@ class ModelRunner:
             if not batch.counts:
                 return SamplerOutput(self.last_tokens[:0], {})
             hidden, metadata = (self.graphs or self).compute(batch)
-            batch.states.clear()  # frees the old ones, unless a sequence has them
+            batch.states.clear()  # the batch lives on, but old states need not
             score_prompts(self.model.head, hidden, batch)
             logits = self.model.head(hidden[metadata.last_indices])
             output = sample(logits, batch)
@@ -127,7 +127,7 @@ class ModelRunner:
     def _block(self, block_id: int) -> Tensor:
         """A view of this block in every layer: [num_layers, 2, num_kv_heads,
         block_size, head_dim]. Blocks in CPU memory are numbered after the device's.
-        (The first has the number of the padding block, which is never moved.)
+        (So `num_blocks` is the first of them. The padding block is never moved.)
         """
         if block_id < self.num_blocks:
             return self.kv_caches[:, block_id]

@@ -67,7 +67,7 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
     # -1e30, so the first real key shrinks this 1 to 0.)
     highest = np.full(group_size, np.float32(-1e30))
     if sinks is not None:
-        highest = np.maximum(highest, sinks[kv_head])  # (-inf is no sink)
+        highest = np.maximum(highest, sinks[kv_head])  # (-inf means no sink)
     total = np.ones(group_size, np.float32)
     acc = np.zeros((group_size, head_dim), np.float32)
 

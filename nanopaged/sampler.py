@@ -72,11 +72,11 @@ def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
     params = [seq.group.params for seq in seqs]
     logits = process(raw, batch)
     drawing = [p for p in params if p.temperature >= GREEDY]
-    if len(drawing) < len(seqs) or not seqs:
+    if len(drawing) < len(seqs) or not seqs:  # (Other ranks have no sequences.)
         tokens = logits.max(-1).indices  # same as argmax, but three times as fast
     if drawing:
-        # Greedy rows go along. Their temperature may be 0, so they may become NaN, and
-        # what is drawn for them is not used.
+        # Greedy rows are drawn, too. They may become NaN, because their temperature may
+        # be 0, and what is drawn for them is not used.
         table = to_device(map(draw_params, seqs, batch.sample_positions), logits.device)
         numbers, temperature, *limits = table.split(1, dim=1)  # [num_samples, 1] each
         if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
@@ -133,11 +133,11 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # Added to the highest logit, it gives that of a token min_p times as likely; -inf
-    # without min_p.
+    # How far a token that is min_p times as likely as the most likely one is below it:
+    # a negative number; -inf without min_p.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
-    # Only the rows that have such a limit are sorted.
+    # Only rows with top_k or top_p are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
         at = to_device([*top_ks], logits.device)

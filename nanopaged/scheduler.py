@@ -32,7 +32,7 @@ class Scheduler:
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}  # oldest first, too
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
-        # Not yet reported. A group enters before it changes: an interrupt loses none.
+        # To be reported. A group enters before it changes: an interrupt loses nothing.
         self.changed: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
 
@@ -47,10 +47,11 @@ class Scheduler:
             if len(batch.token_ids) == self.config.budget:
                 break  # the budget is used up
             # After a preemption nobody is admitted in this step: the pool was full, and
-            # pending tokens of a preempted group are read only after it.
+            # pending tokens of a preempted group are read only after this step.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # Preempt the youngest until this group fits, or is preempted itself.
+            # Preempt the youngest until this group fits, or is preempted itself. (None
+            # of these has an entry in the batch yet.)
             while request_id in self.running and not self.block_manager.grow(
                     group.next_sequences, batch.moves):
                 self._preempt(batch)
@@ -81,7 +82,7 @@ class Scheduler:
             for sibling in receivers[1:]:
                 manager.fork(seq, sibling)
         for receiver in receivers:
-            # (Not yet if, after a preemption, it computes its answer again.)
+            # (After a preemption, one may first have to compute its answer again.)
             if end == receiver.computable_end:
                 batch.add_sample(receiver)
 
@@ -119,7 +120,7 @@ class Scheduler:
 
     def _preempt(self, batch: Batch) -> None:
         """Make the youngest running group wait again, with its tokens. If its blocks do
-        not fit into the CPU's pool (empty by default), it starts over, before the fork.
+        not fit into the CPU's pool (empty by default), it starts from before the fork.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):
@@ -140,7 +141,7 @@ class Scheduler:
             group = seq.group
             seq.pending.pop(0)
             if seq.finish_reason is not None:
-                continue  # it ended with its group, or, on a GPU, a step earlier
+                continue  # it has ended meanwhile
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1
             if group.errors:  # raised by a logits processor
@@ -176,11 +177,11 @@ class Scheduler:
         while self.aborted:
             if group := self.unfinished.get(self.aborted[0]):
                 self.end_live(group)
-            self.aborted.popleft()  # only now, so that an interrupt loses none
+            self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort the groups that have started: a step that failed may have left them
-        half-changed, or an interrupt a group that was ending. The others keep waiting.
+        """Abort the groups that have started, because a failed step may have left them
+        half-changed, and those that an interrupt has left half-ended. The others wait.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

@@ -5,7 +5,7 @@ The engine's terms:
     token        an id from the vocabulary
     step         one forward pass over the tokens of many sequences, in one flat batch
     decode       to compute the K and V of a sequence's newest token, and sample the
-                 next one; or a sequence that a step decodes
+                 next one; or an entry that does so
     chunk        a part of a prompt that one step computes
     entry        the part of a batch that belongs to one sequence
     budget       how many tokens one step may compute
@@ -21,7 +21,7 @@ The engine's terms:
     slot         a token's place in the pool: physical block * block_size + offset
     computed     a token is computed when its K and V are in the cache, or will be there
                  after the scheduled step
-    host         the processor that runs Python; the device is the GPU, if there is one
+    host         the CPU, which runs Python; the device is the GPU, if there is one
     pending      a token is pending from when the step that samples it is scheduled
                  until the host has read it. On a CPU that is within the same step; the
                  top of `batch.py` tells what is different on a GPU
@@ -80,8 +80,8 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.state: State | None = None  # after these tokens; None: before the first
-        # A negative number for each pending token, oldest first: one from the step in
-        # flight, and one from this step once it is scheduled. See `batch.py`.
+        # A negative number for each pending token, oldest first. There are at most two:
+        # from the step in flight, and from the one just scheduled. See `batch.py`.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -111,8 +111,8 @@ class Sequence:
             num_tokens = len(self.token_ids) + len(self.pending)
         # Nothing follows the last token that max_len allows, so nobody needs its K and
         # V. (This is faster than `min`.)
-        last = group.max_len - 1
-        return num_tokens if num_tokens < last else last
+        most = group.max_len - 1
+        return num_tokens if num_tokens < most else most
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
         self.token_ids.append(token)
@@ -187,7 +187,7 @@ class SequenceGroup:
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: a request that starts over, as before its fork."""
+        """What is pickled: a request that starts again, not yet forked."""
         return vars(self) | {"forked": len(self.live) == 1}
 
     @property

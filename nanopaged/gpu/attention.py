@@ -126,8 +126,8 @@ class TritonAttention(TorchAttention):
         out = q.new_empty(q.shape)
         # If its tile is cut, the result of item i goes to parts[i]. Cut tiles have the
         # most keys, so they come first in the plan. Each has at least one full item and
-        # at most one other, so they have at most twice target_parts items. (The room is
-        # the same in every step, so trial steps take as much memory as others.)
+        # at most one other, so they have at most twice target_parts items. (The room
+        # does not depend on the keys, so trial steps take as much memory as others.)
         max_parts = 2 * self.target_parts
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
@@ -160,8 +160,8 @@ class FlashAttention(TritonAttention):
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         if counts.max() == 1:
             return super().plan(counts, ends)
-        # [3, num_seqs + 1]: the running totals of the sequences' queries, keys and
-        # blocks, from 0. flash-attn calls the first two cu_seqlens_q and cu_seqlens_k.
+        # With chunks, [3, num_seqs + 1]: running totals of the sequences' queries, keys
+        # and blocks, from 0. In flash-attn two are cu_seqlens_q and cu_seqlens_k.
         sizes = counts, ends, cdiv(ends, self.block_size)
         return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 

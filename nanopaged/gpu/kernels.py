@@ -23,10 +23,9 @@ LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruc
 TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END, COLUMNS = map(constexpr, range(7))
 
 
-# Triton compiles a kernel again when a number or an address changes from divisible by
-# 16 to not divisible, or back. `do_not_specialize` names the pointers that must not
-# cause this: they point into one tensor (see `ModelRunner._upload`), to places that
-# depend on the batch.
+# Triton compiles a kernel again when a number or an address becomes divisible by 16, or
+# stops being so. `do_not_specialize` exempts the pointers into `ModelRunner.inputs`,
+# because their places there depend on the batch.
 @triton.jit(do_not_specialize=["slots"])
 def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
           HEAD_DIM: constexpr, BLOCK_SIZE: constexpr):
@@ -122,12 +121,12 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     # As in `paged_attention.py`, the sink counts as the first key, so `total` starts at
     # 1. Without sinks, and in all parts but the first, its score is -1e30, and the
     # first key that a row sees shrinks this 1 to 0. (If a row sees no key, the 1 stays,
-    # so that nothing is divided by 0.)
+    # so that nothing is divided by 0; its log_sum is -1e30.)
     highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
     total = tl.full([ROWS], 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32)
-        # (A sink of -inf is none.)
+        # (-inf means no sink.)
         highest = tl.where(first_key == 0, tl.maximum(sink * LOG2_E, highest), highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(start, end, KEYS):

@@ -20,12 +20,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from nanopaged.attention import Metadata, TorchAttention, cdiv
+from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check, check_tensors
-from nanopaged.config import EngineConfig
 from nanopaged.loading import states
-from nanopaged.model_runner import ModelRunner
 
 FAMILY = ("a family that remembers earlier tokens by attention, or by a state in "
           "transformers' cache, and lets attention be exchanged")
@@ -78,8 +76,7 @@ transformers.AttentionInterface.register("nanopaged", attend)
 
 
 class AnyDecoder(nn.Module):
-    def __init__(self, config: EngineConfig, sizes: Any, backend: TorchAttention
-                 ) -> None:
+    def __init__(self, config: Any, sizes: Any, backend: TorchAttention) -> None:
         super().__init__()
         options = {"dtype": backend.dtype, "attn_implementation": "eager"}
         auto = transformers.AutoModelForCausalLM
@@ -99,8 +96,7 @@ class AnyDecoder(nn.Module):
             vars(module)["shared"] = self.shared
         self.stateful = states.find_stateful(self.model)
 
-    def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Metadata
-                ) -> Tensor:
+    def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         self.shared.kv_caches, self.shared.metadata = iter(kv_caches), metadata
         self.shared.runs = states.find_runs(metadata) if self.stateful else []
         self.output = self.decode(
@@ -120,7 +116,7 @@ class AnyDecoder(nn.Module):
         tokens = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
         return self.model(tokens).logits[0]  # type: ignore[no-any-return]
 
-    def compute_in_blocks(self, runner: ModelRunner, ids: Tensor, half: int) -> Tensor:
+    def compute_in_blocks(self, runner: Any, ids: Tensor, half: int) -> Tensor:
         """The logits of two sequences, computed at once: two chunks of `half` tokens,
         and then token by token. This measures a state, too.
         """
@@ -139,7 +135,7 @@ class AnyDecoder(nn.Module):
         return torch.cat(logits, 1)
 
     @torch.inference_mode()
-    def plug_in_attention(self, runner: ModelRunner) -> int:
+    def plug_in_attention(self, runner: Any) -> int:
         """Compute two sequences with transformers alone. Then plug our attention and
         our states in, and compute both again; ValueError if results differ. Returns how
         long a sequence may get.

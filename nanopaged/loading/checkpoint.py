@@ -78,12 +78,10 @@ def load_config(config: EngineConfig) -> ModelConfig:
     modules can compute the model here.
     """
     name: str | Path = BUNDLED if config.model is None else config.model
-    # An id of the hub is "name" or "owner/name"; anything else is a path.
-    is_path = isinstance(name, Path) or str(name).count("/") > 1
-    is_path |= str(name).startswith((".", "/", "~")) or Path(name).exists()
-    check(not is_path or Path(name, "config.json").is_file(), "model", "an id of the "
-          "Hugging Face hub, or an existing directory with a config.json", str(name))
-    remedy = REPAIR if is_path else "is the id right, and is there a network?"
+    is_local = Path(name, "config.json").is_file()
+    remedy = REPAIR if is_local else (
+        "model must be an existing directory with a config.json, or an id of the "
+        "Hugging Face hub: is the id right, and is there a network?")
     with reading(f"config.json of {name}", remedy):
         found = AutoConfig.from_pretrained(name)
     quantization = getattr(found, "quantization_config", None)
