@@ -31,12 +31,12 @@ ENGINE, EVERYTHING = SOURCES[""] + SOURCES["gpu"], sum(SOURCES.values(), [])
 TESTS = sorted({*(ROOT / "tests").rglob("*.py")}.difference(SOLUTIONS.rglob("*.py")))
 # The most code lines of each part. They may only be lowered.
 CEILINGS = {
-    "engine": 1562,
-    "loading": 497,
+    "engine": 1550,
+    "loading": 485,
     "any_decoder": 200,
-    "cpu": 263,
-    "frontend": 469,
-    "all": 2991,
+    "cpu": 256,
+    "frontend": 449,
+    "all": 2940,
     "tour": 1497,
     "paper": 369,
     "tests": 5213,
