@@ -288,9 +288,9 @@ def code_lines(source):
     return code - docstrings
 
 
-def copy_package(folder):
+def copy_package(folder, *more):
     """Copy the engine, with what is compiled, without the tour and the simulation."""
-    ignored = shutil.ignore_patterns("tour", "paper")
+    ignored = shutil.ignore_patterns("tour", "paper", *more)
     return shutil.copytree(
         ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
 

@@ -7,7 +7,6 @@ multiply bfloat16; tests/gpu has the compiled ones.
 import itertools
 import random
 import re
-import shutil
 import sys
 import threading
 from importlib.machinery import ModuleSpec
@@ -354,8 +353,7 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
     """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder,
     and may lack GNU's OpenMP.
     """
-    copy = copy_package(tmp_path)
-    shutil.rmtree(copy / "cpu/__pycache__", ignore_errors=True)
+    copy = copy_package(tmp_path, "__pycache__")
     (copy / "cpu/__pycache__").touch()  # a file, so not even root can write into it
     printed = run_python(
         "-c", SMALL_CASES, str(tmp_path / "outs"), cwd=tmp_path, HOME="/dev/null",

@@ -63,7 +63,6 @@ def test_parts_may_fail_in_any_way_and_each_other_is_complete(report):
         kernels="os._exit(3)", tokens="task('injected', lambda: 1 / 0)")
     failed = {name for name, found in parts.items() if found["state"] == "failed"}
     assert code == 1 and failed == {"kernels", "tokens"}
-    for name in parts.keys() - failed:
-        assert parts[name]["state"] == "complete"
-        assert len(parts[name]["tasks"]) > 1 and "failed" not in str(parts[name])
+    assert parts["ranks"]["state"] == "complete" and len(parts["ranks"]["tasks"]) > 1
+    assert "failed" not in str(parts["ranks"])
     assert str(ROOT) not in json.dumps(parts) and "parts.py" in json.dumps(parts)

@@ -175,14 +175,12 @@ from nanopaged import LLM
 def measured(*arguments, **options):
     status = Path("/proc/self/status").read_text()
     sizes.append(int(re.search(r"RssAnon:\\s+(\\d+)", status)[1]) * 1024)
-    return copy(*arguments, **options) if arguments else max(sizes) - sizes[0]
+    return copy(*arguments, **options)
 
-sizes, copy = [], torch.Tensor.copy_
-measured()
-torch.Tensor.copy_ = measured
+sizes, copy, torch.Tensor.copy_ = [], torch.Tensor.copy_, measured
 llm = LLM(sys.argv[1], dtype="float32", device="cpu", attention_backend="torch",
           num_blocks=8, max_num_seqs=4, max_num_batched_tokens=64)
-print(measured())
+print(max(sizes) - sizes[0])
 """
 
 

@@ -50,7 +50,7 @@ UPWARD = {
     "sequence": {"config"}, "block_manager": {"prefix_cache"},
     "scheduler": {"config", "beam_search", "stats"},
     "model_runner": {"config", "fused", "logits", "ranks", "sampler"},
-    "model": {"ranks"}, "sampler": {"config", "logits"},
+    "model": {"fused", "ranks"}, "sampler": {"config", "logits"},
     "logits": {"checks", "config"}, "config": {"checks"}}
 
 

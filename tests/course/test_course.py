@@ -182,8 +182,7 @@ def test_hostile_code_gets_nothing(code, student, monkeypatch):
     monkeypatch.setattr(course, "SECONDS", 20)
     solve(student, SAMPLING)
     course.replace_body(student, DRAW, code)
-    (score,) = scores(student, SAMPLING)
-    assert score < 4  # a few tests do without this function
+    assert scores(student, SAMPLING)[0] < 4  # a few tests do without this function
 
 
 @pytest.mark.slow
