@@ -161,12 +161,9 @@ def room_for_states(runner: ModelRunner) -> int:
     if not seq_bytes:
         return 0
     free, taken = free_bytes(runner), num_seqs * seq_bytes
-    sizes = [f"{size / 2**20:,.2f} MiB" for size in (seq_bytes, taken, free)]
-    logging.getLogger("nanopaged").info(
-        "A sequence's states, the old one and the new one, take %s, and those of %d "
-        "sequences %s, of the %s for K, V and states.", sizes[0], num_seqs, *sizes[1:])
-    check(taken < free, "max_num_seqs", f"at most {free // seq_bytes} (the "
-          f"states of a sequence take {sizes[0]} of {sizes[2]})", num_seqs)
+    check(taken < free, "max_num_seqs", f"at most {free // seq_bytes} (the states of "
+          f"a sequence take {seq_bytes / 2**20:,.2f} MiB of {free / 2**20:,.2f} MiB)",
+          num_seqs)
     return taken
 
 
