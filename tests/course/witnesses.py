@@ -88,7 +88,7 @@ def test_cumulative_logprob(llm):
 
 def test_logits(llm, reference):
     ids = llm.get_tokenizer()(PROMPT).input_ids
-    path = llm.config.model
+    path = llm.model_config.source
     expected, _ = reference.endless(path, ids, 8)
     assert complete(llm, PROMPT, greedy(8)).token_ids == expected
 
