@@ -35,11 +35,10 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# With a window or sinks, this many queries are computed at a time: their mask is small,
-# and within a window they see few keys.
+# So many queries are computed at a time: their mask is small, and within a window they
+# see few keys.
 QUERIES_AT_ONCE = 256
 
 
@@ -142,23 +141,18 @@ class TorchAttention:
         counts, ends = metadata.counts, metadata.ends
         first_block = int(cdiv(ends[:entry], self.block_size).sum())
         block_table = metadata.block_tables[first_block:]  # and what follows it
-        # The entry's queries, by position, all at once or a few at a time.
+        # The entry's queries, by position, a few at a time.
         start, end = int(ends[entry] - counts[entry]), int(ends[entry])
         offset = int(counts[:entry].sum()) - start  # from a position to a row of q
-        is_plain = window is None and sinks is None
-        size = end - start if is_plain else QUERIES_AT_ONCE
-        for first in range(start, end, size):
-            stop = min(first + size, end)
+        for first in range(start, end, QUERIES_AT_ONCE):
+            stop = min(first + QUERIES_AT_ONCE, end)
             first_key = 0 if window is None else max(0, first + 1 - window)
             k, v = self.gather(kv_cache, block_table, first_key, stop)
             rows = slice(offset + first, offset + stop)
             queries = q[rows].transpose(0, 1)  # [num_heads, num_queries, head_dim]
-            # Aligned at the lower right: the last query sees all keys.
-            mask: Any = causal_lower_right(stop - first, stop)
-            if not is_plain:
-                mask = self.mask(queries, k.shape[1], window, sinks)
-                if sinks is not None:  # one more key, with K = V = 0
-                    k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
+            mask = self.mask(queries, k.shape[1], window, sinks)
+            if sinks is not None:  # one more key, with K = V = 0
+                k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
             attended = F.scaled_dot_product_attention(
                 queries[None], k.to(q.dtype)[None], v.to(q.dtype)[None], mask,
                 scale=scale, enable_gqa=True)
