@@ -31,16 +31,16 @@ ENGINE, EVERYTHING = SOURCES[""] + SOURCES["gpu"], sum(SOURCES.values(), [])
 TESTS = sorted({*(ROOT / "tests").rglob("*.py")}.difference(SOLUTIONS.rglob("*.py")))
 # The most code lines of each part. They may only be lowered.
 CEILINGS = {
-    "engine": 1550,
-    "loading": 485,
+    "engine": 1545,
+    "loading": 482,
     "any_decoder": 200,
     "cpu": 256,
     "frontend": 449,
-    "all": 2940,
-    "tour": 1497,
+    "all": 2932,
+    "tour": 1496,
     "paper": 369,
     "tests": 5213,
-    "all tests": 8247,
+    "all tests": 8243,
 }
 
 # These top-level files import what is read later.
