@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# So many queries are computed at a time: their mask is small, and within a window they
-# see few keys.
+# Queries are computed this many at a time: their mask is small, and within a window
+# they see few keys.
 QUERIES_AT_ONCE = 256
 
 
@@ -143,12 +143,12 @@ class TorchAttention:
         block_table = metadata.block_tables[first_block:]  # and what follows it
         # The entry's queries, by position, a few at a time.
         start, end = int(ends[entry] - counts[entry]), int(ends[entry])
-        offset = int(counts[:entry].sum()) - start  # from a position to a row of q
+        to_row = int(counts[:entry].sum()) - start  # from a position to a row of q
         for first in range(start, end, QUERIES_AT_ONCE):
             stop = min(first + QUERIES_AT_ONCE, end)
             first_key = 0 if window is None else max(0, first + 1 - window)
             k, v = self.gather(kv_cache, block_table, first_key, stop)
-            rows = slice(offset + first, offset + stop)
+            rows = slice(to_row + first, to_row + stop)
             queries = q[rows].transpose(0, 1)  # [num_heads, num_queries, head_dim]
             mask = self.mask(queries, k.shape[1], window, sinks)
             if sinks is not None:  # one more key, with K = V = 0

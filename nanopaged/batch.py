@@ -7,8 +7,8 @@ number, which the GPU replaces with the token. Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its new token is
     ignored. Its K and V go into a slot of the sequence's last block, and do no harm:
-    the block is never published with this token, and whoever takes the block, in a
-    later step, writes each slot before reading it
+    what has ended publishes nothing, and whoever takes the block, in a later step,
+    writes each slot before reading it
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored
@@ -51,7 +51,7 @@ class Batch:
     # Copies of blocks to make before the model runs, one after another: for swaps and
     # for copy-on-write. A later one may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
-    # For the sampler and for `Scheduler.update`. Only rank 0 knows these and `states`.
+    # For the sampler and for `Scheduler.update`. Only rank 0 has the last three.
     receivers: list[Sequence] = field(default_factory=list)
     groups: list[SequenceGroup] = field(default_factory=list)  # of each entry
     # The state before each entry, and the one after it, which the step fills. (A model
@@ -62,7 +62,7 @@ class Batch:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
         # If all known tokens are computed, it is the turn of the pending one. (There is
-        # only one, because the host has read the tokens of all steps but the last.)
+        # one only: older ones have been read, and this step's own is added later.)
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)

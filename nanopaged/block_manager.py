@@ -24,8 +24,8 @@ from collections.abc import Iterable
 from nanopaged.prefix_cache import PrefixCache
 from nanopaged.sequence import Sequence, State
 
-# Block ids in the order in which they are taken. An OrderedDict without values can also
-# drop a block from its middle in O(1), which happens when the prefix cache revives it.
+# Block ids in the order in which they are taken. An OrderedDict adds at both ends, and
+# drops a block from its middle in O(1), when a request finds it in the prefix cache.
 FreeList = OrderedDict[int, None]
 # Pairs (from, to) of physical blocks: the contents of one are copied to the other.
 Moves = list[tuple[int, int]]
@@ -109,12 +109,13 @@ class BlockManager:
         """
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
-            # The usual case, decided fast. A leader before the fork, or a sequence
-            # whose siblings have ended, shares only full blocks. It never writes there.
+            # The usual case, decided fast. A lone sequence, or a leader before the
+            # fork, shares only full blocks, and never writes into those.
             return True
-        # For example, two siblings share a block that is not full, and each writes its
-        # next token there. They need 2 blocks of their own and hold 1, which stays with
-        # one of them, so 1 must be free. (Different groups share only full blocks.)
+        # Each block that they hold stays with one of its holders; all others that they
+        # need must be free. For example, two siblings share a block that is not full,
+        # and each writes its next token there: they need 2 blocks of their own and hold
+        # 1, so 1 must be free. (Different groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

@@ -183,5 +183,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. (On a CPU, `start_up.py` sets it.)"""
+        """How many tokens one step may compute. (`start_up.py` has a CPU's default.)"""
         return self.max_num_batched_tokens or 8192

@@ -69,7 +69,7 @@ class Engine:
     # -- Requests come and go ----------------------------------------------------------
 
     def check_fits(self, group: SequenceGroup) -> None:
-        """ValueError if a request would not even fit into the whole pool. It runs as a
+        """ValueError if a request would not fit even into an empty pool. It runs as a
         whole, so all its sequences must fit at their longest. (For a beam search,
         `params.n` is beam_width.)
         """

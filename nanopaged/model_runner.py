@@ -49,9 +49,9 @@ class ModelRunner:
         self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
-        # Room for a step's inputs: for each token an id, a position, a slot, up to 6
-        # numbers in a plan, and perhaps a sample; and the block tables. (Recorded steps
-        # are padded by at most max_num_seqs. A plan on a GPU may be 2**16 larger.)
+        # Room for a step's inputs: 10 numbers for each token (its id, position, slot, 6
+        # in a plan, a sample), the block tables, and plenty for what a plan on a GPU
+        # has besides. Recorded steps are padded by at most max_num_seqs tokens.
         num_tokens = config.budget + config.max_num_seqs
         num_inputs = 10 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)

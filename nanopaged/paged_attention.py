@@ -37,7 +37,7 @@ FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
 def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, num_keys,
                 scale, window, sinks):
     """Attention of one query, for the query heads that share one KV head. In Triton's
-    words this is one program, and threads divide the programs of a step by number.
+    words this is one program, and threads share out the programs of a step.
 
     out, q        [num_tokens, num_kv_heads, group_size, head_dim]
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
@@ -52,7 +52,7 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
 
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
-    # Head by head, so that threads tend to get short sequences as well as long ones.
+    # Neighbours are different queries, so a thread gets short and long sequences.
     kv_head, query = divmod(program, len(tokens))
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]

@@ -1,10 +1,9 @@
 """Hash-based prefix caching: find the blocks that already hold K and V of a prompt.
 
 K and V depend on all tokens from the start of the sequence. So a full block is found by
-its own tokens together with everything before them. Both are the key of a dict: the
-block's tokens, and an object that stands for everything before them. Python's dict
-hashes the key, and then compares it. Only equal prefixes share the object, so every hit
-is exact.
+its own tokens together with everything before them. The key of a dict is this pair: an
+object that stands for everything before them, and the tokens. Python's dict hashes the
+key, and then compares it. Only equal prefixes share the object, so every hit is exact.
 """
 
 from dataclasses import dataclass
@@ -57,8 +56,7 @@ class PrefixCache:
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
         first = num_full
-        # Go back to the last block that has a content: all before it have one, too.
-        # (After a swap, none has.)
+        # Skip the blocks that have a content already. (After a swap, none has.)
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
         before: Any = seq.group.params.cache_salt

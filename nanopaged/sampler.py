@@ -57,7 +57,7 @@ def draw_params(seq: Sequence, position: int) -> tuple[float, ...]:
     params = seq.group.params
     source = f"{seq.group.seed} {seq.index} {position}".encode()
     number = RESOLUTION * (xxhash.xxh3_64_intdigest(source) >> 32)
-    # With a top_p of 1 all must stay. Rounded sums may reach 1, but never 2.
+    # With a top_p of 1 all must stay. Rounded sums may reach 1, but not 2.
     top_p = params.top_p if params.top_p < 1 else 2
     return number, params.temperature, params.top_k or 2**31, top_p, params.min_p
 
@@ -105,20 +105,20 @@ def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
     may seem to grow where the probability is 0: such a token is never chosen.
     """
     padded = F.pad(logits, (0, -logits.shape[1] % PART), value=-torch.inf)
-    parts: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
-    totals = parts.sum(-1, dtype=torch.float64)  # [num_samples, num_parts]
+    probs: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
+    totals = probs.sum(-1, dtype=torch.float64)  # [num_samples, num_parts]
     sums = totals.cumsum(-1)
     # The last sum need not be exactly 1. A random number times that sum is below it.
     numbers = numbers * sums[:, -1:]
     # Of zeros and ones, argmax finds the first 1.
     part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
-    left = numbers - (sums - totals).gather(1, part)
+    left = numbers - (sums - totals).gather(1, part)  # for the tokens of this part
     index = part.unsqueeze(1).expand(-1, 1, PART)
-    probs = parts.gather(1, index).squeeze(1).double()
-    sums = probs.cumsum(-1)  # from here on, within the part
-    # `left` may be rounded up to the part's last sum, which no sum exceeds.
+    in_part = probs.gather(1, index).squeeze(1).double()
+    sums = in_part.cumsum(-1)
+    # `left` may be rounded up to the last of these sums, which none exceeds.
     left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
-    return part.squeeze(1) * PART + ((sums > left) & (probs > 0)).byte().argmax(-1)
+    return part.squeeze(1) * PART + ((sums > left) & (in_part > 0)).byte().argmax(-1)
 
 
 def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tensor,
@@ -133,8 +133,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # How far a token that is min_p times as likely as the most likely one is below it:
-    # a negative number; -inf without min_p.
+    # How far below the highest logit a token may be: negative; -inf without min_p.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only rows with top_k or top_p are sorted.

@@ -46,8 +46,8 @@ class Scheduler:
             group = self.unfinished[request_id]
             if len(batch.token_ids) == self.config.budget:
                 break  # the budget is used up
-            # After a preemption nobody is admitted in this step: the pool was full, and
-            # pending tokens of a preempted group are read only after this step.
+            # After a preemption no group is admitted in this step: the pool was full,
+            # and whoever starts over needs its pending tokens, which are read later.
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # Preempt the youngest until this group fits, or is preempted itself. (None
@@ -71,8 +71,8 @@ class Scheduler:
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
         batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
-        _, state = batch.states[-1]  # the new one
-        manager.mark_computed(seq, end, state)
+        _, new_state = batch.states[-1]
+        manager.mark_computed(seq, end, new_state)
 
         receivers = [seq]
         if end == group.num_prompt_tokens and not group.forked:
@@ -82,7 +82,7 @@ class Scheduler:
             for sibling in receivers[1:]:
                 manager.fork(seq, sibling)
         for receiver in receivers:
-            # (After a preemption, one may first have to compute its answer again.)
+            # (After a preemption, it may first have to compute its answer again.)
             if end == receiver.computable_end:
                 batch.add_sample(receiver)
 
@@ -91,8 +91,8 @@ class Scheduler:
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         """Put a group into `running`, if enough blocks are free for its sequences at
         their present lengths. While others run, 1% of the pool must stay free, too (the
-        watermark), because they may soon need a block. Only a cached prefix, and what
-        was swapped out, takes its blocks here. `grow` takes the rest.
+        watermark), because they may soon need a block. A cached prefix, and what was
+        swapped out, takes its blocks here. `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -120,7 +120,7 @@ class Scheduler:
 
     def _preempt(self, batch: Batch) -> None:
         """Make the youngest running group wait again, with its tokens. If its blocks do
-        not fit into the CPU's pool (empty by default), it starts from before the fork.
+        not fit into the CPU's pool (empty by default), all is computed again.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):
@@ -180,8 +180,8 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort the groups that have started, because a failed step may have left them
-        half-changed, and those that an interrupt has left half-ended. The others wait.
+        """Abort the groups that have started, which a failed step may have left
+        half-changed, or that an interrupt has left half-ended. The others wait.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

@@ -103,7 +103,7 @@ class Sequence:
 
         Before the fork this is the end of the prompt, which all sequences of the group
         share. After the fork it is the end of the sequence's own tokens, and of those
-        that are pending: the step that samples them runs before this one.
+        that are pending: they are sampled before the next step runs.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -162,10 +162,9 @@ class SequenceGroup:
         self.params = params
         self.beam_params = beam_params  # None: this is not a beam search
         # Tokens that end a sequence, and tokens that `min_tokens` forbids.
-        self.stop_token_ids = set(params.stop_token_ids or [])
-        self.banned_token_ids = self.stop_token_ids | set(eos_token_ids)
-        if not params.ignore_eos:
-            self.stop_token_ids = self.banned_token_ids
+        own = set(params.stop_token_ids or [])
+        self.banned_token_ids = own | set(eos_token_ids)
+        self.stop_token_ids = own if params.ignore_eos else self.banned_token_ids
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)

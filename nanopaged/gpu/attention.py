@@ -160,8 +160,8 @@ class FlashAttention(TritonAttention):
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         if counts.max() == 1:
             return super().plan(counts, ends)
-        # With chunks, [3, num_seqs + 1]: running totals of the sequences' queries, keys
-        # and blocks, from 0. In flash-attn two are cu_seqlens_q and cu_seqlens_k.
+        # With chunks, [3, num_seqs + 1]: running totals of queries, keys and blocks,
+        # from 0. flash-attn calls the first two cu_seqlens_q and cu_seqlens_k.
         sizes = counts, ends, cdiv(ends, self.block_size)
         return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 

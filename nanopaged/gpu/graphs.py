@@ -93,9 +93,8 @@ class Graphs:
 
 def pad(batch: Batch, size: int, padding_block: int) -> Batch:
     """The same step with more sequences, of one token each. They must not overwrite the
-    K and V of others, so theirs go to the padding block, which belongs to none. (Left
-    out are moves, which are done, receivers, whom only the caller needs, and states,
-    which no recorded model has.)
+    K and V of others, so theirs go to the padding block, which belongs to none. (Moves,
+    which are done, and what only rank 0 has are left out.)
     """
     padding = size - len(batch.counts)
     ones = [1] * padding

@@ -58,7 +58,7 @@ def place_tile(tensor, item_at, stride, GROUP: constexpr, HEAD_DIM: constexpr,
 
     A tile has a row for each query of each head of the group: the row's number is
     query * GROUP + head. All rows use the same K and V, which are read only once. The
-    last query sees all num_keys keys, so there are num_keys - position queries.
+    tile's last query sees its num_keys keys, so it has num_keys - position queries.
     """
     token = tl.load(item_at + TOKEN)
     num_queries = tl.load(item_at + NUM_KEYS) - tl.load(item_at + POSITION)
@@ -199,7 +199,7 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     acc = tl.zeros([ROWS, DIM], tl.float32)
     row = tl.arange(0, ROWS)
     at = row[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
-    # Prefetch the parts of small tiles: one by one, each load takes a microsecond.
+    # If tiles are small, several parts are loaded ahead: a load takes a microsecond.
     end = first + tl.cdiv(num_keys, part_keys)
     for item in tl.range(first, end, num_stages=4 if ROWS <= 32 else 1):
         first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
