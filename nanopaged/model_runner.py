@@ -70,6 +70,7 @@ class ModelRunner:
         # The device's pool has one block more than the manager knows: the padding of
         # trial steps and of recorded ones goes there, and no move touches it.
         self.padding_block = num_blocks
+        # (Others may want to write into the pools. Inference tensors would refuse it.)
         with self.modes(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
