@@ -31,12 +31,12 @@ ENGINE, EVERYTHING = SOURCES[""] + SOURCES["gpu"], sum(SOURCES.values(), [])
 TESTS = sorted({*(ROOT / "tests").rglob("*.py")}.difference(SOLUTIONS.rglob("*.py")))
 # The most code lines of each part. They may only be lowered.
 CEILINGS = {
-    "engine": 1545,
+    "engine": 1544,
     "loading": 482,
     "any_decoder": 200,
     "cpu": 256,
     "frontend": 449,
-    "all": 2932,
+    "all": 2931,
     "tour": 1496,
     "paper": 369,
     "tests": 5213,
