@@ -82,6 +82,6 @@ class Batch:
         self.receivers.append(receiver)
 
 
-HERE = ("receivers", "groups", "states")
+HERE = ("receivers", "groups", "states")  # these stay on rank 0
 # The fields that are sent to other ranks: those with numbers.
 SENT = [each.name for each in fields(Batch) if each.name not in HERE]

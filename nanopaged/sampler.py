@@ -133,7 +133,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # How far below the highest logit a token may be: negative; -inf without min_p.
+    # How far below the highest logit a token may be: 0 or negative; -inf without min_p.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only rows with top_k or top_p are sorted.

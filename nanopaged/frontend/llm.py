@@ -34,6 +34,7 @@ from nanopaged.loading.weights import replace_weights
 from nanopaged.sequence import SequenceGroup
 from nanopaged.stats import EngineStats
 
+# Arrays and tensors of token ids, and any iterable of prompts, also work.
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 ParamsForAll: TypeAlias = Params | Iterable[Params | None] | None

@@ -14,10 +14,8 @@ from nanopaged.frontend.detokenizer import Detokenizer
 from nanopaged.frontend.outputs import Request
 from nanopaged.sequence import SequenceGroup
 
-# What the public methods take. A dict has these names. Arrays and tensors of token ids,
-# and any iterable of prompts, also work.
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
-NAMES = ("prompt", "prompt_token_ids", "cache_salt")
+NAMES = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dict
 Params: TypeAlias = SamplingParams | BeamSearchParams
 
 

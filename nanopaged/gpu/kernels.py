@@ -92,7 +92,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
                   keys of a part. That sum is the weight of its result
 
     WINDOW is how many keys a query sees, up to its own; None: all of them. An item that
-    ends before the window computes nothing, and its log_sum gives it no weight.
+    ends before the window computes nothing, so its log_sum gives it no weight, but
+    the sink's.
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -121,7 +122,7 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     # As in `paged_attention.py`, the sink counts as the first key, so `total` starts at
     # 1. Without sinks, and in all parts but the first, its score is -1e30, and the
     # first key that a row sees shrinks this 1 to 0. (If a row sees no key, the 1 stays,
-    # so that nothing is divided by 0; its log_sum is -1e30.)
+    # so that nothing is divided by 0.)
     highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
     total = tl.full([ROWS], 1.0, tl.float32)
     if sinks is not None:

@@ -1,5 +1,5 @@
 """What a checkpoint says: its config, its tokenizer, its parameters for requests that
-have none, and which file has which tensor.
+have none, and its tensors.
 """
 
 import json
@@ -49,6 +49,8 @@ SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f
 OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pt", ".pth")
 CONVERT = "load the model with transformers, and write it with `save_pretrained`"
 REPAIR = "repair it or download it again"
+MODEL = ("an existing directory with a config.json, or the id of a repository on the "
+         "Hugging Face hub")
 
 
 @contextmanager
@@ -79,9 +81,8 @@ def load_config(config: EngineConfig) -> ModelConfig:
     """
     name: str | Path = BUNDLED if config.model is None else config.model
     is_local = Path(name, "config.json").is_file()
-    remedy = REPAIR if is_local else (
-        "model must be an existing directory with a config.json, or an id of the "
-        "Hugging Face hub: is the id right, and is there a network?")
+    check(is_local or not isinstance(name, Path), "model", MODEL, str(name))
+    remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with reading(f"config.json of {name}", remedy):
         found = AutoConfig.from_pretrained(name)
     quantization = getattr(found, "quantization_config", None)
@@ -213,7 +214,8 @@ def find_tensors(source: str | Path) -> dict[str, Tensor]:
     for file in {*places.values()}:
         with reading(str(path / file)):
             tensors[file] = load_file(path / file)
-    return {name: tensors[file][name] for name, file in places.items()}
+    with reading(f"the weights in {path}"):
+        return {name: tensors[file][name] for name, file in places.items()}
 
 
 def stored_dtype(source: str | Path) -> torch.dtype:

@@ -217,8 +217,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The dtype of weights, K and V. "auto" is the model's, unless that is a 16-bit one
-    that would be slow here.
+    """The dtype of weights, K and V. "auto" is the model's if it has 16 bits and is not
+    slow here, and else float32.
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]

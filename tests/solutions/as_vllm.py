@@ -118,7 +118,8 @@ class LLM(nanopaged.LLM):
         return replace(given.ours(vocab_size), logits_processors=processors or None)
 
     def get_metrics(self):
-        stats, labels = self.stats(), {"engine": "0", "model_name": self.config.model}
+        stats, model = self.stats(), str(self.model_config.source)
+        labels = {"engine": "0", "model_name": model}
         preemptions = stats.preemptions_recompute + stats.preemptions_swap
         counts = {"num_preemptions": preemptions} | self.writer.counts
         usage = stats.blocks_used / stats.blocks_total
