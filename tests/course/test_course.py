@@ -179,7 +179,7 @@ def test_each_milestone_is_graded_alone(student):
     "import sys; sys.exit(0)", "while True: pass", "import time; time.sleep(10**6)",
     FORGED], ids=["exit", "loop", "wait", "lie"])
 def test_hostile_code_gets_nothing(code, student, monkeypatch):
-    monkeypatch.setattr(course, "SECONDS", 8)
+    monkeypatch.setattr(course, "SECONDS", 30)
     solve(student, SAMPLING)
     course.replace_body(student, DRAW, code)
     assert scores(student, SAMPLING)[0] < 4  # a few tests do without this function

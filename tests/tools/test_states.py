@@ -91,7 +91,7 @@ def test_a_prefix_is_of_no_use_without_the_state_after_it(name, family, engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(27))
+@pytest.mark.parametrize("seed", range(100))
 def test_the_tokens_of_transformers_in_random_engines(seed, family, engine):
     """Blocks of 1 to 16 tokens, chunks of 1 to 40, pools that hold few sequences."""
     rng = random.Random(seed)
