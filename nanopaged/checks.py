@@ -1,6 +1,5 @@
 """Checks of what the caller passes, and of what checkpoints hold."""
 
-from collections.abc import Set
 from dataclasses import MISSING, field, fields
 from inspect import formatannotation
 from typing import Any
@@ -13,16 +12,6 @@ def check(is_right: bool, name: str, expected: object, value: object,
     """Raise an error that names a wrong value, and says what would be right."""
     if not is_right:
         raise error(f"{name} must be {expected}, got {value!r:.200}")
-
-
-def check_tensors(source: object, missing: Set[str], left_over: Set[str]) -> None:
-    """Raise an error if a checkpoint lacks tensors, or has some that nobody needs."""
-    found = (f"{len(missing)} missing {sorted(missing)[:2]} and "
-             f"{len(left_over)} left over {sorted(left_over)[:2]}")
-    if missing or left_over:
-        raise ValueError(f"the weights in {source} must be exactly the tensors that "
-                         f"config.json calls for, got {found} (are names or prefixes "
-                         "as `save_pretrained` of transformers writes them?)")
 
 
 def bounded(default: Any = MISSING, low: float = 0, high: float = 2**63 - 1) -> Any:

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from helpers import HALF, add_all, complete, drain, greedy, tokens_of
+from helpers import HALF, complete, greedy, tokens_of
 from nanopaged import SamplingParams
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.detokenizer import Detokenizer, token_bytes
@@ -268,41 +268,17 @@ def test_tokens_that_the_tokenizer_does_not_know_have_no_text(
     assert checkpoint.load_tokenizer(path).clean_up_tokenization_spaces is False
 
 
-class Broken:
-    """A tokenizer that fails at one token, and notes which ones it decodes."""
+class Counting:
+    """A tokenizer that notes which tokens it decodes."""
 
-    def __init__(self, tokenizer, token=None):
-        self.tokenizer, self.token, self.decoded = tokenizer, token, []
+    def __init__(self, tokenizer):
+        self.tokenizer, self.decoded = tokenizer, []
         self.convert_ids_to_tokens = tokenizer.convert_ids_to_tokens
         self.added_tokens_decoder = {}
 
     def decode(self, ids, **options):
-        if self.token in ids:
-            raise ZeroDivisionError
         self.decoded += ids
         return self.tokenizer.decode(ids, **options)
-
-
-@pytest.mark.parametrize("stop", [None, "zz"])
-def test_a_tokenizer_that_fails_ends_no_request(
-        stop, script, tokenizer, make_scripted_model, engine, caplog):
-    """Others have their text. The bad ones have their tokens, and the text up to where
-    it failed, which is logged once for each. Later requests may try it again.
-    """
-    llm = engine(make_scripted_model(script))
-    llm.tokenizer = Broken(tokenizer, script[5])  # the last byte of "€"
-    cases = [(0, 4, "é" + HALF), (1, 20, "é" + HALF), (6, 3, " " + HALF), (5, 3, "")]
-    requests = add_all(llm, [script[at : at + 1] for at, _, _ in cases],
-                       [greedy(count, stop=stop) for _, count, _ in cases])
-    last = drain(llm)
-    for request, (at, count, text) in zip(requests, cases, strict=True):
-        answer, expected = last[request].outputs[0], (script * 3)[at + 1 :][:count]
-        assert (answer.token_ids, answer.finish_reason) == (expected, "length")
-        assert answer.text == text
-    assert caplog.text.count("cannot decode token") == 2
-    llm.tokenizer.token = None
-    assert complete(llm, script[:1], greedy(6)).text == "é€u"
-    assert texts_of(None, [1], [2, 3], [1]) == ["", "", ""], "there is no tokenizer"
 
 
 # -- Growth ----------------------------------------------------------------------------
@@ -312,7 +288,7 @@ def test_a_tokenizer_that_fails_ends_no_request(
 def test_a_token_is_decoded_once_and_no_tokenizer_is_kept(text, tokenizer):
     """Whether it has text or none (a special token, a byte of a character)."""
     token = tokenizer.convert_tokens_to_ids(text) or encode(tokenizer, text)[0]
-    counting = Broken(tokenizer)
+    counting = Counting(tokenizer)
     texts_of(counting, [token], [token] * 800, range(1, 800), ["x" * 1000])
     assert counting.decoded == [token] * 3, "alone, and twice in a row"
     reference = weakref.ref(counting)

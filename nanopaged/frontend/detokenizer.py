@@ -13,7 +13,6 @@ the bytes of an incomplete one wait. If the bundled model answers " so é!", for
 """
 
 import codecs
-import logging
 from functools import lru_cache
 from typing import Any
 from weakref import ref
@@ -65,6 +64,8 @@ class Detokenizer:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
         self.stops = stops
+        # So many last characters may be the beginning of a stop string.
+        self.num_held_back = max(map(len, stops), default=1) - 1
         self.stopped_by: str | None = None
         # Stop strings that are special tokens. The text may skip those.
         known = special_tokens(ref(tokenizer)) if tokenizer and stops else {}
@@ -87,19 +88,14 @@ class Detokenizer:
         if self.tokenizer is None or self.stopped_by is not None:
             return
         data = bytearray(self.waiting)
-        try:
-            for token in token_ids[self.num_read :]:
-                if may_stop and token in self.special_stops:
-                    self.stopped_by, final = self.special_stops[token], True
-                    break
-                first, later = token_bytes(
-                    ref(self.tokenizer), token, self.skip_special_tokens)
-                data += later if self.has_begun else first
-                self.has_begun |= bool(later)
-        except Exception:  # this text ends here, but other requests go on
-            logging.getLogger("nanopaged").exception("cannot decode token %d", token)
-            self.tokenizer = None
-            final = True
+        for token in token_ids[self.num_read :]:
+            if may_stop and token in self.special_stops:
+                self.stopped_by, final = self.special_stops[token], True
+                break
+            first, later = token_bytes(
+                ref(self.tokenizer), token, self.skip_special_tokens)
+            data += later if self.has_begun else first
+            self.has_begun |= bool(later)
         self.num_read = len(token_ids)
         new, num_decoded = codecs.utf_8_decode(data, "replace", final)
         self.waiting = bytes(data[num_decoded:])
@@ -117,8 +113,9 @@ class Detokenizer:
             self.text = text[: min(ends) - len(stop)]
 
     def visible(self, final: bool) -> str:
-        """The text. Unless `final`, its last characters are held back, because a stop
-        string may begin there: the last two, for example, if it is "END".
+        """The text, and unless `final`, without what is held back: the last two
+        characters, for example, if "END" is a stop string.
         """
-        num_held_back = 0 if final else max(map(len, self.stops), default=1) - 1
-        return self.text[: max(0, len(self.text) - num_held_back)]
+        if final or not self.num_held_back:
+            return self.text
+        return self.text[: -self.num_held_back]

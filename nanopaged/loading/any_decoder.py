@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
-from nanopaged.checks import check, check_tensors
+from nanopaged.checks import check
 from nanopaged.loading import states
 
 FAMILY = ("a family that remembers earlier tokens by attention, or by a state in "
@@ -62,7 +62,8 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
     check(k.shape[1:] == v.shape[1:] == shape, f"K and V in {name}",
           f"{shape}, as in all other layers", tuple(k.shape[1:]))
-    kv_cache = next(shared.kv_caches, None)  # of this call: a layer may run twice
+    # (Of this call, not of this layer: a layer may run twice.)
+    kv_cache = next(shared.unused_caches, None)
     check(kv_cache is not None, "num_hidden_layers", "the number of calls of attention "
           "in a step", "fewer")
     shared.windows.add(sliding_window)
@@ -76,20 +77,16 @@ transformers.AttentionInterface.register("nanopaged", attend)
 
 
 class AnyDecoder(nn.Module):
-    def __init__(self, config: Any, sizes: Any, backend: TorchAttention) -> None:
+    """Transformers' model, for a flat batch with blocks.
+
+    `plug_in_attention` makes it so: until then, transformers computes everything.
+    """
+
+    def __init__(self, model: Any, sizes: Any, backend: TorchAttention) -> None:
         super().__init__()
-        options = {"dtype": backend.dtype, "attn_implementation": "eager"}
-        auto = transformers.AutoModelForCausalLM
-        if config.load_format == "dummy":
-            self.model = auto.from_config(sizes.hf_config, **options).eval()
-        else:
-            options |= {"config": sizes.hf_config, "output_loading_info": True}
-            self.model, info = auto.from_pretrained(sizes.source, **options)
-            check_tensors(
-                sizes.source, info["missing_keys"], info["unexpected_keys"])
-        self.model.to(backend.device)
+        self.model = model.to(backend.device)
         self.sizes, self.decoder = sizes, self.model.get_decoder()
-        self.decode = self.decoder.forward  # `give_output` will take its place
+        self.run_decoder = self.decoder.forward  # `reuse_output` will take its place
         # What `attend` needs. It gets only its layer, so every module has it.
         self.shared: Any = SimpleNamespace(backend=backend, windows=set())
         for module in self.modules():
@@ -97,20 +94,20 @@ class AnyDecoder(nn.Module):
         self.stateful = states.find_stateful(self.model)
 
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
-        self.shared.kv_caches, self.shared.metadata = iter(kv_caches), metadata
+        self.shared.unused_caches, self.shared.metadata = iter(kv_caches), metadata
         self.shared.runs = states.find_runs(metadata) if self.stateful else []
-        self.output = self.decode(
+        self.output = self.run_decoder(
             token_ids[None], position_ids=metadata.positions[None], use_cache=False)
         return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def give_output(self, *_: Any, **__: Any) -> Any:
-        """Stand in for the decoder while `head` runs."""
+    def reuse_output(self, *_: Any, **__: Any) -> Any:
+        """What the decoder returns while `head` runs: it has run already."""
         return self.output
 
     def head(self, x: Tensor) -> Tensor:
-        """The rest of the model, after its decoder: some families scale logits, and
-        some look at more than hidden states. The model calls its decoder with any
-        tokens, but `give_output` has taken the decoder's place, and returns x.
+        """What the model computes after its decoder: some families scale logits, and
+        some look at more than hidden states. So the whole model is called, with any
+        tokens. It calls its decoder, which is `reuse_output` now, and gets x.
         """
         self.output["last_hidden_state"] = x[None]
         tokens = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
@@ -129,7 +126,7 @@ class AnyDecoder(nn.Module):
             pairs: list[Any] = [(old, {}) for old in before]
             before = [new for _, new in pairs]
             batch = Batch(tokens, [end - start] * 2, [end] * 2, blocks, states=pairs)
-            hidden = runner.forward(runner.prepare(batch))
+            hidden, *_ = runner.forward(runner.prepare(batch))
             logits.append(self.head(hidden).view(2, end - start, -1))
         runner.state_bytes = states.num_bytes(before[0])
         return torch.cat(logits, 1)
@@ -150,7 +147,7 @@ class AnyDecoder(nn.Module):
         try:
             wanted = self.model(ids, use_cache=False).logits.float()
             self.model.set_attn_implementation("nanopaged")
-            self.decoder.forward = self.give_output
+            self.decoder.forward = self.reuse_output
             states.plug_in_states(self.stateful, self.sizes.hf_config, self.shared)
             errors = (self.compute_in_blocks(runner, ids, half) - wanted).norm(dim=-1)
         except Exception as error:
@@ -160,8 +157,8 @@ class AnyDecoder(nn.Module):
                              f"{self.sizes.model_type!r} ({error})") from error
         # (If a token's embedding is zero, its logits may be, too.)
         errors /= wanted.norm(dim=-1).clamp(min=1e-6)
-        # Layers without K and V need no place in the pool.
-        runner.num_layers -= len([*self.shared.kv_caches])
+        # Each call of attention has used one cache. The others need no place in a pool.
+        runner.num_layers -= sum(1 for _ in self.shared.unused_caches)
         runner.make_pools(0, 0)  # back to the padding block alone
         # A family may give its window to the mask that it makes, but not to attention.
         # Ours gets no mask, so sequences must not get longer than the window: up to

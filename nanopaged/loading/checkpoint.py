@@ -1,8 +1,7 @@
-"""What a checkpoint says: its config, its tokenizer, its parameters for requests that
-have none, and its tensors.
+"""What a checkpoint says: its config, its tokenizer, and its parameters for requests
+that have none.
 """
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,11 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from huggingface_hub import get_local_safetensors_metadata, snapshot_download
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
-from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
@@ -22,35 +17,7 @@ from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.loading.any_decoder import check_family
 
-BUNDLED = Path(__file__).parents[1] / "shakespeare"
-# What config.json may say. There are more ways to rotate Q and K, but with these the
-# angles depend on the position alone, and not on the length of the sequence.
-ATTENTION = (None, "full_attention", "sliding_attention")
-KNOWN = {
-    "rope_type": ("default", "linear", "llama3", "yarn", "proportional", None),
-    "is_causal": (None, True),
-    "layer_types": (*ATTENTION, "linear_attention", "conv", "hybrid", "mlp", "moe")}
-# What our own decoder can compute. Transformers' modules compute the others.
-OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
-# What the engine reads from a config, as transformers' `attribute_map` names it for
-# every family. A family may lack some of them.
-COPIED = (
-    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
-    "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype",
-    "sliding_window", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
-    "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id")
-# Our names of the parameters in generation_config.json.
-OUR_NAMES = {name: name for name in (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-OUR_NAMES["max_new_tokens"] = "max_tokens"
-# Texts that show whether two tokenizers agree.
-SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f(x):\n  a_b")
-# Other formats of weights, and what to do about them.
-OTHERS = (".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".pt", ".pth")
-CONVERT = "load the model with transformers, and write it with `save_pretrained`"
 REPAIR = "repair it or download it again"
-MODEL = ("an existing directory with a config.json, or the id of a repository on the "
-         "Hugging Face hub")
 
 
 @contextmanager
@@ -68,11 +35,36 @@ def find_file(name: str | Path, file: str) -> Any:
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
 
 
+# -- config.json -----------------------------------------------------------------------
+
+# What the engine reads from a config, as transformers' `attribute_map` names it for
+# every family. A family may lack some of them.
+COPIED = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype",
+    "sliding_window", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
+    "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id")
+
+
 class ModelConfig(SimpleNamespace):
     """What the engine reads from a model's config.json: the fields in `COPIED`. And the
     `source`, a directory or an id of the hub; `hf_config`, as transformers read it; and
     `model_impl`, which says whose modules compute the model.
     """
+
+
+BUNDLED = Path(__file__).parents[1] / "shakespeare"
+MODEL = ("an existing directory with a config.json, or the id of a repository on the "
+         "Hugging Face hub")
+# What config.json may say. There are more ways to rotate Q and K, but with these the
+# angles depend on the position alone, and not on the length of the sequence.
+ATTENTION = (None, "full_attention", "sliding_attention")
+KNOWN = {
+    "rope_type": ("default", "linear", "llama3", "yarn", "proportional", None),
+    "is_causal": (None, True),
+    "layer_types": (*ATTENTION, "linear_attention", "conv", "hybrid", "mlp", "moe")}
+# What our own decoder can compute. Transformers' modules compute the others.
+OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
 
 
 def load_config(config: EngineConfig) -> ModelConfig:
@@ -129,6 +121,12 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
     return sizes
 
 
+# -- The tokenizer ---------------------------------------------------------------------
+
+# Texts that show whether two tokenizers agree.
+SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f(x):\n  a_b")
+
+
 def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer; None for a directory without one."""
     path = Path(name)
@@ -156,6 +154,14 @@ def load_tokenizer(name: str | Path) -> Any:
     return tokenizer
 
 
+# -- generation_config.json ------------------------------------------------------------
+
+# Our names of the parameters in generation_config.json.
+OUR_NAMES = {name: name for name in (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+OUR_NAMES["max_new_tokens"] = "max_tokens"
+
+
 def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
                            ) -> tuple[list[int], SamplingParams]:
     """The ids of all EOS tokens, and the parameters for requests without their own.
@@ -178,46 +184,4 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
     eos = [getattr(tokenizer, "eos_token_id", None),
            *(eos if isinstance(eos, list) else [eos])]
     eos_ids = [id for id in dict.fromkeys(eos) if id in range(model_config.vocab_size)]
-    # The engine ignores the other fields. That needs no warning if the value is None,
-    # 0, 1 (or True) or []: then nothing is asked that is missing here (num_beams=1).
-    ignored = [field for field, value in fields.items() if value not in (None, 0, 1, [])
-               and not field.endswith(("_token_id", "_version"))]
-    if ignored:
-        logging.getLogger("nanopaged").warning(
-            "generation_config.json of %s has unsupported fields: %s", name, ignored)
     return eos_ids, params
-
-
-# -- Tensors ---------------------------------------------------------------------------
-
-def find_tensors(source: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, by name. Its files are mapped into memory: they are
-    read when a tensor is used, and the system may forget that again.
-
-    If a checkpoint has several files, an index says which tensor is in which file. Any
-    other file is ignored, and is not downloaded.
-    """
-    path = Path(source)
-    if not path.is_dir():
-        names = ["model.safetensors", "model.safetensors.index.json"]
-        path = Path(snapshot_download(str(source), allow_patterns=names))
-        if not (path / names[0]).exists() and (path / names[1]).exists():
-            index = json.loads((path / names[1]).read_text())["weight_map"]
-            snapshot_download(str(source), allow_patterns=[*set(index.values())])
-    remedy = REPAIR
-    if not [*path.glob("*.safetensors")]:
-        others = [each.name for each in path.iterdir() if each.suffix in OTHERS]
-        remedy = f"only safetensors are read, and not {others}: {CONVERT}"
-    with reading(f"the weights in {path}", remedy):
-        places = get_local_safetensors_metadata(path).weight_map
-    tensors = {}
-    for file in {*places.values()}:
-        with reading(str(path / file)):
-            tensors[file] = load_file(path / file)
-    with reading(f"the weights in {path}"):
-        return {name: tensors[file][name] for name, file in places.items()}
-
-
-def stored_dtype(source: str | Path) -> torch.dtype:
-    """The dtype of the largest weight, for a config that names none."""
-    return max(find_tensors(source).values(), key=Tensor.numel).dtype

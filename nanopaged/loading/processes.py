@@ -41,8 +41,6 @@ def join(config: EngineConfig) -> Ranks:
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     check(num_processes == size, "tensor_parallel_size", f"{num_processes}, the number "
           "of processes (torchrun starts several)", size)
-    check(not dist.is_initialized(), "tensor_parallel_size", "1 for another engine in "
-          "this process, because the other ranks serve the first", size)
     backend = "gloo"
     if config.device != "cpu" and torch.cuda.is_available():
         backend = "cpu:gloo,cuda:nccl"  # batches are sent by gloo

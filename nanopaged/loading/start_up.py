@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from nanopaged import fused
 from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.engine import Engine
-from nanopaged.loading.checkpoint import ModelConfig, stored_dtype
+from nanopaged.fused import make_ops
+from nanopaged.loading.checkpoint import ModelConfig
 from nanopaged.loading.processes import divide, join
-from nanopaged.loading.weights import load_model, optional, products
+from nanopaged.loading.weights import load_model, products, stored_dtype
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import SequenceGroup
 
@@ -37,7 +39,7 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     return engine
 
 
-# torch recompiles the functions that are marked `@fused` for each hidden size of any
+# torch recompiles the functions of `make_ops` for each hidden size of any
 # engine in this process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
@@ -53,11 +55,12 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     dtype = pick_dtype(config.dtype, model_dtype, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend = make_backend(name, share, config.block_size, dtype, device)
-    ops = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
-    longest = longest_sequence(config, model_config)
+    compiles = device.type == "cuda" and not config.enforce_eager
+    module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
+    ops = make_ops(compiles, module.add_norm, module.norm_rotate, fused.silu_mul)
+    longest = share.longest_sequence = longest_sequence(config, model_config)
     model = load_model(config, share, backend, ops, ranks)
-    runner = ModelRunner(
-        config, ranks, backend, model, share.num_hidden_layers, longest)
+    runner = ModelRunner(config, ranks, backend, model, share, longest)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
     if not runner.is_gpu:
@@ -65,12 +68,12 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
         # wait for each other take very long.
         if sum(weight.numel() for weight in model.parameters()) < 2**24:
             runner.num_threads = 1
-        if threads := optional("cpu.threads"):
-            threads.prepare_process()
+        if products:
+            products.threads.prepare_process()
     run_trial_steps(runner)
     size_pools(runner)
     # (The states of a step are new tensors, and a graph needs the same ones.)
-    if runner.compiles and backend.can_be_recorded and not runner.state_bytes:
+    if compiles and name in ("triton", "flash") and not runner.state_bytes:
         from nanopaged.gpu.graphs import record
 
         runner.graphs = record(runner)
@@ -116,9 +119,9 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
     """Run a step of padding, with counts[i] tokens in sequence i."""
     num_seqs = len(counts)
     num_blocks = sum(cdiv(count, runner.config.block_size) for count in counts)
-    for bias in ({}, {0: 1.0}):  # logits stay as they are, or are changed in float32
+    for penalty in (0, 1):  # logits stay as they are, or are changed in float32
         # (Sorting takes the most memory.)
-        params = SamplingParams(top_p=0.5, logit_bias=bias)
+        params = SamplingParams(top_p=0.5, presence_penalty=penalty)
         group = SequenceGroup([0], params, set(), runner.longest_sequence)
         # (They share one state: `size_pools` counts the memory of all.)
         runner.run(Batch(
@@ -130,9 +133,19 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
 def size_pools(runner: ModelRunner) -> None:
     """Allocate the pools, at the requested size or at the largest that fits."""
     config = runner.config
+    free = free_bytes(runner)
+    # Within a step, a sequence has its old state and its new one, if it has any. (While
+    # a layer computes, it has copies besides. And a sequence that is swapped out keeps
+    # its state. But until it is back, no other one starts, so there are never more
+    # states than sequences that may run.)
+    seq_bytes = 2 * runner.state_bytes
+    num_seqs = config.max_num_seqs
+    check(num_seqs * seq_bytes <= max(free, 0), "max_num_seqs",
+          f"at most {free // max(seq_bytes, 1)} (the states of a sequence take "
+          f"{seq_bytes / 2**20:,.2f} MiB of {free / 2**20:,.2f} MiB)", num_seqs)
     # So far there is only the padding block. (Without attention, it takes no memory.)
     block_bytes = runner.kv_caches.nbytes or 2**16
-    free = free_bytes(runner) - room_for_states(runner)
+    free -= num_seqs * seq_bytes
     fitting = min(runner.most_blocks, free // block_bytes)
     # All ranks have the same block ids, so the smallest pool decides.
     size = torch.tensor(config.num_blocks or fitting)
@@ -149,59 +162,39 @@ def size_pools(runner: ModelRunner) -> None:
               "fit into memory", num_blocks)
 
 
-def room_for_states(runner: ModelRunner) -> int:
-    """How many bytes the states of sequences may take, if they have any; ValueError if
-    there is less memory. Within a step, a sequence has its old state and its new one.
-    (Copies that a layer computes with come on top, one layer after another.)
-
-    (A sequence that is swapped out keeps its state. But a group first starts when all
-    that have started run, so those that have started are never more than may run.)
-    """
-    num_seqs, seq_bytes = runner.config.max_num_seqs, 2 * runner.state_bytes
-    if not seq_bytes:
-        return 0
-    free, taken = free_bytes(runner), num_seqs * seq_bytes
-    check(taken < free, "max_num_seqs", f"at most {free // seq_bytes} (the states of "
-          f"a sequence take {seq_bytes / 2**20:,.2f} MiB of {free / 2**20:,.2f} MiB)",
-          num_seqs)
-    return taken
-
-
 def free_bytes(runner: ModelRunner) -> int:
     """How much memory there is for K and V, and for states."""
     if not runner.is_gpu:
-        # What stays unused costs nothing, except where the address space is limited.
+        # (What stays unused costs nothing.)
         return min(4 << 30, free_memory() // 2)
     # (torch keeps the memory of the largest step, so that is not free.)
     free, total = torch.cuda.mem_get_info(runner.device)
     reserved = (1 - runner.config.gpu_memory_utilization) * total
-    return int(free - reserved) - (256 << 20)  # for the CUDA graphs
+    # CUDA graphs have memory of their own, too: for logits and probabilities of every
+    # token of the vocabulary, and for much that is small.
+    num_logits = runner.config.max_num_seqs * runner.vocab_size
+    return int(free - reserved - 16 * num_logits - (256 << 20))
 
 
 def free_memory() -> int:
-    """How many bytes this process can still get: of the machine, of its address space,
-    and of its container. Only Linux tells.
+    """How many bytes this process can still get, of the machine and of its container.
+    Only Linux tells.
     """
-    def number(file: str, pattern: str = "(.*)") -> int:
+    def number(file: str, pattern: str) -> int:
         text = Path(file).read_text() if Path(file).exists() else ""
         found = re.search(pattern, text)
-        return int(found[1]) if found and found[1].isdigit() else 2**62  # no limit
+        return int(found[1]) if found else 2**62  # no limit
 
-    kib = r":\s+(\d+) kB"
-    resident = number("/proc/self/status", f"VmRSS{kib}") << 10
-    return min(
-        number("/proc/meminfo", f"MemAvailable{kib}") << 10,
-        number("/proc/self/limits", r"Max address space\s+(\S+)")
-        - (number("/proc/self/status", f"VmSize{kib}") << 10),
-        number("/sys/fs/cgroup/memory.max") - resident,
-        number("/sys/fs/cgroup/memory/memory.limit_in_bytes") - resident)
+    available = number("/proc/meminfo", r"MemAvailable:\s+(\d+) kB") << 10
+    resident = number("/proc/self/status", r"VmRSS:\s+(\d+) kB") << 10
+    return min(available, number("/sys/fs/cgroup/memory.max", r"(\d+)") - resident)
 
 
 def free_runner(runner: ModelRunner) -> None:
     """Free a runner's memory, and return it to the system."""
     runner.free()
-    if threads := optional("cpu.threads"):
-        threads.give_memory_back()
+    if products:
+        products.threads.give_memory_back()
 
 
 # -- What "auto" stands for ------------------------------------------------------------
@@ -245,14 +238,13 @@ BACKENDS = {
 def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
     """The name of an attention backend; ValueError if it cannot run here."""
     names = ["torch"]  # what can run here, the best one first
-    if device.type == "cuda":
-        if torch.cuda.get_device_properties(device).major >= 8:
-            names = ["triton", "flash", "torch"]
-    else:
-        if products and dtype != torch.float16:
-            names = ["numba", "torch"]
-        if os.environ.get("TRITON_INTERPRET") == "1":  # for tests of these two
-            names += ["triton", "flash"]
+    is_gpu = device.type == "cuda"
+    if is_gpu and torch.cuda.get_device_properties(device).major >= 8:
+        names = ["triton", "flash", "torch"]
+    elif not is_gpu and products and dtype != torch.float16:
+        names = ["numba", "torch"]
+    if not is_gpu and os.environ.get("TRITON_INTERPRET") == "1":  # for tests
+        names += ["triton", "flash"]
     name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",
           f"'auto', or one of {names} with this device and dtype", name)

@@ -1,11 +1,16 @@
 """Modules of transformers that remember earlier tokens by a state, as Mamba's do.
 
-A state has a fixed size, however long its sequence is: the last inputs of a module, for
-a convolution, and a matrix that every token changes. Such a module computes sequences
-of one length, and changes their states in the cache that it is given. The entries of a
-flat batch differ in length, and states never change. So the entries that decode are
-computed together, with copies of their states stacked in one cache, and each of the
-others alone. What the cache then holds becomes the new states.
+The state of a module has a fixed size, however long its sequence is: the module's last
+inputs, for a convolution, and a matrix that every token changes. Transformers keeps
+both in a layer of its cache. Here the state of a sequence is a dict with such a layer
+for each module, by the module's number. It is empty until its step has run, and never
+changes after that: the next step makes a new one. So forks and beams may share it.
+
+A module computes sequences of one length, and changes their states in the cache that it
+is given. But the entries of a flat batch differ in length, and states never change. So
+the entries that decode are computed together, with copies of their states stacked in
+one layer, and each of the others is computed alone. What the layer then holds becomes
+the new states.
 """
 
 import inspect
@@ -17,7 +22,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-KINDS = ("conv_states", "recurrent_states")  # the tensors of a layer of a cache
+# The tensors of a layer of a cache: a dict of each kind.
+KINDS = ("conv_states", "recurrent_states")
 
 
 def keeps_state(code: Any) -> bool:
@@ -35,8 +41,8 @@ def find_stateful(model: nn.Module) -> list[Any]:
 def plug_in_states(modules: list[Any], config: Any, shared: Any) -> None:
     """Let these modules compute the entries of a flat batch."""
     layers = transformers.DynamicCache(config=config).layers if modules else []
-    for module in modules:
-        module.forward = Stateful(module, layers[module.layer_idx], shared)
+    for number, module in enumerate(modules):
+        module.forward = Stateful(number, module, layers[module.layer_idx], shared)
 
 
 def find_runs(metadata: Any) -> list[tuple[list[int], Tensor]]:
@@ -51,26 +57,23 @@ def find_runs(metadata: Any) -> list[tuple[list[int], Tensor]]:
     decodes, others = (np.flatnonzero(x).tolist() for x in (is_decode, ~is_decode))
     runs = [decodes] * bool(decodes) + [[entry] for entry in others]
     tokens = [starts[run][:, None] + np.arange(counts[run[0]]) for run in runs]
-    device = metadata.token_ids.device
-    return [(run, torch.from_numpy(some).to(device))
+    return [(run, torch.from_numpy(some).to(metadata.token_ids.device))
             for run, some in zip(runs, tokens, strict=True)]
 
 
-def change(function: Any, *layers: Any) -> Any:
-    """A layer of a cache. `function` makes each tensor from a list: those of `layers`,
-    which stay as they are.
-    """
-    changed = copy(layers[0])
+def from_layers(layers: list[Any], make: Any) -> Any:
+    """A layer of a cache. `make` gives each tensor from those of `layers`."""
+    new = copy(layers[0])
     for kind in KINDS:
         tensors = [vars(layer)[kind] for layer in layers]
-        vars(changed)[kind] = {
-            key: None if first is None else function([each[key] for each in tensors])
+        vars(new)[kind] = {
+            key: None if first is None else make([each[key] for each in tensors])
             for key, first in tensors[0].items()}
-    return changed
+    return new
 
 
 def num_bytes(state: Any) -> int:
-    """How much memory a state takes."""
+    """How much memory the state of a sequence takes."""
     return sum(tensor.nbytes for layer in state.values() for kind in KINDS
                for tensor in vars(layer)[kind].values() if tensor is not None)
 
@@ -78,12 +81,12 @@ def num_bytes(state: Any) -> int:
 class Stateful:
     """Stands in for `forward` of a module with a state.
 
-    new: the layer of a cache, before the first token.
+    empty: the module's layer of a cache, before the first token.
     """
 
-    def __init__(self, module: Any, new: Any, shared: Any) -> None:
+    def __init__(self, number: int, module: Any, empty: Any, shared: Any) -> None:
+        self.number, self.empty, self.shared = number, empty, shared
         self.compute, self.layer_idx = module.forward, module.layer_idx
-        self.new, self.shared = new, shared
         self.names = [*inspect.signature(module.forward).parameters]
         # Transformers' Mamba 1 starts a chunk of several tokens without its state.
         self.by_token = "mamba_selective_scan(" in inspect.getsource(type(module))
@@ -108,17 +111,18 @@ class Stateful:
     def compute_run(self, entries: list[int], tokens: Tensor, named: Any) -> list[Any]:
         """The outputs for entries that are computed together. Fills their new states.
         """
-        pairs = [self.shared.metadata.states[entry] for entry in entries]
-        olds = [old[self] for old, _ in pairs if old is not None]
-        layer = change(torch.cat, *olds) if olds else deepcopy(self.new)
+        states = [self.shared.metadata.states[entry] for entry in entries]
+        olds = [old[self.number] for old, _ in states if old is not None]
+        layer = from_layers(olds, torch.cat) if olds else deepcopy(self.empty)
         cache = transformers.Cache(layers={self.layer_idx: layer})
         outs = []
         for some in tokens.split(1 if olds and self.by_token else tokens.shape[1], 1):
             given = {name: self.pick(x, some) for name, x in named.items()}
             outs.append(self.compute(**given | {"cache": cache}))
-        for row, (_, new) in enumerate(pairs):
-            # A view would keep the states of all entries in memory.
-            new[self] = change(lambda x, i=row: x[0][i : i + 1].clone(), layer)
+        for row, (_, new) in enumerate(states):
+            # A row of each tensor. (A view would keep all rows in memory.)
+            new[self.number] = from_layers(
+                [layer], lambda tensors, row=row: tensors[0][row : row + 1].clone())
         return outs
 
     def pick(self, x: Any, tokens: Tensor) -> Any:

@@ -1,36 +1,41 @@
-"""From the tensors of a checkpoint to the weights of a model.
+"""From a checkpoint to the weights of a model.
 
-Every tensor is accounted for: it is an error if one is missing, or if one is left over
-that could change an answer.
+Transformers reads the checkpoint, whoever computes the model. `fill` then writes the
+weights of transformers' model into our own decoder. Every tensor is accounted for: it
+is an error if one is missing, or if one is left over that could change an answer.
 """
 
-from importlib import import_module
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
-from transformers.modeling_utils import local_torch_dtype
+from transformers.modeling_utils import load_state_dict, local_torch_dtype
+from transformers.utils import logging
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from nanopaged.attention import TorchAttention
-from nanopaged.checks import check, check_tensors
+from nanopaged.checks import check
 from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import AnyDecoder
-from nanopaged.loading.checkpoint import ModelConfig, find_tensors, reading
+from nanopaged.loading.checkpoint import ModelConfig, find_file, reading
 from nanopaged.model import CausalLM
 from nanopaged.ranks import Ranks
 
-
-def optional(module: str) -> Any:
-    """A module of this package; None if it, or a package that it needs, is missing."""
-    try:
-        return import_module(f"nanopaged.{module}")
-    except ImportError:
-        return None
-
-
 # Faster matrix products, for which weights are packed; None if they cannot run here.
-products = optional("cpu.products")
+products: Any = None
+with suppress(ImportError):
+    from nanopaged.cpu import products
+
+# Where the weights are: in one file, or in those that an index names. The first of
+# these four that there is counts, as for transformers.
+FILES = ("model.safetensors", "model.safetensors.index.json",
+         "pytorch_model.bin", "pytorch_model.bin.index.json")
+HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
@@ -46,103 +51,170 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     if products:
         compute_dtype = products.compute_dtype(compute_dtype, backend.device)
     is_ours = model_config.model_impl == "nanopaged"
+    is_dummy = config.load_format == "dummy"
     model: Any
-    if not is_ours:
-        check(ranks.size == 1, "tensor_parallel_size",
-              "1 for modules of transformers", ranks.size)
-        with reading(f"the weights of {model_config.source}"):
-            model = AnyDecoder(config, model_config, backend)
-    else:
+    if is_ours:
         with backend.device, local_torch_dtype(compute_dtype), no_init_weights():
             model = CausalLM(model_config, backend, ops, ranks)
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.to(backend.dtype)
+    else:
+        check(ranks.size == 1, "tensor_parallel_size",
+              "1 for modules of transformers", ranks.size)
+        load = make_pretrained if is_dummy else load_pretrained
+        model = AnyDecoder(load(model_config, backend.dtype), model_config, backend)
     model.requires_grad_(False)
-    if config.load_format == "dummy":
+    if is_dummy:
         generator = torch.Generator(backend.device).manual_seed(config.seed)
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
-    elif is_ours:  # an AnyDecoder has loaded its own
-        fill(model, model_config, find_tensors(model_config.source), ranks)
+    elif is_ours:
+        pretrained = load_pretrained(model_config, stored_dtype(model_config.source))
+        tensors = dict(pretrained.named_parameters(remove_duplicate=False))
+        fill(model, tensors, ranks)
     if products:
         products.pack_products(model)
     return model
 
 
+def stored_tensors(source: str | Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, with shape and dtype, but without their numbers.
+
+    ValueError if a file is missing or damaged: transformers would not say which one.
+    And if two files have the same tensor: it would take the last one.
+    Files that an index does not name are ignored, and are not downloaded.
+    """
+    with reading(f"the weights in {source}"):
+        found = next(filter(None, (find_file(source, name) for name in FILES)), "")
+        files = [found]
+        if found.endswith(".json"):
+            files, _ = get_checkpoint_shard_files(source, found)
+    check(bool(found), f"the weights in {source}", f"in one of {FILES}", "none")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with reading(file):
+            more = load_state_dict(file, map_location="meta")
+        twice = sorted(tensors.keys() & more.keys())
+        check(not twice, f"the tensors in {file}", "in no other file, too", twice)
+        tensors |= more
+    return tensors
+
+
+def stored_dtype(source: str | Path) -> torch.dtype:
+    """The dtype of a checkpoint's largest tensor."""
+    return max(stored_tensors(source).values(), key=Tensor.numel).dtype
+
+
+def load_pretrained(model_config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Transformers' model, with the weights of the checkpoint; ValueError if a tensor
+    is missing, is left over, or does not fit.
+
+    Tensors that are stored in this dtype are mapped into memory: they are read when
+    they are used, and the system may forget that again.
+    """
+    source = model_config.source
+    stored = stored_tensors(source)
+    shows_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with reading(f"the weights in {source}"):
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source, config=model_config.hf_config, dtype=dtype,
+                attn_implementation="eager", ignore_mismatched_sizes=True,
+                output_loading_info=True)
+    finally:
+        if shows_bars:
+            logging.enable_progress_bar()
+    check_names(source, info["missing_keys"], info["unexpected_keys"])
+    for name, found, expected in sorted(info["mismatched_keys"]):
+        check(found == expected, f"the shape of {name}", [*expected], [*found])
+    for name, _ in model.named_parameters():
+        if name in stored:
+            check(stored[name].dtype in FLOATS, f"the dtype of {name}",
+                  f"one of {FLOATS}", stored[name].dtype)
+    return model
+
+
+def make_pretrained(model_config: ModelConfig, dtype: torch.dtype) -> Any:
+    """Transformers' model, with weights that mean nothing."""
+    return AutoModelForCausalLM.from_config(
+        model_config.hf_config, dtype=dtype, attn_implementation="eager").eval()
+
+
+def check_names(source: object, missing: set[str], left_over: set[str]) -> None:
+    """Raise an error if a checkpoint lacks tensors, or has some that nobody needs."""
+    found = (f"{len(missing)} missing {sorted(missing)[:2]} and "
+             f"{len(left_over)} left over {sorted(left_over)[:2]}")
+    if missing or left_over:
+        raise ValueError(f"the weights in {source} must be exactly the tensors that "
+                         f"config.json calls for, got {found} (are names or prefixes "
+                         "as `save_pretrained` of transformers writes them?)")
+
+
 @torch.no_grad()
 def replace_weights(model: CausalLM, model_config: ModelConfig,
                     weights: dict[str, Tensor], ranks: Ranks) -> None:
-    """Replace the weights of a model in use."""
+    """Replace the weights of a model in use; ValueError or TypeError, before anything
+    changes, if a tensor is missing, is left over, or does not fit.
+    """
     check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
     check(model_config.model_impl == "nanopaged", "model_impl",
           "'nanopaged' for load_weights", model_config.model_impl)
     for name, tensor in weights.items():
         is_right = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        check(is_right and tensor.is_floating_point() and not tensor.is_meta, name,
+        check(is_right and tensor.dtype in FLOATS and not tensor.is_meta, name,
               "a dense tensor of floating-point numbers", tensor, TypeError)
-    fill(model, model_config, weights, ranks)
+    with torch.device("meta"):  # names and shapes alone
+        expected = make_pretrained(model_config, torch.float32).state_dict()
+    if model_config.tie_word_embeddings and HEAD not in weights:
+        del expected[HEAD]
+    # Old checkpoints also have the angles by which Q and K are rotated.
+    given = {name for name in weights if ".rotary_emb." not in name}
+    check_names(
+        model_config.source, expected.keys() - given, given - expected.keys())
+    for name, tensor in expected.items():
+        shape, found = [*tensor.shape], [*weights[name].shape]
+        check(found == shape, f"the shape of {name}", shape, found)
+    fill(model, weights, ranks)
     if products:
         products.pack_products(model)
 
 
-def fill(model: CausalLM, model_config: ModelConfig, tensors: dict[str, Tensor],
-         ranks: Ranks) -> None:
-    """Write these tensors into the model; ValueError, before anything changes, if one
-    is missing, is left over, or does not fit.
-    """
-    head, embeddings = "lm_head.weight", "model.embed_tokens.weight"
-    # A head in the checkpoint is used even if config.json says that it is tied.
-    is_tied = model_config.tie_word_embeddings and head not in tensors
-    places = []
-    expected: dict[str, list[int]] = {}
-    # A tied head is the same parameter as the embeddings, and is left out.
-    for name, parameter in model.named_parameters(remove_duplicate=is_tied):
+def fill(model: CausalLM, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+    """Write these tensors into the model."""
+    tensors = {HEAD: tensors[EMBEDDINGS]} | tensors  # in case that the head is tied
+    is_tied = tensors[HEAD] is tensors[EMBEDDINGS]
+    if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
+        # The checkpoint has a head, although config.json says that it is tied.
+        model.lm_head.weight = nn.Parameter(
+            torch.empty_like(model.lm_head.weight), requires_grad=False)
+    # (Where the head and the embeddings are one parameter, it is listed once.)
+    for name in [name for name, _ in model.named_parameters()]:
         # For example model.layers.0.self_attn.qkv_proj.weight. It stacks three matrices
-        # of the checkpoint: `stacked` has the names q_proj, k_proj and v_proj, and
-        # how many rows of each are on this rank.
+        # of the checkpoint: `stacked` has the names q_proj, k_proj and v_proj, and how
+        # many rows of each are on this rank.
         path, _, kind = name.rpartition(".")
         module, own_name = model.get_submodule(path), path.rpartition(".")[2]
-        stacked = getattr(module, "stacked", {own_name: len(parameter)})
-        names = [name.replace(own_name, each) for each in stacked]
-        if is_tied and names == [head]:
-            names = [embeddings]  # packing has made a tied head a parameter of its own
-        # The dimension that ranks divide. (A bias has no dimension 1: see `write`.)
-        divided = getattr(module, "divided", None)
-        places.append((module, kind, names))
-        for each, num_rows in zip(names, stacked.values(), strict=True):
-            expected[each] = [num_rows, *parameter.shape[1:]]
-            if divided is not None and divided < parameter.ndim:
-                expected[each][divided] *= ranks.size
-
-    # Old checkpoints also have the angles by which Q and K are rotated.
-    given = {name for name in tensors if ".rotary_emb." not in name}
-    check_tensors(
-        model_config.source, expected.keys() - given, given - expected.keys())
-    for name, shape in expected.items():
-        found = list(tensors[name].shape)
-        check(found == shape, f"the shape of {name}", shape, found)
-    if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
-        model.lm_head.weight = nn.Parameter(  # all is checked, so it may change
-            torch.empty_like(model.lm_head.weight), requires_grad=False)
-    for module, kind, names in places:
-        write(module, kind, [tensors[name] for name in names], ranks)
+        target = getattr(module, kind)
+        stacked = getattr(module, "stacked", {own_name: len(target)})
+        shares = [share(tensors[name.replace(own_name, each)], module, ranks)
+                  for each in stacked]
+        if target.is_mkldnn:  # it is packed, and only a new one can be
+            module.weight = nn.Parameter(
+                torch.cat(shares).to(target.dtype), requires_grad=False)
+            products.pack(module)
+        else:  # in place: CUDA graphs have its address
+            parts = target.split([*stacked.values()])
+            for part, new in zip(parts, shares, strict=True):
+                part.copy_(new)
 
 
-def write(module: nn.Module, kind: str, tensors: list[Tensor], ranks: Ranks) -> None:
-    """Give a parameter this rank's share of its tensors."""
-    divided = getattr(module, "divided", None)
-    target = getattr(module, kind)
-    if divided is not None and divided < target.ndim:
-        tensors = [each.tensor_split(ranks.size, divided)[ranks.rank]
-                   for each in tensors]
-    elif divided == 1 and ranks.rank > 0:
-        # This is a bias. The ranks' results are added up, so only rank 0 may add it.
-        tensors = [torch.zeros_like(each) for each in tensors]
-    value = torch.cat(tensors) if len(tensors) > 1 else tensors[0]
-    if target.is_mkldnn:  # it is packed, and only a new one can be
-        module.weight = nn.Parameter(value.to(target.dtype), requires_grad=False)
-        products.pack(module)
-    else:
-        target.copy_(value)  # in place: CUDA graphs have its address
+def share(tensor: Tensor, module: Any, ranks: Ranks) -> Tensor:
+    """This rank's share of a tensor."""
+    divided = getattr(module, "divided", None)  # the dimension that ranks divide
+    if divided is not None and divided < tensor.ndim:
+        return tensor.tensor_split(ranks.size, divided)[ranks.rank]
+    # A bias has no dimension 1. The ranks' results are added up, so rank 0 adds it.
+    return torch.zeros_like(tensor) if divided == 1 and ranks.rank > 0 else tensor
