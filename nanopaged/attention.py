@@ -8,15 +8,15 @@ chunk of a prompt, later chunks, the rest after a cached prefix, and decodes.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, one sequence after the other
-    num_seqs       entries in the batch, each of one sequence
+    num_seqs       entries in the batch: each belongs to one sequence
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim] each
     kv_cache       [num_blocks, 2, num_kv_heads, block_size, head_dim], one per layer: a
                    block is one piece of memory, first all its K, then all its V, head
                    by head
-    block_tables   [num_table_blocks]: the physical block of each logical block of the
-                   first sequence, then of the second, and so on
+    block_tables   [num_table_blocks]: the block table of the first entry, then that of
+                   the second, and so on
     slots          [num_tokens], the slot mapping: where a token's K and V are stored,
                    physical block * block_size + offset
 
@@ -51,9 +51,10 @@ class Metadata:
     token_ids: Tensor  # [num_tokens]
     positions: Tensor  # [num_tokens]: where each token is in its sequence
     slots: Tensor  # [num_tokens]
-    plan: Tensor  # integers: what this backend's `plan` returned
+    plan: Tensor  # what else the backend needs: see its method `plan`
     block_tables: Tensor  # [num_table_blocks]
     last_indices: Tensor  # [num_samples]: the token that each sample follows
+    draws: Any = None  # [5, num_samples]: see `draw_table` in `sampler.py`
     states: Any = ()  # of each sequence: `Batch.states`
 
 
@@ -97,8 +98,6 @@ def slot_mapping(block_tables: Ints, at: Places, block_size: int) -> Ints:
 class TorchAttention:
     """The reference, on any device: gather K and V, then call torch's own attention."""
 
-    can_be_recorded = False  # in CUDA graphs
-
     def __init__(self, model_config: Any, block_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
         self.num_kv_heads = model_config.num_key_value_heads
@@ -141,9 +140,9 @@ class TorchAttention:
         counts, ends = metadata.counts, metadata.ends
         first_block = int(cdiv(ends[:entry], self.block_size).sum())
         block_table = metadata.block_tables[first_block:]  # and what follows it
-        # The entry's queries, by position, a few at a time.
         start, end = int(ends[entry] - counts[entry]), int(ends[entry])
-        to_row = int(counts[:entry].sum()) - start  # from a position to a row of q
+        # The query at position p is row p + to_row of q.
+        to_row = int(counts[:entry].sum()) - start
         for first in range(start, end, QUERIES_AT_ONCE):
             stop = min(first + QUERIES_AT_ONCE, end)
             first_key = 0 if window is None else max(0, first + 1 - window)

@@ -1,14 +1,13 @@
 """One step in plain numbers: what the scheduler hands to the model runner.
 
 Running ahead. On a CPU, a step's tokens are read as soon as it has run. On a GPU, the
-next step is scheduled and launched before the tokens of this one are read, so that the
-GPU never waits for Python. Where a token is not known yet, the batch has a negative
-number, which the GPU replaces with the token. Therefore:
+next step is scheduled and launched before the tokens of this one are read, so the GPU
+has work while Python reads them. Where a token is not known yet, the batch has a
+negative number, which the GPU replaces with the token. Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its new token is
-    ignored. Its K and V go into a slot of the sequence's last block, and do no harm:
-    what has ended publishes nothing, and whoever takes the block, in a later step,
-    writes each slot before reading it
+    ignored. Its K and V do no harm: whoever takes the block that they are written to,
+    in a later step, writes each slot before reading it
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored

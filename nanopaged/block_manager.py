@@ -112,10 +112,10 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
-        # Each block that they hold stays with one of its holders; all others that they
-        # need must be free. For example, two siblings share a block that is not full,
-        # and each writes its next token there: they need 2 blocks of their own and hold
-        # 1, so 1 must be free. (Different groups share only full blocks.)
+        # Each sequence needs its own blocks to write into, and what they hold already
+        # counts once. For example, two siblings share a block that is not full, and
+        # both write their next token there: they need 2 blocks and hold 1, so 1 must be
+        # free. (Different groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:

@@ -1,11 +1,11 @@
 """What the caller may choose: the parameters of a request, and the engine's options.
 
-These dataclasses are frozen, and each checks its fields when it is made. An object that
-exists is therefore valid, and no other file checks it again.
-`dataclasses.replace` makes a changed copy.
+These dataclasses are frozen, and each checks its fields when it is made: what exists is
+valid. `dataclasses.replace` makes a changed copy.
 """
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,12 +88,27 @@ class SamplingParams(Checked):
     def stop_strings(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
-    @property
-    def has_penalties(self) -> bool:
-        return bool(self.presence_penalty or self.frequency_penalty
-                    or self.repetition_penalty != 1)
+    @cached_property
+    def limits(self) -> tuple[float, ...]:
+        """For draws: temperature, top_k (larger than any vocabulary if all may stay),
+        top_p (2 if all must stay: rounded sums may reach 1) and min_p.
+        """
+        top_p = self.top_p if self.top_p < 1 else 2
+        return self.temperature, self.top_k or 2**31, top_p, self.min_p
+
+    @cached_property
+    def has_limits(self) -> bool:
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
 
     @property
+    def penalties(self) -> tuple[float, float, float]:
+        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+
+    @cached_property
+    def has_penalties(self) -> bool:
+        return self.penalties != (1, 0, 0)
+
+    @cached_property
     def changes_logits(self) -> bool:
         """Whether this request changes the logits before a token is chosen."""
         return bool(self.logits_processors or self.logit_bias or self.has_penalties)
@@ -137,11 +152,9 @@ class EngineConfig(Checked):
         few families, whose sliding window our attention cannot see, to that window.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
-    max_num_batched_tokens: how many tokens one step may compute. While it computes a
-        chunk of a long prompt, all others wait. None means 8192 on a GPU, and 256 on a
-        CPU, where a step of 8192 would take seconds.
-    gpu_memory_utilization: how much of the GPU's memory may be in use, including what
-        other processes use.
+    max_num_batched_tokens: how many tokens one step may compute. A step with a chunk of
+        a long prompt holds up all others. None means 8192 on a GPU, and 256 on a CPU.
+    gpu_memory_utilization: how much of the GPU's memory may be in use, by anyone.
     swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests that begin alike share blocks. Families whose
         sequences have states (Qwen3.5, Mamba) do without: a shared beginning has no

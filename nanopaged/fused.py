@@ -1,39 +1,35 @@
 """The operations between the matrix products, compiled into few kernels on GPUs.
 
-Each of these operations would cost a kernel launch and a pass over memory. So
-torch.compile turns a function that is marked `@fused` into as few kernels as possible.
-Such a function takes weights as arguments, so that all layers share the compiled code.
+Each of them would cost several kernel launches and passes over memory. So on a GPU,
+torch.compile makes as few kernels as possible of each function. They take weights as
+arguments, so that all layers share the compiled code.
 """
 
-from collections.abc import Callable
-from contextvars import ContextVar
-from functools import wraps
-from typing import TypeVar
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
-Result = TypeVar("Result")
-# Whether the engine for which this thread computes wants compiled code.
-compiles = ContextVar("compiles", default=True)
+
+def make_ops(compiles: bool, *functions: Any) -> Any:
+    """An object that has these functions by name, compiled or as they are."""
+    return SimpleNamespace(**{
+        function.__name__: compiled(function) if compiles else function
+        for function in functions})
 
 
-def fused(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Run a function as one piece of compiled code, if the engine compiles."""
-    # One launch for each sum: Inductor may otherwise split a long one over two.
-    compiled = torch.compile(function, dynamic=True, options={
-        "split_reductions": False}, disable=not torch.cuda.is_available())
-
-    @wraps(function)
-    def run(*arguments: object) -> Result:
-        return compiled(*arguments) if compiles.get() else function(*arguments)
-
-    return run
+@cache  # all engines share the compiled code
+def compiled(function: Any) -> Any:
+    # Programmatic dependent launch (PDL): from Hopper on, a kernel may start while the
+    # one before it ends, and only waits for its results where it reads them.
+    options: Any = {"triton.enable_pdl": True}
+    return torch.compile(function, dynamic=True, options=options)
 
 
-@fused
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
     """The sum, normalised by RMSNorm, and the sum itself: the next residual."""
@@ -41,14 +37,12 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
     return F.rms_norm(residual, weight.shape, weight, eps), residual
 
 
-@fused
 def silu_mul(gate_up: Tensor) -> Tensor:
     """[num_tokens, 2 * size] -> [num_tokens, size]"""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-@fused
 def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
                 cos: Tensor, sin: Tensor) -> Tensor:
     """Normalise the heads of Q and K, if there are weights for that, and rotate them:

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanopaged.batch import Batch
 from nanopaged.checks import check
@@ -18,66 +17,102 @@ from nanopaged.sequence import Logprob, Logprobs, Sequence
 ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
-def to_device(rows: Any, device: torch.device) -> Tensor:
-    """Rows of numbers, from any iterable, as a tensor. For a GPU they go through pinned
-    memory, because otherwise the host would wait for the copy.
+def to_device(numbers: Any, device: torch.device, dtype: Any = np.int64) -> Tensor:
+    """Numbers, as a tensor. For a GPU they go through pinned memory, because otherwise
+    the host would wait for the copy.
     """
-    tensor = torch.from_numpy(np.array([*rows]))
+    tensor = torch.from_numpy(np.array(numbers, dtype))
     tensor = tensor.pin_memory() if device.type == "cuda" else tensor
     return tensor.to(device, non_blocking=True)
 
 
-def process(logits: Tensor, batch: Batch) -> Tensor:
-    """Apply the changes of each request to a copy of the logits.
+def process(logits: Tensor, batch: Batch, last_tokens: Tensor, ops: Any) -> Tensor:
+    """The logits as the requests change them: first by their logits processors, then by
+    biases, penalties and bans. If nothing changes them, these are the same logits.
 
-    logits: [num_samples, vocab_size]
+    logits: [num_samples, vocab_size]; last_tokens: see `fill_pending`
     """
-    seqs = batch.receivers
-    changed = [i for i, seq in enumerate(seqs) if seq.group.params.changes_logits]
-    if changed:
-        logits = logits.to(torch.float32, copy=True)
-    for i in changed:
-        group, params = seqs[i].group, seqs[i].group.params
-        row = logits[i : i + 1]
-        try:
-            for function in params.logits_processors or []:
-                token_ids = to_device([seqs[i].token_ids], logits.device)
-                row = function(token_ids, row)
-            check(getattr(row, "shape", None) == (1, logits.shape[1]), "what "
-                  "logits_processors return", f"[1, {logits.shape[1]}] logits", row)
-            row = penalize(seqs[i], row)
-            check(bool(row.isfinite().any()), "logits after logits_processors",
-                  "finite for at least one token", row)
-            logits[i] = row[0]
-        except Exception as error:  # only this request ends: see `Scheduler.update`
-            group.errors = [error]
-    # Before `min_tokens`, no stop token may be sampled.
-    places = batch.sample_positions
-    banned = [(i, token) for i, seq in enumerate(seqs) if places[i] < seq.group.min_len
-              for token in seq.group.banned_token_ids]
-    if banned:
-        at = to_device(banned, logits.device).unbind(1)
-        logits = logits.index_put(at, logits.new_full((), -torch.inf))
+    seqs, places = batch.receivers, batch.sample_positions
+    params = [seq.group.params for seq in seqs]
+    # What is added to the logits. Before `min_tokens`, no stop token may be sampled.
+    edits = [(i, token, -torch.inf) for i, seq in enumerate(seqs)
+             if places[i] < seq.group.min_len for token in seq.group.banned_token_ids]
+    edits += [(i, *pair) for i, each in enumerate(params) if each.logit_bias
+              for pair in each.logit_bias.items()]
+    if not edits and not any(each.changes_logits for each in params):
+        return logits
+    logits = logits.to(torch.float32, copy=True)
+    for i, seq in enumerate(seqs):
+        if params[i].logits_processors:
+            call_processors(seq, logits[i : i + 1])
+    if edits:
+        rows, ids, values = zip(*edits, strict=True)
+        at = to_device((rows, ids), logits.device).unbind()
+        added = to_device(values, logits.device, np.float32)
+        logits.index_put_(at, added, accumulate=True)
+    if any(each.has_penalties for each in params):
+        factors = [each.penalties for each in params]
+        logits = ops.penalize(
+            logits, count_tokens(seqs, logits.shape[1], last_tokens, ops),
+            to_device(factors, logits.device, np.float32))
     return logits
 
 
-def penalize(seq: Sequence, logits: Tensor) -> Tensor:
-    """Biases and penalties, as vLLM defines them: [1, vocab_size]. The repetition
-    penalty also looks at the prompt; the others only at what was sampled.
+def call_processors(seq: Sequence, row: Tensor) -> None:
+    """Let the functions of a request change its row of logits, [1, vocab_size]."""
+    new = row
+    try:
+        for function in seq.group.params.logits_processors or []:
+            new = function(to_device([seq.token_ids], row.device), new)
+        check(getattr(new, "shape", None) == row.shape, "what logits_processors return",
+              f"{[*row.shape]} logits", new)
+        check(bool(new.isfinite().any()), "logits after logits_processors",
+              "finite for at least one token", new)
+        row.copy_(new)
+    except Exception as error:  # only this request ends: see `Scheduler.update`
+        seq.group.errors = [error]
+
+
+def count_tokens(seqs: list[Sequence], vocab_size: int, last_tokens: Tensor, ops: Any
+                 ) -> Tensor:
+    """How often each token is in each sequence that has penalties: [num_samples,
+    vocab_size]. One of the answer counts 1, and one of the prompt almost nothing.
     """
-    params = seq.group.params
-    bias: Any = params.logit_bias or {}
-    ids = torch.tensor([*bias], dtype=torch.int64, device=logits.device)
-    logits = logits.index_add(1, ids, logits.new_tensor([[*bias.values()]]))
-    if params.has_penalties:
-        token_ids = to_device([seq.token_ids], logits.device)  # [1, num_tokens]
-        penalty = RepetitionPenaltyLogitsProcessor(float(params.repetition_penalty))
-        logits = penalty(token_ids, logits)
-        answer = token_ids[0, seq.group.num_prompt_tokens :]
-        counts = answer.bincount(minlength=logits.shape[1])  # of each token
-        logits = logits - (params.presence_penalty * (counts > 0)
-                           + params.frequency_penalty * counts)
-    return logits
+    # (The last pending token is the one to be sampled now.)
+    rows = [[*seq.token_ids, *seq.pending[:-1]]
+            if seq.group.params.has_penalties else [] for seq in seqs]
+    shape = len(seqs), max(map(len, rows))
+    ids, weights = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
+    for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
+        ids[i, : len(row)] = row
+        weights[i, : len(row)] = 1
+        weights[i, : seq.group.num_prompt_tokens] = 2.0**-24
+    device = last_tokens.device
+    known = ops.fill_pending(to_device(ids.ravel(), device), last_tokens).view(shape)
+    added = to_device(weights, device, np.float32)
+    return added.new_zeros(len(seqs), vocab_size).scatter_add_(1, known, added)
+
+
+def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
+    """Replace pending tokens: -1 - i stands for sample i of the last step. (For all
+    other tokens, sample 0 is looked up, and not used.)
+    """
+    pending = last_tokens[(-1 - token_ids).clamp(min=0)]
+    return torch.where(token_ids < 0, pending, token_ids)
+
+
+def penalize(logits: Tensor, counts: Tensor, factors: Tensor) -> Tensor:
+    """Penalties, as vLLM defines them. The repetition penalty also looks at the prompt;
+    the others only at what was sampled.
+
+    logits, counts: [num_samples, vocab_size]; factors: [num_samples, 3], `penalties`
+    """
+    repetition, presence, frequency = factors.split(1, dim=1)
+    worse = torch.where(logits < 0, logits * repetition, logits / repetition)
+    logits = torch.where(counts > 0, worse, logits)
+    in_answer = counts.floor()
+    penalty: Tensor = presence * (in_answer > 0) + frequency * in_answer
+    return logits - penalty
 
 
 # -- Log-probabilities -----------------------------------------------------------------

@@ -3,9 +3,8 @@
 It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
 does not know what a sequence is. Modules are named as in the checkpoints, except where
 one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
-`fused.py`, the next file, has the operations between the matrix products. The `ops` of
-a model are that file, or another one with faster norms. `ranks.py` explains
-`all_reduce`; with one rank it does nothing.
+`ops` are the operations between the matrix products, as in `fused.py`, the next file.
+`ranks.py` explains `all_reduce`; with one rank it does nothing.
 """
 
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanopaged import fused
 from nanopaged.attention import Metadata, TorchAttention
 from nanopaged.ranks import Ranks
 
@@ -81,8 +79,9 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, ops: Any) -> None:
         super().__init__()
+        self.ops = ops
         size, inner = config.hidden_size, config.intermediate_size
         has_bias = bool(config.mlp_bias)
         self.gate_up_proj = Linear(
@@ -90,7 +89,7 @@ class MLP(nn.Module):
         self.down_proj = Linear(inner, bias=has_bias, divided=1, down_proj=size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(fused.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+        return self.down_proj(self.ops.silu_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class DecoderLayer(nn.Module):
@@ -99,7 +98,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self.ranks, self.ops = ranks, ops
         self.self_attn = Attention(config, backend, ops, layer)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, ops)
         self.eps = config.rms_norm_eps
         # (These, too, only hold weights.)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
@@ -135,7 +134,10 @@ class CausalLM(nn.Module):
             DecoderLayer(config, backend, ops, ranks, layer)
             for layer in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.model.rotary_emb = LlamaRotaryEmbedding(config.hf_config)
+        # Cosines and sines of the angles at each position, [num_positions, 1, head_dim]
+        positions = torch.arange(config.longest_sequence)[:, None]
+        self.rotations = LlamaRotaryEmbedding(config.hf_config)(
+            self.model.norm.weight, positions)
         self.lm_head = Linear(size, lm_head=vocab_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -149,10 +151,9 @@ class CausalLM(nn.Module):
         # (On a CPU, weights may be bfloat16 while all else is float32.)
         x: Tensor = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         residual = torch.zeros_like(x)
-        # The cosines and sines of the angles: [num_tokens, 1, head_dim] each.
-        rotation = self.model.rotary_emb(x, metadata.positions[:, None])
+        cos, sin = (table[metadata.positions] for table in self.rotations)
         for layer, kv_cache in zip(self.model.layers, kv_caches, strict=True):
-            x, residual = layer(x, residual, rotation, kv_cache, metadata)
+            x, residual = layer(x, residual, (cos, sin), kv_cache, metadata)
         return x + residual  # `head` normalises it, for the tokens that are sampled
 
     def head(self, x: Tensor) -> Tensor:

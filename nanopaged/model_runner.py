@@ -5,7 +5,7 @@ pass over one flat batch of tokens. From one step to the next it keeps two thing
 contents of the pool, and the tokens that the last step sampled.
 
     execute    give the batch to all ranks, then `run` it
-    run        move blocks, `compute` the hidden states, sample
+    run        move blocks, `compute` the logits, sample
     compute    `prepare` and `forward`, or repeat a recorded step (`gpu/graphs.py`)
     prepare    make the inputs, on the device
     forward    call the model
@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged import fused
 from nanopaged.attention import Metadata, TorchAttention, cdiv, locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
-from nanopaged.logits import score_prompts
+from nanopaged.fused import make_ops
+from nanopaged.logits import fill_pending, penalize, score_prompts
 from nanopaged.ranks import Ranks
-from nanopaged.sampler import SamplerOutput, sample
+from nanopaged.sampler import SamplerOutput, draw, draw_table, lowest_kept, sample
 
 
 class ModelRunner:
@@ -38,22 +38,24 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks, backend: TorchAttention,
-                 model: Any, num_layers: int, longest_sequence: int) -> None:
+                 model: Any, model_config: Any, longest_sequence: int) -> None:
         self.config, self.ranks = config, ranks
         self.backend, self.model = backend, model
-        self.num_layers, self.longest_sequence = num_layers, longest_sequence
+        self.num_layers = model_config.num_hidden_layers
+        self.vocab_size = model_config.vocab_size
+        self.longest_sequence = longest_sequence
         self.device, self.dtype = backend.device, backend.dtype
         self.is_gpu = self.device.type == "cuda"
-        # Whether torch.compile compiles the functions that are marked `@fused`.
         self.compiles = self.is_gpu and not config.enforce_eager
+        self.ops = make_ops(self.compiles, fill_pending, penalize, lowest_kept, draw)
         self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
-        # Room for a step's inputs: 10 numbers for each token (its id, position, slot, 6
-        # in a plan, a sample), the block tables, and plenty for what a plan on a GPU
-        # has besides. Recorded steps are padded by at most max_num_seqs tokens.
+        # Room for a step's inputs: at most 15 numbers for each token (its id, position
+        # and slot, 6 in a plan, 6 of a sample), the block tables, and what else a plan
+        # has. `gpu/graphs.py` pads a step by at most max_num_seqs tokens.
         num_tokens = config.budget + config.max_num_seqs
-        num_inputs = 10 * num_tokens + self.most_blocks + 2**16
+        num_inputs = 15 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
@@ -84,15 +86,14 @@ class ModelRunner:
 
     @contextmanager
     def modes(self) -> Iterator[None]:
-        """Torch's settings while the engine computes, whatever the caller has set: the
-        GPU, threads, autocast, what torch.compile does, the filling of new memory.
+        """Torch's settings while the engine computes. The caller may have set others:
+        autocast, for example, or another GPU, or that new memory is filled.
         """
         settings: Any = torch.utils.deterministic
         num_threads, fills = torch.get_num_threads(), settings.fill_uninitialized_memory
         with (torch.inference_mode(), torch.autocast(self.device.type, enabled=False),
               torch.accelerator.device_index(self.device.index),
               torch.compiler.set_stance("default") if self.compiles else nullcontext()):
-            compiles = fused.compiles.set(self.compiles)
             try:
                 settings.fill_uninitialized_memory = False
                 torch.set_num_threads(self.num_threads)
@@ -100,7 +101,6 @@ class ModelRunner:
             finally:
                 torch.set_num_threads(num_threads)
                 settings.fill_uninitialized_memory = fills
-                fused.compiles.reset(compiles)
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """Run a step on all ranks. (On a GPU this only launches it.)"""
@@ -114,11 +114,10 @@ class ModelRunner:
                 self._block(new).copy_(self._block(old))
             if not batch.counts:
                 return SamplerOutput(self.last_tokens[:0], {})
-            hidden, metadata = (self.graphs or self).compute(batch)
+            hidden, *results = (self.graphs or self).compute(batch)
             batch.states.clear()  # the batch lives on, but old states need not
             score_prompts(self.model.head, hidden, batch)
-            logits = self.model.head(hidden[metadata.last_indices])
-            output = sample(logits, batch)
+            output = sample(batch, self.last_tokens, self.ops, *results)
             # Only rank 0 knows the requests. The others take the most likely tokens,
             # and then get those of rank 0.
             tokens = self.ranks.broadcast(output.token_ids)
@@ -134,12 +133,12 @@ class ModelRunner:
             return self.kv_caches[:, block_id]
         return self.swapped_kv[:, block_id - self.num_blocks]
 
-    def compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
-        """The last layer's output for all tokens, [num_tokens, hidden_size], with some
-        padding after them if the step was recorded.
+    def compute(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The last layer's output for all tokens, [num_tokens, hidden_size]; the logits
+        of all samples, [num_samples, vocab_size]; how to draw them, [5, num_samples];
+        and, if the step was recorded, their tokens.
         """
-        metadata = self.prepare(batch)
-        return self.forward(metadata), metadata
+        return self.forward(self.prepare(batch))
 
     def prepare(self, batch: Batch) -> Metadata:
         """What the forward pass needs to know, on the device."""
@@ -151,9 +150,10 @@ class ModelRunner:
             positions=at.positions,
             slots=slot_mapping(block_tables, at, block_size),
             plan=self.backend.plan(counts, ends),
-            # The order matters for CUDA graphs: see `gpu/graphs.py`.
-            block_tables=block_tables,
-            last_indices=np.cumsum(counts)[batch.sample_entries] - 1)
+            last_indices=np.cumsum(counts)[batch.sample_entries] - 1,
+            draws=draw_table(batch).view(np.int64),  # only bits are copied
+            block_tables=block_tables)  # the last, for graphs: see `gpu/graphs.py`
+        tensors["draws"] = tensors["draws"].view(torch.float64)
         return Metadata(counts, ends, states=batch.states, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
@@ -161,21 +161,21 @@ class ModelRunner:
         overwrites the previous step's inputs. That is safe, because in the GPU's queue
         it comes after that step.
         """
-        flat = torch.from_numpy(np.concatenate([*arrays.values()], axis=None))
-        flat = flat.pin_memory() if self.is_gpu else flat
+        sizes = [array.size for array in arrays.values()]
+        # (torch keeps this memory for later steps, but not before the copy is done.)
+        flat = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.is_gpu)
+        np.concatenate([*arrays.values()], axis=None, out=flat.numpy())
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)
-        pieces = sent.split([array.size for array in arrays.values()])
+        pieces = sent.split(sizes)
         return {name: piece.view(array.shape)
                 for piece, (name, array) in zip(pieces, arrays.items(), strict=True)}
 
-    def forward(self, metadata: Metadata) -> Tensor:
+    def forward(self, metadata: Metadata) -> tuple[Tensor, ...]:
         """Run the model; `compute` says what it returns."""
-        token_ids = metadata.token_ids
-        # -1 - i stands for sample i of the last step, if it is pending. For all other
-        # tokens, sample 0 is looked up, and not used.
-        pending = self.last_tokens[(-1 - token_ids).clamp(min=0)]
-        token_ids = torch.where(token_ids < 0, pending, token_ids)
-        return self.model(token_ids, self.kv_caches, metadata)  # type: ignore[no-any-return]
+        token_ids = self.ops.fill_pending(metadata.token_ids, self.last_tokens)
+        hidden = self.model(token_ids, self.kv_caches, metadata)
+        logits = self.model.head(hidden[metadata.last_indices])
+        return hidden, logits, metadata.draws
 
     def free(self) -> None:
         """Free the memory, even if the engine is still referenced."""

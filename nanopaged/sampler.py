@@ -1,13 +1,16 @@
 """From logits to tokens: greedy, or drawn with a seed.
 
-A sampled token depends on its logits, on its request's parameters and seed, on its
-position, and on which of the request's sequences it belongs to, but not on the rest of
-the batch. A row of logits with a NaN yields an arbitrary token.
+A sampled token depends on its logits, its request's parameters and seed, its position
+and its sequence's index, but not on the rest of the batch. (A row of logits with a NaN
+yields an arbitrary token.)
 
-A draw compares the running sum of the probabilities with a random number from 0 to 1:
-the first token at which the sum exceeds the number is taken (inverse-transform
-sampling). Only the tokens that top_k, top_p and min_p leave have a probability.
+A draw takes the first token at which the running sum of the probabilities exceeds a
+random number from 0 to 1 (inverse-transform sampling). Only tokens that top_k, top_p
+and min_p leave have a probability.
 """
+
+from itertools import chain
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,15 +20,12 @@ from torch import Tensor
 
 from nanopaged.batch import Batch
 from nanopaged.config import SamplingParams
-from nanopaged.fused import fused
 from nanopaged.logits import process, report_logprobs, to_device
-from nanopaged.sequence import Logprobs, Sequence
+from nanopaged.sequence import Logprobs
 
 GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
-# Random numbers are k * 2^-32, and below 1. (A token that is less likely than this may
-# never be drawn.)
-RESOLUTION = 2.0**-32
-PART = 512  # tokens in each part of the vocabulary: see `draw`
+RESOLUTION = 2.0**-32  # random numbers are multiples of this, from 0 to below 1
+PART = 512  # tokens in each part of the vocabulary: see `search`
 
 
 class SamplerOutput:
@@ -40,89 +40,109 @@ class SamplerOutput:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
-        """Wait for the tokens.
-
-        Apart from this, the host waits for the device only for log-probabilities, for
-        swaps, and for requests that change logits.
+        """Wait for the tokens. (Otherwise the host waits for the device only for
+        log-probabilities, for swaps, and for logits processors.)
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
         return self.host_ids.tolist()
 
 
-def draw_params(seq: Sequence, position: int) -> tuple[float, ...]:
-    """How to draw the token of a sequence at this position: a random number from 0 to
-    1, temperature, top_k (larger than any vocabulary if all may stay), top_p, min_p.
-    """
-    params = seq.group.params
-    source = f"{seq.group.seed} {seq.index} {position}".encode()
-    number = RESOLUTION * (xxhash.xxh3_64_intdigest(source) >> 32)
-    # With a top_p of 1 all must stay. Rounded sums may reach 1, but not 2.
-    top_p = params.top_p if params.top_p < 1 else 2
-    return number, params.temperature, params.top_k or 2**31, top_p, params.min_p
+def draw_table(batch: Batch) -> Any:
+    """How to draw the token of each sample: an array [5, num_samples], with random
+    numbers from 0 to 1, and then the requests' temperature, top_k, top_p and min_p.
 
-
-def sample(raw: Tensor, batch: Batch) -> SamplerOutput:
-    """A token for each sample of a step.
-
-    raw: logits, [num_samples, vocab_size]. Other ranks know no receivers, so they take
-    the most likely tokens, which those of rank 0 then replace.
+    Samples without a receiver are greedy: in padding, and on other ranks, which then
+    get the tokens of rank 0.
     """
     seqs = batch.receivers
-    params = [seq.group.params for seq in seqs]
-    logits = process(raw, batch)
+    table = np.zeros((5, len(batch.sample_entries)))
+    hashes = [xxhash.xxh3_64_intdigest(f"{seq.group.seed} {seq.index} {place}".encode())
+              for seq, place in zip(seqs, batch.sample_positions, strict=False)]
+    table[0, : len(seqs)] = RESOLUTION * (np.array(hashes, np.uint64) >> 32)
+    limits = chain.from_iterable(seq.group.params.limits for seq in seqs)
+    table[1:, : len(seqs)] = np.fromiter(limits, float).reshape(-1, 4).T
+    return table
+
+
+def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tensor,
+           chosen: Tensor | None = None) -> SamplerOutput:
+    """A token for each sample of a step. (A step that only computes first chunks of
+    prompts has none.)
+
+    raw: logits, [num_samples, vocab_size]; draws: what `draw_table` gives; chosen: what
+    `choose` gives for these, if a recorded step has called it
+    """
+    params = [seq.group.params for seq in batch.receivers]
+    logits = process(raw, batch, last_tokens, ops)
     drawing = [p for p in params if p.temperature >= GREEDY]
-    if len(drawing) < len(seqs) or not seqs:  # (Other ranks have no sequences.)
-        tokens = logits.max(-1).indices  # same as argmax, but three times as fast
-    if drawing:
-        # Greedy rows are drawn, too. They may become NaN, because their temperature may
-        # be 0, and what is drawn for them is not used.
-        table = to_device(map(draw_params, seqs, batch.sample_positions), logits.device)
-        numbers, temperature, *limits = table.split(1, dim=1)  # [num_samples, 1] each
-        if any(p.top_k or p.top_p < 1 or p.min_p for p in drawing):
-            logits = keep_likely(logits, params, temperature, *limits)
-        drawn = draw(logits, temperature, numbers)
-        if len(drawing) < len(seqs):
-            drawn = torch.where(temperature[:, 0] < GREEDY, tokens, drawn)
-        tokens = drawn
+    if any(p.has_limits for p in drawing):
+        logits = keep_likely(logits, params, draws, ops)
+    if chosen is None or logits is not raw:
+        is_mixed = len(drawing) < len(raw)
+        chosen = choose(logits, draws, ops, is_mixed, bool(drawing))
 
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     reports = report_logprobs(
-        raw[[*wanted]], tokens[[*wanted]], [*wanted.values()]) if wanted else []
-    return SamplerOutput(tokens, dict(zip(wanted, reports, strict=True)))
+        raw[[*wanted]], chosen[[*wanted]], [*wanted.values()]) if wanted else []
+    return SamplerOutput(chosen, dict(zip(wanted, reports, strict=True)))
+
+
+def choose(logits: Tensor, draws: Tensor, ops: Any, any_greedy: bool = True,
+           any_drawn: bool = True) -> Tensor:
+    """A token for each row: the most likely one, or a drawn one."""
+    numbers, temperature = draws[:2, :, None]  # [num_samples, 1] each
+    if not any_drawn:
+        return logits.max(-1).indices  # same as argmax, but three times as fast
+    # (Greedy rows are drawn, too, as NaN if their temperature is 0, and not used.)
+    drawn: Tensor = ops.draw(logits, temperature, numbers)
+    if not any_greedy:
+        return drawn
+    return torch.where(temperature[:, 0] < GREEDY, logits.max(-1).indices, drawn)
 
 
 # -- Draws and limits ------------------------------------------------------------------
 
-@fused
 def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
-    """For each row, the first token at which the sum of the probabilities exceeds the
-    row's random number: [num_samples].
-
-    logits: [num_samples, vocab_size]; the others: [num_samples, 1]. The vocabulary is
-    split into parts. Their totals tell which part holds that token, and only that part
-    needs running sums. A GPU adds in parallel and rounds each sum differently, so a sum
-    may seem to grow where the probability is 0: such a token is never chosen.
+    """A token for each row of logits, [num_samples, vocab_size] -> [num_samples]. The
+    others are [num_samples, 1].
     """
-    padded = F.pad(logits, (0, -logits.shape[1] % PART), value=-torch.inf)
-    probs: Tensor = (padded / temperature.float()).softmax(-1).unflatten(1, (-1, PART))
-    totals = probs.sum(-1, dtype=torch.float64)  # [num_samples, num_parts]
-    sums = totals.cumsum(-1)
-    # The last sum need not be exactly 1. A random number times that sum is below it.
-    numbers = numbers * sums[:, -1:]
-    # Of zeros and ones, argmax finds the first 1.
-    part = ((sums > numbers) & (totals > 0)).byte().argmax(-1, keepdim=True)
-    left = numbers - (sums - totals).gather(1, part)  # for the tokens of this part
+    return search((logits / temperature.float()).softmax(-1), numbers).squeeze(1)
+
+
+def search(probs: Tensor, numbers: Tensor) -> Tensor:
+    """Where the running sum of each row of probabilities first exceeds its number:
+    [num_rows, 1]. Rounded rows need not add up to 1, so a number is a share of the sum.
+
+    Running sums of a whole vocabulary would take long. So the totals of its parts tell
+    first which part holds that place, and only that part needs running sums.
+    """
+    padding = PART - probs.shape[1] % PART
+    parts = F.pad(probs, (0, padding)).unflatten(1, (-1, PART))
+    totals = parts.sum(-1, dtype=torch.float64)  # [num_rows, num_parts]
+    part, left = first_above(totals, numbers * totals.sum(-1, keepdim=True))
     index = part.unsqueeze(1).expand(-1, 1, PART)
-    in_part = probs.gather(1, index).squeeze(1).double()
-    sums = in_part.cumsum(-1)
-    # `left` may be rounded up to the last of these sums, which none exceeds.
-    left = left.minimum(sums[:, -1:] * (1 - RESOLUTION))
-    return part.squeeze(1) * PART + ((sums > left) & (in_part > 0)).byte().argmax(-1)
+    place, _ = first_above(parts.gather(1, index).squeeze(1).double(), left)
+    return part * PART + place
 
 
-def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tensor,
-                top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the running sum of each row first exceeds its number, and what is left of
+    the number for that place: [num_rows, 1] each.
+
+    A GPU rounds each sum differently, so a sum may seem to grow where the weight is 0:
+    such a place is never found.
+    """
+    sums = weights.cumsum(-1)
+    # (A number may be rounded up to the last sum, which none exceeds.)
+    numbers = numbers.minimum(sums[:, -1:] * (1 - RESOLUTION))
+    # (Of zeros and ones, argmax finds the first 1.)
+    place = ((sums > numbers) & (weights > 0)).byte().argmax(-1, keepdim=True)
+    return place, numbers - (sums - weights).gather(1, place)
+
+
+def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops: Any
+                ) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
 
         min_p   tokens stay if they are at least min_p times as likely as the most
@@ -133,26 +153,27 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], temperature: Tenso
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    # How far below the highest logit a token may be: 0 or negative; -inf without min_p.
+    _, temperature, top_k, top_p, min_p = draws.unsqueeze(-1)
+    # How far below the highest logit a token may be: -inf without min_p.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only rows with top_k or top_p are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
         at = to_device([*top_ks], logits.device)
-        # If each of them has a top_k, the largest one says how many logits are needed.
-        most = max(k or logits.shape[1] for k in top_ks.values())
+        # If each has a top_k, the largest one says how many logits are needed. (At
+        # least two: torch.compile would treat a single one as a case of its own.)
+        most = max(2, *(k or logits.shape[1] for k in top_ks.values()))
         highest = highest_logits(logits[at], most)
         rows = (each[at] for each in (lowest, temperature, top_k, top_p))
-        lowest[at] = lowest_kept(highest, *rows).to(lowest.dtype)
+        lowest[at] = ops.lowest_kept(highest, *rows).to(lowest.dtype)
     return logits.masked_fill(logits < lowest, -torch.inf)
 
 
 def highest_logits(logits: Tensor, most: int) -> Tensor:
     """The highest logits of each row, in descending order: `most` of them, or all.
 
-    On a CPU, NumPy sorts all of them sooner than torch finds the first thousand: it
-    sorts values without their indices, by vector instructions.
+    On a CPU, NumPy sorts all of them sooner than torch finds the first thousand.
     """
     if not logits.is_cuda:
         ascending = torch.from_numpy(np.sort(logits.float().numpy()))
@@ -169,10 +190,10 @@ def lowest_kept(values: Tensor, lowest: Tensor, temperature: Tensor, top_k: Tens
     values: [num_samples, num_values], logits, the highest first; lowest: what min_p
     leaves, [num_samples, 1]
     """
-    is_out = torch.arange(values.shape[1], device=values.device) >= top_k
-    is_out |= values < lowest
+    place = torch.arange(values.shape[1], device=values.device)
+    is_out = (place >= top_k) | (values < lowest)
     scaled = (values.float() - values[:, :1]) / temperature.float()
     probs = scaled.masked_fill(is_out, -torch.inf).softmax(-1)
-    before = probs.cumsum(-1) - probs  # of the more likely tokens
-    is_out |= before >= top_p
-    return values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)
+    last = search(probs, top_p * (1 - RESOLUTION))  # (a sum may equal top_p)
+    all_left = values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)
+    return torch.where(top_p < 1, values.gather(1, last), all_left)

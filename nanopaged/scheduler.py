@@ -27,10 +27,12 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # Groups by request id, oldest first. The oldest ones run, and the others wait.
+        # All groups by request id, oldest first. The first of them run, and the others
+        # wait: `running` always begins like `unfinished`, because the oldest waiting
+        # group is admitted next, and the youngest running one is preempted first.
         # Other threads may add to `unfinished` and to `aborted` at any time.
         self.unfinished: dict[str, SequenceGroup] = {}
-        self.running: dict[str, SequenceGroup] = {}  # oldest first, too
+        self.running: dict[str, SequenceGroup] = {}
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
         # To be reported. A group enters before it changes: an interrupt loses nothing.
         self.changed: dict[str, SequenceGroup] = {}
@@ -41,50 +43,53 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step. From now on its tokens count as computed."""
         self.end_aborted()
-        batch, has_preempted = Batch(), False
+        batch, has_preempted, budget = Batch(), False, self.config.budget
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
-            if len(batch.token_ids) == self.config.budget:
-                break  # the budget is used up
-            # After a preemption no group is admitted in this step: the pool was full,
-            # and whoever starts over needs its pending tokens, which are read later.
+            if len(batch.token_ids) == budget:
+                break  # it is used up
+            # After a preemption no group is admitted in this step: the pool was full.
+            # (And the preempted group could not start over: tokens may be pending.)
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # Preempt the youngest until this group fits, or is preempted itself. (None
-            # of these has an entry in the batch yet.)
+            # Preempt the youngest until this group fits, or is preempted itself. (They
+            # come after this group, so they have no entry in the batch yet.)
+            seqs = group.next_sequences
             while request_id in self.running and not self.block_manager.grow(
-                    group.next_sequences, batch.moves):
+                    seqs, batch.moves):
                 self._preempt(batch)
                 has_preempted = True
             if request_id not in self.running:
                 break  # all groups after it are younger, so they wait, too
-            for seq in group.next_sequences:
-                self._schedule_sequence(seq, batch)
+            for seq in seqs:
+                self._schedule_sequence(seq, batch, budget - len(batch.token_ids))
         self.stats.steps += 1
         return batch
 
-    def _schedule_sequence(self, seq: Sequence, batch: Batch) -> None:
-        """Let `seq` compute its next tokens, and sample if none is left after that."""
+    def _schedule_sequence(self, seq: Sequence, batch: Batch, budget: int) -> None:
+        """Let `seq` compute its next tokens, at most as many as the budget allows, and
+        sample if none is left after that.
+        """
         group, manager = seq.group, self.block_manager
-        budget = self.config.budget - len(batch.token_ids)
-        end = min(seq.computable_end, seq.num_computed_tokens + budget)
+        computable_end = seq.computable_end
+        end = min(computable_end, seq.num_computed_tokens + budget)
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
         batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
         _, new_state = batch.states[-1]
         manager.mark_computed(seq, end, new_state)
 
+        if end < computable_end:
+            return  # the rest of it comes in a later step
         receivers = [seq]
-        if end == group.num_prompt_tokens and not group.forked:
-            # The prompt is computed, so now all share the leader's blocks.
-            group.forked = True
-            receivers = group.live
-            for sibling in receivers[1:]:
+        if not group.forked:
+            # The prompt is computed, so now all share the leader's blocks. (After a
+            # preemption, some may first have to compute their answers again.)
+            for sibling in group.live[1:]:
                 manager.fork(seq, sibling)
+            receivers = [each for each in group.live if each.computable_end == end]
         for receiver in receivers:
-            # (After a preemption, it may first have to compute its answer again.)
-            if end == receiver.computable_end:
-                batch.add_sample(receiver)
+            batch.add_sample(receiver)
 
     # -- In and out of the device's pool -----------------------------------------------
 
@@ -129,7 +134,6 @@ class Scheduler:
         else:
             for seq in group.live:
                 self.block_manager.free(seq)
-            group.forked = len(group.live) == 1
             self.stats.preemptions_recompute += 1
 
     # -- After the forward pass --------------------------------------------------------

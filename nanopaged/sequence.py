@@ -51,9 +51,8 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# What layers without K and V remember, by layer. Only a few families have it, such as
-# Mamba. A state is empty until its step has run, and never changes after that: the next
-# step makes a new one. So forks and beams share it. Only the model looks inside.
+# What modules without K and V remember, such as Mamba's, by the module's number. Only
+# the model looks inside; `loading/states.py` explains it.
 State = dict[int, Any]
 
 
@@ -101,13 +100,13 @@ class Sequence:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        Before the fork this is the end of the prompt, which all sequences of the group
-        share. After the fork it is the end of the sequence's own tokens, and of those
-        that are pending: they are sampled before the next step runs.
+        A leader stops at the end of the prompt, because its siblings wait for that. All
+        others compute their own tokens, and those that are pending: they are sampled
+        before the next step runs.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
-        if group.forked:
+        if self.num_computed_tokens >= num_tokens or len(group.live) == 1:
             num_tokens = len(self.token_ids) + len(self.pending)
         # Nothing follows the last token that max_len allows, so nobody needs its K and
         # V. (This is faster than `min`.)
@@ -168,9 +167,9 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # Whether a step must know the ids of the last tokens: for a beam search, or to
-        # change logits. The group waits while they are pending.
-        self.needs_last_token = bool(beam_params or params.changes_logits)
+        # Whether the host must know the last tokens: for a beam search, or for a logits
+        # processor. The group waits while they are pending.
+        self.needs_last_token = bool(beam_params or params.logits_processors)
         self.has_started = False  # whether it has ever run
         # With prompt_logprobs, the whole prompt must be computed, so its group takes no
         # blocks from the prefix cache, and leaves none there.
@@ -181,13 +180,14 @@ class SequenceGroup:
 
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished
-        # Whether its sequences go their own ways. A single one does from the start.
-        self.forked = params.n == 1
         self.complete_beams: list[Sequence] = []  # the best so far, best first
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: a request that starts again, not yet forked."""
-        return vars(self) | {"forked": len(self.live) == 1}
+    @property
+    def forked(self) -> bool:
+        """Whether its sequences go their own ways: each has computed the prompt, at
+        least by sharing the leader's blocks. A single one always does.
+        """
+        return len(self.live) == 1 or self.live[-1].num_computed_tokens > 0
 
     @property
     def next_sequences(self) -> list[Sequence]:

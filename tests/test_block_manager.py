@@ -62,7 +62,6 @@ def fork(manager, tokens, n):
     leader = run(manager, tokens, n=n)
     for other in leader.group.live[1:]:
         manager.fork(leader, other)
-    leader.group.forked = True
     return leader.group.live
 
 
@@ -302,7 +301,6 @@ class Machine(stateful.RuleBasedStateMachine):
             self.write(seq, count)
         leader, *others = group.live
         if not group.forked and leader.num_computed_tokens == group.num_prompt_tokens:
-            group.forked = True
             for other in others:
                 self.manager.fork(leader, other)
         for number, seq in enumerate(group.live if group.forked else ()):
@@ -312,7 +310,6 @@ class Machine(stateful.RuleBasedStateMachine):
         self.counts["freed while swapped"] += self.groups[group] == SWAP
         self.free(*group.live)
         self.groups[group] = GONE
-        group.forked = len(group.live) == 1
 
     index, few = st.integers(0, 11), st.lists(st.integers(0, 1), max_size=3)
 

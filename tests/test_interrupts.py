@@ -370,9 +370,9 @@ def test_what_waits_costs_a_step_nothing_and_is_aborted_in_proportion(llama):
 @pytest.mark.parametrize("bad", [*map(float, ["nan", "inf", "-inf"])])
 def test_bad_logits_of_one_request_change_no_other(
         bad, victim, llama, work, monkeypatch):
-    def spoil(logits, batch):
+    def spoil(batch, last_tokens, ops, logits, draws):
         logits[[seq.group.params.max_tokens == 9 for seq in batch.receivers]] = bad
-        return sample(logits, batch)
+        return sample(batch, last_tokens, ops, logits, draws)
 
     with LLM(llama, **SMALL) as llm, deadline():
         others = [greedy(COUNT, seed=1, **fields) for fields in (

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import MinPLogitsWarper
 
-from helpers import chi_square, floats, new_group, sample_for
+from helpers import OPS, chi_square, floats, new_group, sample_for
 from nanopaged import SamplingParams
 from nanopaged.sampler import (
     RESOLUTION,
@@ -184,8 +184,8 @@ def test_limits_keep_what_float64_and_transformers_keep(kind):
                             top_k * whole, top_p).float()
         assert clear.sum() > 2000 and torch.equal(found[clear], expected[clear])
     drawing = [SamplingParams(min_p=0.1)]
-    left = keep_likely(
-        logits, drawing, heat, 300 * whole, 2 * whole, 0.1 * whole) > -INF
+    draws = torch.stack((whole, heat, 300 * whole, 2 * whole, 0.1 * whole))[:, :, 0]
+    left = keep_likely(logits, drawing, draws, OPS) > -INF
     scores = logits.float() / heat
     kept = MinPLogitsWarper(0.1)(None, scores) > -INF
     gaps = scores - scores.amax(-1, keepdim=True) - math.log(0.1)

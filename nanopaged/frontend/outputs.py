@@ -54,6 +54,8 @@ class Request:
     def __init__(self, group: SequenceGroup, prompt: str | None,
                  eos_token_id: int | None, detokenizer: Detokenizer) -> None:
         self.group, self.prompt = group, prompt
+        # A copy for all outputs: the caller may change it.
+        self.prompt_token_ids = list(group.prompt_token_ids)
         self.eos_token_id = eos_token_id  # the one that is not told as a stop_reason
         self.outbox: Outbox = {}  # of the call that made it
         self.final_only = False  # whether that call wants only final outputs
@@ -82,7 +84,7 @@ class Request:
         if group.params.prompt_logprobs is not None:
             scores = [None, *group.prompt_logprobs.values()]
         return RequestOutput(
-            group.request_id, self.prompt, list(group.prompt_token_ids),
+            group.request_id, self.prompt, self.prompt_token_ids,
             # A beam has the index of its parent, so outputs are numbered anew here.
             [self._completion(seq, i) for i, seq in enumerate(group.sequences)],
             not group.live, group.num_cached_tokens, scores)

@@ -1,6 +1,5 @@
 """Attention on a GPU: how a step is divided among the programs of `kernels.py`."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ class TritonAttention(TorchAttention):
     of decodes can be replayed with new contents in the same tensors.
     """
 
-    can_be_recorded = True
-
     def __init__(self, *settings: Any) -> None:
         super().__init__(*settings)
         # The speed of decoding depends on how much of K and V is in flight, on its way
@@ -40,9 +37,11 @@ class TritonAttention(TorchAttention):
         # programs fit into a multiprocessor at once, and have 96 KB in flight together.
         # That is more than enough.
         num_processors = 4  # in Triton's interpreter, on a CPU
+        self.uses_pdl = False  # see `wait_for_results` in `kernels.py`
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             num_processors = gpu.multi_processor_count
+            self.uses_pdl = gpu.major >= 9
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # (The scores of more than 128 keys would need too many registers.)
@@ -61,6 +60,14 @@ class TritonAttention(TorchAttention):
         """
         is_large = counts.mean() * self.group_size > self.few_rows
         return self.many_rows if is_large else self.few_rows
+
+    def limit_parts(self, rows: int) -> tuple[int, int]:
+        """How many parts a step with tiles of so many rows aims at, so that all run at
+        once, and how many a single tile may have. (A program of `merge_parts` loads a
+        row of all parts of a tile, and has registers for 2^14 numbers.)
+        """
+        target = self.target_parts if rows <= 64 else cdiv(self.target_parts, 3)
+        return target, next_power_of_2(min(target, 2**14 // self.dim))
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """Cut a step into items, [num_items, 6].
@@ -93,22 +100,24 @@ class TritonAttention(TorchAttention):
 
         Items without keys follow, so that the shape depends on counts alone.
         """
-        queries_per_tile = self.rows_per_tile(counts) // self.group_size
+        rows = self.rows_per_tile(counts)
+        target, most = self.limit_parts(rows)
+        queries_per_tile = rows // self.group_size
         at = locate(counts, ends, self.block_size)
         tokens = np.flatnonzero(at.indices % queries_per_tile == 0)  # each tile's first
         positions, table_starts = at.positions[tokens], at.table_starts[tokens]
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # An item is full if it has `part_keys` keys. That is at least 1 / target_parts
-        # of all keys, so at most target_parts items are full. Each tile has at most one
-        # that is not. So there are at most len(tiles) + target_parts items.
-        rounds = cdiv(num_keys.sum(), self.target_parts * self.keys_per_round)
-        part_keys = rounds * self.keys_per_round
+        # An item is full if it has `part_keys` keys. That is at least 1 / target of all
+        # keys, so at most `target` items are full. Each tile has at most one that is
+        # not. So there are at most len(tiles) + target items.
+        part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
+        part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
         first_keys = part * part_keys
         end_keys = np.minimum(first_keys + part_keys, num_keys[tile])
-        items = np.zeros((len(tiles) + self.target_parts, 6), np.int64)
+        items = np.zeros((len(tiles) + target, 6), np.int64)
         items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         # Tiles with many keys first: if such a tile started last, the whole step would
         # wait for it. Also, `attend` expects cut tiles first. The sort is stable,
@@ -118,7 +127,7 @@ class TritonAttention(TorchAttention):
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         kernels.store[(len(k),)](
             k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
-            self.head_dim, self.block_size)
+            self.head_dim, self.block_size, self.uses_pdl, launch_pdl=self.uses_pdl)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
@@ -126,21 +135,27 @@ class TritonAttention(TorchAttention):
         out = q.new_empty(q.shape)
         # If its tile is cut, the result of item i goes to parts[i]. Cut tiles have the
         # most keys, so they come first in the plan. Each has at least one full item and
-        # at most one other, so they have at most twice target_parts items. (The room
-        # does not depend on the keys, so trial steps take as much memory as others.)
-        max_parts = 2 * self.target_parts
+        # at most one other, so they have at most twice `target` items. (The room does
+        # not depend on the keys, so trial steps take as much memory as others.)
+        target, most = self.limit_parts(rows)
+        max_parts = 2 * target
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
         log_sums = torch.empty(*shape, device=q.device)
-        # In this order, both kernels take NUM_KV_HEADS, GROUP, HEAD_DIM, ROWS and DIM.
-        sizes = self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim
+        # Both kernels take NUM_KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM and PDL.
+        sizes = (self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim,
+                 self.uses_pdl)
         num_warps = 8 if rows > 64 else 4
         kernels.paged_attention[len(items), self.num_kv_heads](
             q, kv_cache, metadata.block_tables, items, sinks, out, parts, log_sums,
             scale, q.stride(0), window, *sizes, self.block_size, self.keys_per_round,
-            num_warps=num_warps)
-        kernels.merge_parts[min(len(items), max_parts), self.num_kv_heads](
-            parts, log_sums, items, out, *sizes, num_warps=num_warps)
+            num_warps=num_warps, launch_pdl=self.uses_pdl)
+        some_rows = 2**14 // self.dim // most  # of one program
+        num_rows = min(rows, self.group_size * int(metadata.counts.max()))
+        grid = min(len(items), max_parts), self.num_kv_heads, cdiv(num_rows, some_rows)
+        kernels.merge_parts[grid](
+            parts, log_sums, items, out, *sizes, most, some_rows,
+            launch_pdl=self.uses_pdl)
         return out.flatten(1)
 
 
@@ -170,10 +185,9 @@ class FlashAttention(TritonAttention):
         counts, ends = metadata.counts, metadata.ends
         if counts.max() == 1:
             return super().attend(q, kv_cache, metadata, scale, window, sinks)
-        if sinks is not None:  # flash-attn has none, so Triton needs its own plan
-            plan = torch.from_numpy(super().plan(counts, ends)).to(q.device)
-            metadata = replace(metadata, plan=plan)
-            return super().attend(q, kv_cache, metadata, scale, window, sinks)
+        if sinks is not None:  # flash-attn has none, and Triton would need its own plan
+            return TorchAttention.attend(
+                self, q, kv_cache, metadata, scale, window, sinks)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
         query_starts, key_starts, table_starts = metadata.plan.int()

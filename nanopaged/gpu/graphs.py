@@ -9,22 +9,22 @@ same addresses. Therefore:
     padded up to the next of these
   - a backend's plan has a shape that depends only on this number
   - `ModelRunner._upload` lays the inputs out one after another, in every step from the
-    same address. The last one, `last_indices`, moves when the block tables before it
-    grow. Only the model's `head` needs it, so the head is not recorded. (Recording it
-    would also take memory for the logits of every size.)
+    same address. Only the last one, the block tables, may grow
+  - a recorded step also chooses tokens. If a request changes its logits or limits its
+    draws, the sampler goes on from the logits, and these tokens are not used
 """
 
 import logging
-import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.attention import Metadata
 from nanopaged.batch import Batch
 from nanopaged.model_runner import ModelRunner
+from nanopaged.sampler import choose
 
 
 def record(runner: ModelRunner) -> "Graphs | None":
@@ -33,33 +33,29 @@ def record(runner: ModelRunner) -> "Graphs | None":
     tokens chose. A graph cannot wait, so such families are served without graphs.
     """
     with runner.modes():
-        if not waits_for_device(runner):
-            return Graphs(runner)
-    logging.getLogger("nanopaged").warning(
-        "the modules of this model wait for the GPU, so no CUDA graphs are recorded")
-    return None
-
-
-def waits_for_device(runner: ModelRunner) -> bool:
-    """Whether the host waits for the device in the forward pass of a decode."""
-    metadata = runner.prepare(pad(Batch(), 1, runner.padding_block))
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
+        metadata = runner.prepare(pad(Batch(), 1, runner.padding_block))
+        torch.cuda.set_sync_debug_mode("error")  # for whatever waits
         try:
             runner.forward(metadata)
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            logging.getLogger("nanopaged").warning(
+                "this model's modules wait for the GPU, so no CUDA graphs are recorded")
+            return None
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return any("called a synchronizing" in str(each.message) for each in found)
+        return Graphs(runner)
 
 
 class Graphs:
-    """The forward pass of decodes, recorded for some numbers of sequences."""
+    """Steps of decodes, recorded for some numbers of sequences."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.recorded: dict[int, tuple[Any, Tensor]] = {}  # by number of sequences
+        self.recorded: dict[int, tuple[Any, ...]] = {}  # by number of sequences
         largest = runner.config.max_num_seqs
+        logits: Any = None  # of the largest step, and then of all: one piece of memory
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # Freeing a graph also frees cuBLAS's memory for its stream, so each engine
         # records on a stream of its own.
@@ -67,38 +63,46 @@ class Graphs:
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):  # smaller ones reuse memory
             metadata = runner.prepare(pad(Batch(), size, runner.padding_block))
-            runner.forward(metadata)  # the first call may set up what later ones need
+            # The first call may set up what later ones need.
+            _, first, _ = runner.forward(metadata)
+            logits = first if logits is None else logits
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the GPU.
             with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
-                hidden = runner.forward(metadata)
-            self.recorded[size] = (graph, hidden)
+                hidden, new, draws = runner.forward(metadata)
+                kept = logits[:size].copy_(new)
+                tokens = choose(kept, draws, runner.ops)
+            self.recorded[size] = graph, hidden, kept, draws, tokens
 
-    def compute(self, batch: Batch) -> tuple[Tensor, Metadata]:
+    def compute(self, batch: Batch) -> tuple[Tensor, ...]:
         """As `ModelRunner.compute`, but decodes repeat a recorded step."""
-        runner, num_seqs = self.runner, len(batch.counts)
-        if len(batch.token_ids) > num_seqs:
+        runner, num_samples = self.runner, len(batch.sample_entries)
+        if len(batch.token_ids) > len(batch.counts):
             return runner.compute(batch)  # it has a chunk of a prompt
-        size = min(size for size in self.recorded if size >= num_seqs)
-        metadata = runner.prepare(pad(batch, size, runner.padding_block))
-        graph, hidden = self.recorded[size]
-        graph.replay()  # it reads what `prepare` wrote, and fills `hidden`
-        return hidden, metadata
+        # (If a group forks, there are more samples than entries.)
+        most = max(len(batch.counts), num_samples)
+        size = min(size for size in self.recorded if size >= most)
+        runner.prepare(pad(batch, size, runner.padding_block))
+        graph, hidden, logits, draws, tokens = self.recorded[size]
+        graph.replay()  # it reads what `prepare` wrote, and fills these tensors
+        some = slice(num_samples)  # all others are padding
+        return hidden, logits[some], draws[:, some], tokens[some]
 
     def free(self) -> None:
-        for graph, _ in self.recorded.values():
+        for graph, *_ in self.recorded.values():
             graph.reset()  # otherwise NCCL would wait for it when the ranks shut down
         self.recorded = {}
 
 
 def pad(batch: Batch, size: int, padding_block: int) -> Batch:
-    """The same step with more sequences, of one token each. They must not overwrite the
-    K and V of others, so theirs go to the padding block, which belongs to none. (Moves,
-    which are done, and what only rank 0 has are left out.)
+    """The same step with more sequences, of one token each, and more samples. They must
+    not overwrite the K and V of others, so theirs go to the padding block, which
+    belongs to none.
     """
     padding = size - len(batch.counts)
-    ones = [1] * padding
-    padding_blocks = np.full(padding, padding_block)
-    return Batch(batch.token_ids + [0] * padding, batch.counts + ones,
-                 batch.ends + ones, np.append(batch.block_ids, padding_blocks),
-                 batch.sample_entries)
+    no_samples = [0] * (size - len(batch.sample_entries))
+    return replace(
+        batch, token_ids=batch.token_ids + [0] * padding,
+        counts=batch.counts + [1] * padding, ends=batch.ends + [1] * padding,
+        block_ids=np.append(batch.block_ids, np.full(padding, padding_block)),
+        sample_entries=batch.sample_entries + no_samples)

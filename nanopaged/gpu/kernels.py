@@ -17,10 +17,23 @@ powers of two, so DIM is head_dim rounded up, and masks leave out the rest.
 import triton
 import triton.language as tl
 from triton.language import constexpr
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2_E = constexpr(1.4426950408889634)  # e^x = 2^(x log2 e): 2^x is one instruction
 # The columns of `items`. `TritonAttention.plan` shows an example.
 TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END, COLUMNS = map(constexpr, range(7))
+
+
+@triton.jit
+def wait_for_results(PDL: constexpr):
+    """With programmatic dependent launch (PDL, from Hopper on), a kernel starts before
+    the one before it has ended. Here it waits for that end, and lets the next one start
+    likewise. All programs must come here, even those that have nothing to do: what
+    follows relies on it. Before, they may only read what the host has copied.
+    """
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 # Triton compiles a kernel again when a number or an address becomes divisible by 16, or
@@ -28,7 +41,7 @@ TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END, COLUMNS = map(constexpr, range
 # because their places there depend on the batch.
 @triton.jit(do_not_specialize=["slots"])
 def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
-          HEAD_DIM: constexpr, BLOCK_SIZE: constexpr):
+          HEAD_DIM: constexpr, BLOCK_SIZE: constexpr, PDL: constexpr):
     """Put a token's K and V into its slot.
 
     Grid: [num_tokens].
@@ -43,6 +56,7 @@ def store(k, v, slots, kv_cache, k_stride, v_stride, SIZE: constexpr,
     head, dim = element // HEAD_DIM, element % HEAD_DIM
     slot = tl.load(slots + token)  # in 64 bits: a pool has too many elements for 32
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    wait_for_results(PDL)
     # A block has all its K, [num_kv_heads, block_size, head_dim], and then all its V.
     at = (head * BLOCK_SIZE + offset) * HEAD_DIM + dim
     k_at = kv_cache + block * 2 * SIZE * BLOCK_SIZE + at
@@ -76,7 +90,8 @@ def place_tile(tensor, item_at, stride, GROUP: constexpr, HEAD_DIM: constexpr,
 def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sums,
                     scale, q_stride, WINDOW: constexpr, NUM_KV_HEADS: constexpr,
                     GROUP: constexpr, HEAD_DIM: constexpr, ROWS: constexpr,
-                    DIM: constexpr, BLOCK_SIZE: constexpr, KEYS: constexpr):
+                    DIM: constexpr, PDL: constexpr, BLOCK_SIZE: constexpr,
+                    KEYS: constexpr):
     """One item of work, a tile of queries and a part of its keys, for one KV head.
 
     Grid: [num_items, num_kv_heads].
@@ -101,8 +116,7 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     position = tl.load(item_at + POSITION).to(tl.int32)
     first_key = tl.load(item_at + FIRST_KEY).to(tl.int32)
     end = tl.load(item_at + END).to(tl.int32)
-    if end == 0:
-        return
+    wait_for_results(PDL)
     block_table = block_tables + tl.load(item_at + TABLE)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, DIM)
@@ -177,39 +191,41 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
 
 @triton.jit(do_not_specialize=["items"])
 def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
-                HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr):
-    """The result of a tile whose keys are in several parts: the mean of the parts'
-    results, each weighted by its sum of exponentials. This is the online softmax once
-    more, as if each part were a key: its score is its log_sum, and its V is its result.
+                HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr, PDL: constexpr,
+                MOST_PARTS: constexpr, SOME_ROWS: constexpr):
+    """Some rows of a tile whose keys are in several parts: the mean of the parts'
+    results, each weighted by its sum of exponentials. This is the softmax once more, as
+    if each part were a key: its score is its log_sum, and its V is its result.
 
-    Grid: [max_parts, num_kv_heads]. The program of a tile's first part merges all of
-    them, and the others do nothing.
+    Grid: [max_parts, num_kv_heads, row_groups]. The programs of a tile's first part
+    merge all of its parts, loaded at once, and the others do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
     item_at = items + first * COLUMNS
     num_keys = tl.load(item_at + NUM_KEYS)
     first_key = tl.load(item_at + FIRST_KEY)
     part_keys = tl.load(item_at + END)  # the end of a first part is also its size
+    wait_for_results(PDL)
     if (first_key > 0) | (part_keys == num_keys):
         return  # this is not the first part, or there are no others
 
-    stride = NUM_KV_HEADS * GROUP * HEAD_DIM
-    out_at, mask = place_tile(out, item_at, stride, GROUP, HEAD_DIM, ROWS, DIM)
-    highest = tl.full([ROWS], -1e30, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, DIM], tl.float32)
-    row = tl.arange(0, ROWS)
-    at = row[:, None] * HEAD_DIM + tl.arange(0, DIM)[None, :]
-    # If tiles are small, several parts are loaded ahead: a load takes a microsecond.
-    end = first + tl.cdiv(num_keys, part_keys)
-    for item in tl.range(first, end, num_stages=4 if ROWS <= 32 else 1):
-        first_row = (item * NUM_KV_HEADS + tl.program_id(1)) * ROWS
-        part = tl.load(parts + first_row * HEAD_DIM + at, mask=mask)
-        score = tl.load(log_sums + first_row + row)
-        new_highest = tl.maximum(highest, score)
-        weight = tl.exp2(score - new_highest)
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + weight
-        acc = acc * shrink[:, None] + weight[:, None] * part
-        highest = new_highest
-    tl.store(out_at, acc / total[:, None], mask=mask)
+    part = tl.arange(0, MOST_PARTS)[:, None]
+    row = tl.program_id(2) * SOME_ROWS + tl.arange(0, SOME_ROWS)
+    dim = tl.arange(0, DIM)
+    # The number of each row among those of all parts and KV heads.
+    vector = ((first + part) * NUM_KV_HEADS + kv_head) * ROWS + row[None, :]
+    is_row = row < (num_keys - tl.load(item_at + POSITION)) * GROUP
+    mask = (part < tl.cdiv(num_keys, part_keys)) & is_row[None, :]
+    scores = tl.load(log_sums + vector, mask, other=-1e30)  # [MOST_PARTS, SOME_ROWS]
+    weights = tl.exp2(scores - tl.max(scores, 0)[None, :])
+    results = tl.load(  # [MOST_PARTS, SOME_ROWS, DIM]
+        parts + vector[:, :, None] * HEAD_DIM + dim[None, None, :],
+        mask[:, :, None] & (dim < HEAD_DIM)[None, None, :], other=0.0)
+    total = tl.sum(results * weights[:, :, None], 0) / tl.sum(weights, 0)[:, None]
+
+    # The query and the head of each row are those of `place_tile`.
+    token = tl.load(item_at + TOKEN) + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    at = (token * NUM_KV_HEADS * GROUP + head)[:, None] * HEAD_DIM + dim[None, :]
+    tl.store(out + at, total, is_row[:, None] & (dim < HEAD_DIM)[None, :])
