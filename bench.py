@@ -22,8 +22,10 @@ is measured by `tests/gpu/run.py`.
 import argparse
 import json
 import logging
+import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +37,7 @@ from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from statistics import median
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -505,17 +508,20 @@ def bench_memory(args: Args) -> Figures:
 #
 # A step cannot be faster than its bytes over the memory's bandwidth, nor than its
 # operations over the rate of matrix products. Decoding a few sequences is bound by
-# bytes: all weights are read for each token. Prompts are bound by operations.
+# bytes: all weights are read for each token. Prompts are bound by operations. They come
+# first, and there is little to decode meanwhile, so the two times are added.
 
 
 def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """Bytes/s and FLOP/s, measured.
 
-    Bytes: the sum of a buffer of 1 GiB, which no cache can hold. Operations: many rows
-    times a large matrix, the engine's own `Linear`, which is packed as in the engine.
+    Bytes: the sum of a buffer of 1 GiB, which no cache can hold, or a copy of it, the
+    faster of the two. Operations: many rows times a large matrix, the engine's own
+    `Linear`, which is packed as in the engine.
     """
     tell("measuring the machine")
     buffer = torch.ones(2**27, dtype=torch.int64, device=device)
+    other = torch.empty_like(buffer)
     batch = 1024 if device.type == "cpu" else 8192
     rows, columns = 8192, 2048
     linear = Linear(columns, rows=rows).to(device, dtype)
@@ -523,10 +529,11 @@ def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]
     if products:
         products.pack(linear)
     x = torch.randn(batch, columns).to(device, dtype)
-    sum_s = fastest(buffer.sum, device)
+    byte_s = min(fastest(buffer.sum, device),  # a copy reads and writes
+                 fastest(lambda: other.copy_(buffer), device) / 2) / buffer.nbytes
     product_s = fastest(lambda: linear(x), device)
     return {
-        "bytes_per_s": buffer.nbytes / sum_s,
+        "bytes_per_s": 1 / byte_s,
         "flops_per_s": 2 * batch * rows * columns / product_s}
 
 
@@ -551,8 +558,9 @@ def time_floor(
     Bytes: all weights once a step, in as few steps as the longest output and
     max_num_seqs allow; K and V of the whole context for every decode, and of every
     prompt once. Operations: 2 for every weight and token, and 4 x heads x head_dim for
-    every query and key in every layer. Activations and writes do not count, and bytes
-    and operations overlap perfectly: the floor is the larger of the two.
+    every query and key in every layer. Activations and writes do not count. Bytes and
+    operations overlap perfectly, but only among prompts, and among decodes: the floor
+    is the larger of the two for prompts, and then for decodes.
     """
     config = llm.model_config
     layer_weights, head_weights = count_weights(config)
@@ -571,17 +579,24 @@ def time_floor(
         keys += count_keys(num_tokens)
         prompt_keys += count_keys(len(prompt))
 
-    weight_bytes = steps * weights * llm.engine.runner.dtype.itemsize
-    num_read = keys - prompt_keys + tokens_in  # keys, each with its value
-    kv_bytes = num_read * token_bytes(llm)
-    bytes_s = (weight_bytes + kv_bytes) / limits["bytes_per_s"]
+    def bytes_time(steps: int, keys: int) -> float:  # keys, each with its value
+        weight_bytes = steps * weights * llm.engine.runner.dtype.itemsize
+        kv_bytes = keys * token_bytes(llm)
+        return float((weight_bytes + kv_bytes) / limits["bytes_per_s"])
 
-    per_key = 4 * config.num_attention_heads * config.head_dim
-    flops = 2 * layer_weights * computed
-    flops += 2 * head_weights * tokens_out  # prompts need the head only once
-    flops += config.num_hidden_layers * per_key * keys
-    flops_s = flops / limits["flops_per_s"]
-    floor_s = max(bytes_s, flops_s)
+    def flops_time(tokens: int, tokens_out: int, keys: int) -> float:
+        per_key = 4 * config.num_attention_heads * config.head_dim
+        flops = 2 * layer_weights * tokens
+        flops += 2 * head_weights * tokens_out  # prompts need the head only once
+        flops += config.num_hidden_layers * per_key * keys
+        return float(flops / limits["flops_per_s"])
+
+    bytes_s = bytes_time(steps, keys - prompt_keys + tokens_in)
+    flops_s = flops_time(computed, tokens_out, keys)
+    prompt_bytes_s = bytes_time(1, tokens_in)
+    prompt_flops_s = flops_time(tokens_in, len(requests), prompt_keys)
+    prompts_s = max(prompt_bytes_s, prompt_flops_s)
+    floor_s = prompts_s + max(bytes_s - prompt_bytes_s, flops_s - prompt_flops_s)
     return {"bytes_s": bytes_s, "flops_s": flops_s, "floor_s": floor_s}
 
 
@@ -661,7 +676,17 @@ def machine() -> Figures:
         "cpu": cpu and cpu[1],
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "commit": find_commit(),
     }
+
+
+def find_commit() -> str:
+    """The commit that is measured, or what COMMIT says, where there is only a copy."""
+    root, name = Path(__file__).parent, os.environ.get("COMMIT", "")
+    if not name and (root / ".git").exists() and which("git"):
+        words = ["git", "-C", str(root), "rev-parse", "HEAD"]
+        name = subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    return name or "unknown"
 
 
 def at_least(low: int, kind: type = int) -> Callable[[str], Any]:
@@ -738,7 +763,8 @@ def main(argv: list[str] | None = None) -> int:
         torch.set_num_threads(args.threads)  # the Numba kernel uses the same number
     report = {"arguments": vars(args).copy(), "machine": machine()}
     found = report["machine"]
-    print(f"{found['gpu'] or found['cpu']}, {found['threads']} threads; "
+    print(f"{found['gpu'] or found['cpu']}, {found['threads']} threads, "
+          f"commit {found['commit']}; "
           + ", ".join(f"{name} {number}" for name, number in found["versions"].items()))
     with tempfile.TemporaryDirectory() as args.folder:
         args.model = args.model or write_config(args.folder, SHAPES[args.shape])

@@ -116,11 +116,18 @@ def test_the_floor_counts_bytes_and_operations(bench, tmp_path):
     args = bench.parse(["--engine", '{"dtype": "float32", "num_blocks": 8}'])
     args.model = bench.write_config(tmp_path, bench.SHAPES["tiny"])
     with bench.make_engine(args) as llm:
-        floor = bench.time_floor([([1, 2, 3], 2)], llm, bench.machine_limits())
+        floor, other = (bench.time_floor(
+            [([1, 2, 3], 2)], llm, {"bytes_per_s": 1e6, "flops_per_s": rate})
+            for rate in (1e9, 1e6))
     layers, head = 2 * 64 * (2 * (4 + 2) * 16 + 3 * 128), 64 * 256
     kv_bytes = (4 + 3) * 2 * 2 * 2 * 16 * 4  # one decode reads 4, the prompt writes 3
     assert floor["bytes_s"] == (4 * 2 * (layers + head) + kv_bytes) / 1e6
     assert floor["flops_s"] == (8 * layers + 4 * head + 512 * (1 + 2 + 3 + 4)) / 1e9
+    assert floor["floor_s"] == pytest.approx(floor["bytes_s"])
+    # Here operations bound the prompt, and bytes the decode: no time hides the other.
+    decode = (4 * (layers + head) + 4 * 512) / 1e6
+    assert other["floor_s"] == pytest.approx(
+        decode + (6 * layers + 2 * head + 512 * (1 + 2 + 3)) / 1e6)
 
 
 def test_full_is_the_reference_workload(bench):

@@ -8,6 +8,7 @@ first run on a GPU.
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -25,22 +26,26 @@ FIGURES = {
     "kernels": {"Qwen3-0.6B": ["error"]},
     "tokens": {"llama, graphs": ["share that is equal"],
                "llama, eager": ["share that is equal"]},
-    "workload": {"nano-vllm's": ["output_tokens_per_s", "share_of_limit", "runs"],
-                 "elsewhere": ["A100"]},
+    "workload": {"limits": ["attention's GB/s"], "timeline": ["lines"],
+                 "nano-vllm's": ["output_tokens_per_s", "share_of_limit", "runs"]},
+    "nano": {"nano-vllm's": ["skipped"]},
     "speed": {"decode and prefill": ["decode, batch 1", "decode, batch 2", "prefill",
                                      "share_of_limit"]},
     "step": {"step of 2": ["step_ms", "floor_ms", "share of the limit", "host_ms",
                        "clocks"],
              "pieces of 2": ["recorded_ms", "head_ms", "greedy_ms", "drawn_ms",
-                             "top_p_ms", "top_k_ms", "sort_ms"],
-             "kernels of 2": ["kernels_ms", "launches", "longest"],
-             "step of 1": ["step_ms"], "pieces of 1": ["recorded_ms"]},
-    "sweep": {"elsewhere": ["FlashInfer"],
-              "256 x 600: 3 stages, 32 keys, 4 warps": ["us", "share of the limit"],
-              "64 x 600: 3 stages, 16 keys, 4 warps, 3 programs": ["us", "error"]},
+                             "top_p_ms", "penalties_host_us", "replay_host_us"],
+             "kernels of 2": ["kernels_ms", "launches", "lines"],
+             "host of 2": ["lines"], "step of 1": ["step_ms"],
+             "pieces of 1": ["recorded_ms"],
+             "chunks beside 1": ["launched_ms", "done_ms", "kernels_ms"],
+             "prompts": ["launched_ms", "done_ms", "kernels_ms"]},
+    "shapes": {"256 x 600": ["us", "share of the limit"], "64 x 600": ["us"]},
     "peer": {"both": ["output_tokens_per_s", "transformers"]}}
 
-STATES = [f"== {part}: complete" for part in FIGURES if part != "peer"]
+VARIANTS = ["base", "no_draws", "no_kernel_pdl", "no_pdl", "no_split", "two_stages"]
+SECOND = "kernels", "peer"  # the parts of the second call
+STATES = [f"== {part}: complete" for part in FIGURES if part not in SECOND]
 
 
 @pytest.fixture
@@ -62,7 +67,8 @@ def uninstalled(tmp_path):
 def check_figures(parts):
     for name, part in parts.items():
         assert part["state"] == "complete", (name, part)
-        assert part["tasks"]["machine"]["versions"]["nanopaged"]
+        machine = part["tasks"]["machine"]
+        assert machine["versions"]["nanopaged"] and machine["commit"] == "a1b2"
         for wanted, figures in FIGURES[name].items():
             found = [task for task in part["tasks"] if task.startswith(wanted)]
             assert found, (name, wanted)
@@ -78,10 +84,12 @@ def test_both_calls_leave_all_figures_though_nothing_is_installed(
     python, packages = uninstalled
     checkout, out = tmp_path / "copy", tmp_path / "out"
     shutil.copytree(ROOT, checkout, ignore=shutil.ignore_patterns(
-        ".git", "__pycache__", ".*_cache", "*.egg-info", "build", "dist"))
+        ".git", ".peers", "__pycache__", ".*_cache", "*.egg-info", "build",
+        "dist"))
     env = os.environ | {
         "QUICK": "1", "OUT": str(out), "PYTHON": str(python),
-        "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
+        "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1", "COMMIT": "a1b2",
+        "PARTS": "nano"}  # of variants
     for name in ("PYTEST_VERSION", "TRITON_INTERPRET"):  # conftest.py sets them
         env.pop(name, None)
 
@@ -96,22 +104,29 @@ def test_both_calls_leave_all_figures_though_nothing_is_installed(
             "util.find_spec('numba'))")
     assert run(python, "-c", code) == "None False None\n", "a package is installed"
     for call, last in ((1, [*STATES, '"output_tokens_per_s": ', '"step_ms": ']),
-                       (2, ["== peer: complete", '"output_tokens_per_s": '])):
+                       (2, ["== kernels: complete, ", "== peer: complete, ",
+                            "commit a1b2", '"output_tokens_per_s": '])):
         shown = run("bash", checkout / "tests/gpu/lease.sh", str(call))
         assert len(shown) < 12_000, "more than a terminal may keep"
         end = shown[-3000:]
         assert [words for words in last if words not in end] == []
-    assert len(list(out.iterdir())) <= 8
     parts = {}
     for file in out.glob("*.json"):
         parts |= json.loads(file.read_text())["parts"]
     assert parts.keys() == FIGURES.keys()
     report = json.loads((out / "1-workload.json").read_text())
-    assert [*report["parts"]] == ["workload", "step", "sweep", "speed"]
+    assert [*report["parts"]] == ["workload", "nano", "step", "shapes", "speed"]
     check_figures(parts)
+    # The third one compares variants. Each is a copy with a change of its own.
+    shown = run("bash", checkout / "tests/gpu/lease.sh", "3")
+    assert re.findall(r"== nano: complete.* commit a1b2 (\w+)", shown) == VARIANTS * 2
+    folders = [checkout / ".peers/variants" / name for name in VARIANTS]
+    engines = {"".join(path.read_text() for path in sorted(folder.rglob("*.py")))
+               for folder in folders}
+    assert len(engines) == len(VARIANTS)
 
 
 def test_a_call_that_does_not_exist_is_an_error():
     script = ROOT / "tests/gpu/lease.sh"
-    result = subprocess.run(["bash", script, "3"], capture_output=True, text=True)
+    result = subprocess.run(["bash", script, "4"], capture_output=True, text=True)
     assert result.returncode == 2 and "usage:" in result.stderr

@@ -6,7 +6,7 @@
 Each part (parts.py) is a process of its own with a time limit, and writes its figures
 after each task. If a part fails or takes too long, the report says so, and the other
 parts still run. The report names the machine and versions, and contains no directory's
-name. `lease.sh` runs the parts in the order that suits a quarter of an hour.
+name. `lease.sh` runs the parts in the order that suits a GPU that is lent for minutes.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds that each part may take; what one leaves over goes to those that follow. With
 # one GPU `ranks` does nothing, so it comes first. `kernels` compiles for 80 seconds.
-PARTS = {"ranks": 60, "tokens": 160, "kernels": 160, "workload": 90, "step": 80,
-         "sweep": 75, "speed": 75, "peer": 160}
+PARTS = {"ranks": 60, "tokens": 160, "kernels": 160, "workload": 80, "nano": 100,
+         "step": 90, "shapes": 40, "speed": 65, "peer": 160}
 SCRIPT = Path(__file__).with_name("parts.py")
 DIRECTORY = re.compile(r"""(?<![\w.:/])/(?:[^\s/"'\\]+/)+""")
 
@@ -86,15 +86,17 @@ def show(name, part):
     """Its state and figures, in short lines; what merely is right is counted."""
     tasks = json.loads(json.dumps(part["tasks"]),
                        parse_float=lambda digits: float(f"{float(digits):.4g}"))
-    tasks.pop("machine", None)
+    machine = tasks.pop("machine", {})
     errors = [tasks.pop(task)["error"] for task, found in [*tasks.items()]
               if {*found} == {"error"}]
     right = f", {len(errors)} right, errors up to {max(errors):.1g}" if errors else ""
-    print(f"== {name}: {part['state']}, {part['seconds']} s{right}")
+    print(f"== {name}: {part['state']}, {part['seconds']} s{right}; "
+          f"{machine.get('gpu')}, commit {machine.get('commit')}")
     for task, found in tasks.items():
-        told = {key: value for key, value in found.items() if key != "longest"}
+        told = {key: value for key, value in found.items() if key != "lines"}
         told = found.get("failed", json.dumps(told)[:800]).strip()[-800:]
-        print("\n    ".join([f"{task}: {told}", *found.get("longest", [])]), flush=True)
+        lines = f"{task}: {told}", *found.get("lines", [])[:10]
+        print("\n    ".join(lines), flush=True)
     if part["state"] != "complete":
         print("\n".join(part.get("output", "").splitlines()[-4:]), flush=True)
 
