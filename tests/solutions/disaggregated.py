@@ -76,7 +76,6 @@ def take_over(llm: LLM, output: RequestOutput, group: SequenceGroup, kv: Tensor)
         manager.replace_blocks(leader, block_ids, group.num_prompt_tokens)
         for seq in others:
             manager.fork(leader, seq)
-        group.forked = True
     llm._submit([request], llm._outbox)
     return group.request_id
 

@@ -31,72 +31,12 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 RESULTS = Path(__file__).parents[1] / "results/families.json"
 VOCAB, NEAR_TIE = 160, 1e-3
-# Sizes, by all names that families give them. A config takes those that it knows.
-SIZES = {
-    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
-    "intermediate_size": 96, "max_position_embeddings": 128, "sliding_window": 8,
-    "use_sliding_window": True, "max_window_layers": 1,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    # Other names
-    "n_embd": 64, "n_layer": 3, "n_head": 4, "n_inner": 96, "n_positions": 128,
-    "n_ctx": 128, "d_model": 64, "num_layers": 3, "num_heads": 4, "n_layers": 3,
-    "n_heads": 4, "ffn_dim": 96, "decoder_layers": 3, "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96, "encoder_layers": 2, "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 96, "dff": 96, "word_embed_proj_dim": 64, "rotary_dim": 8,
-    "embedding_size": 64, "d_kv": 16, "d_ff": 96, "max_seq_len": 128,
-    "attention_types": [[["global", "local"], 2]], "window_size": 8,
-    # Mixtures of experts
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4,
-    "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_num_experts": 4,
-    "n_shared_experts": 1, "shared_expert_intermediate_size": 24, "n_group": 1,
-    "topk_group": 1, "moe_k": 2, "moe_topk": 2, "moe_top_k": 2, "num_shared_experts": 1,
-    "first_k_dense_replace": 1, "num_dense_layers": 1, "shared_intermediate_size": 48,
-    "expert_ffn_hidden_size": 24, "ffn_hidden_size": 96, "zero_expert_num": 2,
-    "moe_num_shared_experts": 1, "expert_intermediate_size": 24,
-    "moe_latent_size": None, "prefix_dense_intermediate_size": 96,
-    # Multi-head latent attention
-    "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8, "v_head_dim": 16, "qk_head_dim": 24,
-    # Layers of other kinds
-    "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
-    "num_kv_shared_layers": 0, "laurel_rank": 8, "global_head_dim": 16,
-    "num_global_key_value_heads": 2, "lru_width": 64, "mamba_d_state": 8,
-    "mamba_n_heads": 8, "mamba_d_head": 16, "ssm_state_size": 8, "state_size": 8,
-    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16, "expand": 2, "time_step_rank": 4}
-MORE = {  # what some families want besides
-    "gpt_neo": {"num_layers": 2}, "longcat_flash": {"head_dim": 8},
-    "gpt_bigcode": {"multi_query": False},
-    "gemma3n_text": {"intermediate_size": [96] * 3, "activation_sparsity_pattern": None,
-                     "altup_num_inputs": 2, "num_kv_shared_layers": 0}}
-# Every type of layer of a family: some layers have a state, and some attend.
-MIXED = ["linear_attention", "full_attention", "linear_attention"]
-MORE |= {name: {"layer_types": MIXED} for name in (
-    "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text",
-    "qwen4_exp", "qwen4_exp_text", "granitemoehybrid", "olmo_hybrid")}
-MORE |= {name: {"layer_types": ["conv", "full_attention", "conv"]}
-         for name in ("lfm2", "lfm2_moe")}
-MORE |= {
-    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"]},
-    "lara_mini": {"layer_types": [
-        "linear_attention", "sliding_attention", "full_attention"]},
-    "kimi_linear": {"layer_types": MIXED, "linear_head_dim": 16, "linear_num_heads": 4},
-    "bailing_hybrid": {"layer_types": MIXED, "head_dim": 16},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "bamba": {"attn_layer_indices": [1]}, "falcon_h1": {"mamba_d_ssm": 128},
-    "nemotron_h": {
-        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2,
-        "moe_shared_expert_intermediate_size": 24,
-        "layers_block_type": ["linear_attention", "full_attention", "moe"]},
-    "zamba": {"head_dim": 32, "num_key_value_heads": 4,
-              "layers_block_type": ["hybrid", "linear_attention", "hybrid"]},
-    "zamba2": {"num_key_value_heads": 4, "layers_block_type": [
-        "linear_attention", "hybrid", "linear_attention"]},
-    "zaya": {"num_experts_per_tok": 1}, "mamba2": {"num_heads": 8, "n_groups": 2},
-    # Layers of two shapes
-    "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 1,
-                    "attention_k_eq_v": True}}
+# Sizes, by all names that families give them: a config takes those that it knows. And
+# what some families want besides: every type of layer, and layers of two shapes.
+TABLES = json.loads(Path(__file__).with_name("sizes.json").read_text())
+SIZES = {name: size for group in TABLES["sizes"].values()
+         for name, size in group.items()}
+MORE = TABLES["more"]
 OTHERS = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
           "num_attention_heads": 2}
 TYPES = {  # for families with types of layers

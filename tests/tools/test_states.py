@@ -8,6 +8,7 @@ engine on purpose, and a comparison or the engine itself must notice.
 import gc
 import pickle
 import random
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 import families
 from helpers import (
+    CPU,
     add_all,
     check_invariants,
     counters,
@@ -25,13 +27,14 @@ from helpers import (
     message_of,
     serve,
 )
-from nanopaged import BeamSearchParams
+from nanopaged import LLM, BeamSearchParams
 from nanopaged.block_manager import BlockManager
 from nanopaged.loading import start_up, states
 from nanopaged.loading.any_decoder import AnyDecoder
 
 NAMES = ["falcon_h1", "gemma4_text", "granitemoehybrid", "kimi_linear", "lfm2",
          "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
+SLOW_FAMILY = pytest.param("qwen3_next", marks=pytest.mark.slow)
 
 
 def forbid_even(token_ids, logits):
@@ -45,7 +48,18 @@ def further(rng):
             "logits_processors": rng.choice([None, [forbid_even]])}
 
 
-def compare(path, model, engine, seed, ahead=0, **options):
+@pytest.fixture(scope="session")
+def roomy():
+    """`roomy(path)`: an engine that has room for all, made once."""
+    @cache
+    def make(path):
+        return LLM(path, block_size=4, num_blocks=400, max_model_len=96,
+                   attention_backend="torch", **CPU)
+
+    return make
+
+
+def compare(path, model, engine, roomy, seed, ahead=0, **options):
     """Serve all kinds of requests, and compare greedy answers and beams with those of
     transformers, and the others with those of an engine that has room for all.
     """
@@ -65,18 +79,20 @@ def compare(path, model, engine, seed, ahead=0, **options):
         max_new_tokens=8, early_stopping=False, eos_token_id=None)
     wanted = beams[:, len(prompts[0]):].tolist()
     assert [tokens for tokens, *_ in answers[len(prompts)]] == wanted
-    roomy = engine(path, num_blocks=400, attention_backend="torch")
-    assert answers[len(ours):] == serve(roomy, drawn)
+    assert answers[len(ours):] == serve(roomy(path), drawn)
     return counters(llm)
 
 
 # -- The same tokens -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_tokens_of_transformers_in_a_tight_pool(name, mode, family, engine):
+# The random engines below have all families.
+@pytest.mark.parametrize(("name", "mode"), [
+    ("falcon_h1", "swap"), ("gemma4_text", "recompute"), ("kimi_linear", "recompute"),
+    ("lfm2", "swap"), ("mamba2", "recompute"), ("qwen3_next", "swap")])
+def test_the_tokens_of_transformers_in_a_tight_pool(name, mode, family, engine, roomy):
     """Forks, beams, both preemptions, one step ahead, scored prompts, processors."""
-    found = compare(*family(name), engine, seed=3, ahead=1, preemption_mode=mode,
+    found = compare(*family(name), engine, roomy, seed=3, ahead=1, preemption_mode=mode,
                     num_blocks=44, max_num_batched_tokens=19)
     assert found[f"preemptions_{mode}"] > 0
 
@@ -92,12 +108,14 @@ def test_a_prefix_is_of_no_use_without_the_state_after_it(name, family, engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
-def test_the_tokens_of_transformers_in_random_engines(seed, family, engine):
+def test_the_tokens_of_transformers_in_random_engines(
+        seed, family, engine, roomy):
     """Blocks of 1 to 16 tokens, chunks of 1 to 40, pools that hold few sequences."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8, 16])
-    compare(*family(NAMES[seed % len(NAMES)]), engine, seed, ahead=rng.choice([0, 1]),
-            block_size=block_size, num_blocks=rng.randrange(190, 300) // block_size + 9,
+    compare(*family(NAMES[seed % len(NAMES)]), engine, roomy, seed,
+            ahead=rng.choice([0, 1]), block_size=block_size,
+            num_blocks=rng.randrange(190, 300) // block_size + 9,
             max_num_batched_tokens=rng.randrange(1, 41),
             max_num_seqs=rng.randrange(3, 10),
             preemption_mode=rng.choice(["recompute", "swap"]),
@@ -191,10 +209,10 @@ def change_in_place(patch):
         outs = compute_run(self, entries, *more)
         for old, new in (self.shared.metadata.states[entry] for entry in entries):
             for kind in states.KINDS if old else ():
-                for key, tensor in vars(new[self])[kind].items():
+                for key, tensor in vars(new[self.number])[kind].items():
                     if tensor is not None:
-                        vars(old[self])[kind][key].copy_(tensor)
-            new[self] = old[self] if old else new[self]
+                        vars(old[self.number])[kind][key].copy_(tensor)
+            new |= old or {}
         return outs
 
     patch.setattr(states.Stateful, "compute_run", broken)
@@ -212,7 +230,7 @@ def exchange_decodes(patch):
     (keep_after_recompute, "recompute", "a state is of computed tokens"),
     (change_in_place, "recompute", "wrong tokens"),
     (exchange_decodes, "recompute", "must be a family that remembers")])
-@pytest.mark.parametrize("name", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("name", ["lfm2", SLOW_FAMILY])
 def test_what_breaks_a_state_is_noticed(name, mutation, mode, words, family, engine,
                                         monkeypatch):
     path, _ = family(name)
@@ -246,26 +264,27 @@ def forget(kind, when, patch):
     patch.setattr(kind, "forward", forgetful)
 
 
-@pytest.mark.parametrize("when", [lambda count: count == 1, lambda count: count > 1],
-                         ids=["decodes", "chunks"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(("name", "kind"), [
-    ("lfm2", Lfm2ShortConv), ("qwen3_next", Qwen3NextGatedDeltaNet)])
+@pytest.mark.parametrize(("name", "kind", "sizes"), [
+    ("lfm2", Lfm2ShortConv, (1, 16)), ("qwen3_next", Qwen3NextGatedDeltaNet, (16,)),
+    pytest.param("qwen3_next", Qwen3NextGatedDeltaNet, (1,), marks=pytest.mark.slow)])
 def test_a_family_that_loses_its_state_is_found_at_the_start(
-    name, kind, dtype, when, family, engine, monkeypatch
-):
+        name, kind, sizes, dtype, family, engine, monkeypatch):
+    """In decodes, or in chunks."""
     path, _ = family(name)
-    for block_size in (1, 16):
+    for block_size in sizes:
         options = {"dtype": dtype, "block_size": block_size, "max_model_len": 32}
         engine(path, **options)
-        with monkeypatch.context() as patch:
-            forget(kind, when, patch)
-            message = message_of(lambda more=options: engine(path, **more))
-        assert "a family that remembers earlier tokens by" in message
+        for when in (lambda count: count == 1, lambda count: count > 1):
+            with monkeypatch.context() as patch:
+                forget(kind, when, patch)
+                message = message_of(lambda more=options: engine(path, **more))
+            assert "a family that remembers earlier tokens by" in message
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["mamba", "jamba"])
+@pytest.mark.parametrize("name", [
+    "mamba", pytest.param("jamba", marks=pytest.mark.slow)])
 def test_chunks_of_mamba_1_are_computed_by_token(name, dtype, family, engine,
                                                  monkeypatch):
     """As transformers computes them, a chunk of several tokens starts without state."""

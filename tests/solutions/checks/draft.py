@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from nanopaged import LLM, SamplingParams, sampler
+from nanopaged import LLM, SamplingParams, model_runner, sampler
 
 VOCAB, LENGTH, NUM_DRAWS = 5, 4, 128 * 64
 CONFIG = {
@@ -129,13 +129,14 @@ def forget_the_draft(judge):
 
 def draw_once(judge):
     """One random number decides about the guess, and draws the token after it."""
-    made = sampler.draw_params
+    made = model_runner.draw_table
 
-    def draw_params(*arguments):
-        number, heat, _, *limits = made(*arguments)
-        return number, heat, number, *limits
+    def draw_table(batch):
+        table = made(batch)
+        table[5] = table[0]
+        return table
 
-    sampler.draw_params = draw_params
+    model_runner.draw_table = draw_table
     return judge
 
 
@@ -145,11 +146,11 @@ def check_draws(folder):
     values = [p_value(draw(llm, limits), exact_probs(plain, limits))
               for limits in ({}, {"top_k": 3})]
     assert min(values) > 0.001, values
-    judge, draw_params, wrong = sampler.judge, sampler.draw_params, []
+    judge, draw_table, wrong = sampler.judge, model_runner.draw_table, []
     for sabotage in (trust_all, forget_the_draft, draw_once):
         sampler.judge = sabotage(judge)
         wrong.append(p_value(draw(llm, {}), exact_probs(plain, {})))
-    sampler.judge, sampler.draw_params = judge, draw_params
+    sampler.judge, model_runner.draw_table = judge, draw_table
     assert max(wrong) < 1e-6, f"this test would not notice mistakes: {wrong}"
     return values, wrong
 

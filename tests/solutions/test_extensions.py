@@ -53,20 +53,27 @@ def extended(tmp_path):
     return make
 
 
-def run_check(folder, name, *arguments, python=()):
-    """Run the script of an extension with this copy of the package."""
-    script = SOLUTIONS / "checks" / f"{name}.py"
-    said = run_python(*python, script, *map(str, arguments), cwd=folder,
-                      PYTHONPATH=str(folder), OMP_NUM_THREADS="1")
-    print(said)
-    return said
+@pytest.fixture
+def run_check(warm):
+    """`run_check(folder, name, ..)`: run the script of an extension with this copy of
+    the package; returns what it says.
+    """
+    def run(folder, name, *arguments, python=()):
+        status, said = warm(*python, script_of(name), *arguments, cwd=folder)
+        assert status == 0, said
+        return said
+
+    return run
 
 
 @pytest.fixture
-def check(extended):
-    """`check(name, ..)`: run the script of an extension; returns what it says."""
-    return lambda name, *more, python=(): run_check(
-        extended(name), name, *more, python=python)
+def check(extended, run_check):
+    """`check(name, ..)`: the same, with a copy that has the extension."""
+    return lambda name, *arguments: run_check(extended(name), name, *arguments)
+
+
+def script_of(name):
+    return SOLUTIONS / "checks" / f"{name}.py"
 
 
 def lines_of_code(path):
@@ -94,8 +101,7 @@ def test_it_takes_few_lines_in_few_files(extended, name):
 @pytest.mark.slow
 def test_speculation_gives_the_same_tokens_in_fewer_steps(check, tmp_path):
     """The answers to expect are those of the engine as it is, without the patch."""
-    script = SOLUTIONS / "checks" / "speculation.py"
-    answers = runpy.run_path(str(script))["plain_answers"](100, 0)
+    answers = runpy.run_path(str(script_of("speculation")))["plain_answers"](100, 0)
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     said = check("speculation", 100, 0, '"answers.json"')
     assert "the same tokens in 100 random runs" in said
@@ -116,24 +122,23 @@ def test_its_own_check_passes(check, name, arguments, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", TOGETHER, ids="+".join)
-def test_two_work_together(tmp_path, pair):
+def test_two_work_together(tmp_path, pair, run_check):
     """In one copy, the check of each passes while the other is switched on."""
     copy_package(tmp_path)
     for name in pair:
         apply_patch(name, tmp_path)
     for name, other in [pair, pair[::-1]]:
-        script, runs = SOLUTIONS / "checks" / f"{name}.py", [] if name == "moe" else [8]
-        said = run_python(
-            "-c", WITH_OPTIONS, json.dumps(OPTIONS.get(other, {})), str(script),
-            *map(str, runs), cwd=tmp_path, PYTHONPATH=str(tmp_path),
-            OMP_NUM_THREADS="1")
-        print(said)
+        options, runs = json.dumps(OPTIONS.get(other, {})), [8] * (name != "moe")
+        said = run_check(
+            tmp_path, name, *runs, python=["-c", WITH_OPTIONS, options])
         assert "8 random runs" in said or "moe: ok" in said
 
 
 @pytest.mark.slow
-def test_ranks_share_every_expert(check):
-    assert "moe: ok" in check("moe", 1, python=[*TORCHRUN, "2"])
+def test_ranks_share_every_expert(extended, tmp_path):
+    assert "moe: ok" in run_python(
+        *TORCHRUN, "2", str(script_of("moe")), "1", cwd=extended("moe"),
+        PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow
@@ -143,6 +148,7 @@ def test_a_server_serves_eight_clients_and_survives_those_that_go_away(check):
     assert "server: ok" in check("server")
 
 
+@pytest.mark.slow
 def test_programs_for_vllm_find_what_vllm_answers(check):
     """Recorded by checks/vllm_answers.py."""
     assert "answers are those of vLLM" in check("as_vllm", "vllm")
@@ -166,3 +172,29 @@ def test_programs_for_vllm_find_what_transformers_does(check, name, package, exp
 def test_ray_answers_every_prompt_once_even_if_an_engine_is_killed(check):
     pytest.importorskip("ray.data", reason="pip install 'ray[data]'")
     assert "ray_batch: ok" in check("ray_batch")
+
+
+# -- Checks notice what is easy to get wrong -------------------------------------------
+
+
+# What is easy to get wrong about states, and its place in solutions/state_cache.patch.
+MISTAKES = {
+    "a state of later tokens": (
+        "prefix_cache.py", "return [stop for", "return [stop + 1 for"),
+    "a token that the state has seen is computed again": (
+        "scheduler.py", "prefix, num_cached, prefix_state",
+        "prefix, num_cached - bool(prefix), prefix_state"),
+    "states are never dropped": (
+        "prefix_cache.py", "len(self.states) > self.num_states", "False")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_with_states_is_noticed(extended, run_check, mistake):
+    name, right, wrong = MISTAKES[mistake]
+    path = extended("state_cache") / "nanopaged" / name
+    text = path.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    with pytest.raises(AssertionError, match="tokens of transformers|states are kept"):
+        run_check(path.parents[1], "state_cache")

@@ -1,0 +1,93 @@
+"""A Python that has imported torch and transformers, and forks for each script: most of
+the seconds that a fresh one takes are imports.
+
+It reads lines of JSON, each with scripts that run at once, and answers with their worst
+exit code. Whatever a script imports or breaks ends with its process. Nothing of this
+project is imported here, nor Numba, which looks at the environment then. (So does
+Triton, which torch brings along: it runs in its interpreter.)
+"""
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import traceback
+from contextlib import contextmanager
+
+import torch  # noqa: F401
+from transformers import (  # noqa: F401
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationMixin,
+    LlamaForCausalLM,
+)
+
+
+@contextmanager
+def start(log):
+    """A function that runs Python with these arguments, and returns its exit code and
+    its output. It imports the package of `cwd`, unless PYTHONPATH names another. With
+    `ranks`, so many run at once.
+    """
+    fresh = os.environ | {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
+    fresh.pop("PYTHONPATH", None)
+    with subprocess.Popen([sys.executable, __file__], env=fresh, text=True,
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as server:
+
+        def run_there(*arguments, cwd, ranks=1, **env):
+            log.write_text("")
+            env = fresh | {"PYTHONPATH": str(cwd)} | env
+            jobs = [[[*map(str, arguments)], str(cwd), env | {"RANK": str(rank)},
+                     str(log)] for rank in range(ranks)]
+            server.stdin.write(json.dumps(jobs) + "\n")
+            server.stdin.flush()
+            return int(server.stdout.readline()), log.read_text("utf-8")
+
+        yield run_there
+        server.kill()
+
+
+def run(arguments, cwd, env, log):
+    """As `python arguments` does, in this process."""
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    signal.alarm(900)  # it does not hang for good
+    for descriptor in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), descriptor)
+    kind, *sys.argv = arguments if arguments[0] in ("-c", "-m") else ["", *arguments]
+    sys.path[:1] = ["" if kind else os.path.dirname(sys.argv[0]),
+                    *env["PYTHONPATH"].split(os.pathsep)]
+    if kind == "-m":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    elif kind == "-c":
+        code, sys.argv[0] = sys.argv[0], "-c"
+        exec(code, {"__name__": "__main__"})
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def fork(job):
+    """Run a script in a process of its own; returns its id."""
+    if child := os.fork():
+        return child
+    status = 1
+    try:
+        run(*job)
+        status = 0
+    except SystemExit as end:
+        status = int(end.code or 0) if isinstance(end.code, int | None) else 1
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        children = [fork(job) for job in json.loads(line)]
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        print(max(map(abs, map(os.waitstatus_to_exitcode, statuses))), flush=True)
