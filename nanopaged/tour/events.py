@@ -132,9 +132,9 @@ class TracedScheduler(WatchedScheduler):
             self.events.say("recompute", f"{full} It gives up its K and V and keeps "
                             "its tokens.")
 
-    def _schedule_sequence(self, seq: Sequence, batch: Batch) -> None:
+    def _schedule_sequence(self, seq: Sequence, batch: Batch, budget: int) -> None:
         first, name = seq.num_computed_tokens, key(seq)
-        super()._schedule_sequence(seq, batch)
+        super()._schedule_sequence(seq, batch, budget)
         end, num_prompt_tokens = seq.num_computed_tokens, seq.group.num_prompt_tokens
         number = end - first
         if number == 0:

@@ -10,6 +10,7 @@ import ast
 import html
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -64,6 +65,13 @@ def emptied():
     """All functions without bodies in the copy."""
     listed = {name for row in course.MILESTONES.values() for name in row[2].split()}
     return listed.union(*course.ALSO_EMPTIED.values())
+
+
+@pytest.fixture
+def quick(warm, monkeypatch):
+    """Tests run in forks of a process that has imported torch."""
+    monkeypatch.setattr(course, "run_pytest", lambda folder, tests: warm(
+        "-c", course.PYTEST, course.CPU_SECONDS, *shlex.split(tests), cwd=folder)[0])
 
 
 def scores(student, *numbers, seed=1):
@@ -180,6 +188,7 @@ def test_each_milestone_is_graded_alone(student):
     FORGED], ids=["exit", "loop", "wait", "lie"])
 def test_hostile_code_gets_nothing(code, student, monkeypatch):
     monkeypatch.setattr(course, "SECONDS", 30)
+    monkeypatch.setattr(course, "CPU_SECONDS", 15)
     solve(student, SAMPLING)
     course.replace_body(student, DRAW, code)
     assert scores(student, SAMPLING)[0] < 4  # a few tests do without this function
@@ -206,7 +215,7 @@ def test_the_grade_of_a_kernel_counts_what_it_reads_also_on_a_busy_machine(stude
 
 
 @pytest.mark.slow
-def test_hidden_tests_give_half_of_the_points(student, monkeypatch, tmp_path):
+def test_hidden_tests_give_half_of_the_points(student, quick, monkeypatch, tmp_path):
     root = tmp_path / "teacher"
     shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "results"))
     (root / "tests/hidden").mkdir()
@@ -218,12 +227,12 @@ def test_hidden_tests_give_half_of_the_points(student, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_empty_copy_gets_nothing(student):
+def test_an_empty_copy_gets_nothing(student, quick):
     assert sum(scores(student, *course.MILESTONES)) == 0
 
 
 @pytest.mark.slow
-def test_the_whole_engine_gets_all_points_but_those_for_own_tests(student):
+def test_the_whole_engine_gets_all_points_but_those_for_own_tests(student, quick):
     for number in course.MILESTONES:
         solve(student, number)
     points = scores(student, *course.MILESTONES)
@@ -231,7 +240,7 @@ def test_the_whole_engine_gets_all_points_but_those_for_own_tests(student):
 
 
 @pytest.mark.slow
-def test_each_broken_engine_runs_and_fails_only_on_what_it_breaks(tmp_path):
+def test_each_broken_engine_runs_and_fails_only_on_what_it_breaks(tmp_path, quick):
     """So a test that merely loads the model, or runs it, earns nothing."""
     folder = course.copy_project(tmp_path / "project")
     shutil.copy(WITNESSES, folder / "tests")
@@ -249,7 +258,7 @@ def test_each_broken_engine_runs_and_fails_only_on_what_it_breaks(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_test_earns_the_broken_engines_that_it_sees(student):
+def test_a_test_earns_the_broken_engines_that_it_sees(student, quick):
     """Two of three, here. One that only runs a model earns none: see above."""
     text = WITNESSES.read_text("utf-8")
     start, *tests = re.split(r"^(?=def test_)", text, flags=re.M)

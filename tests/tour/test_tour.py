@@ -326,7 +326,8 @@ def test_a_token_without_a_name_and_what_an_error_leaves(
     """A vocabulary may have more ids than the tokenizer has names."""
     llm = engine(text_model)
     monkeypatch.setattr(type(llm.tokenizer), "convert_ids_to_tokens", lambda *_: None)
-    monkeypatch.setattr(nanopaged.tour.state, "token_bytes", lambda *_: (b"", b""))
+    for module in (nanopaged.tour.state, nanopaged.frontend.detokenizer):
+        monkeypatch.setattr(module, "token_bytes", lambda *_: (b"", b""))
     with trace(llm) as run:
         llm.generate([[5, 6]], greedy(2), use_tqdm=False)
     assert next(iter(run.groups.values()))["prompt"][0] == "<5>"
