@@ -23,7 +23,9 @@ import torch
 import nanopaged
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
-from nanopaged.sampler import sample
+from nanopaged.fused import make_ops
+from nanopaged.logits import fill_pending, penalize
+from nanopaged.sampler import draw, draw_table, lowest_kept, sample
 from nanopaged.sequence import SequenceGroup
 
 ROOT = Path(nanopaged.__file__).parent.parent
@@ -92,11 +94,16 @@ def new_group(tokens, params=None, stop=(), max_model_len=10**6):
     return SequenceGroup(list(tokens), params, set(stop), max_model_len)
 
 
+OPS = make_ops(False, fill_pending, penalize, lowest_kept, draw)
+
+
 def sample_for(logits, seqs):
     """What is sampled if row i of the logits follows all computed tokens of seqs[i]."""
     ends = [seq.num_computed_tokens for seq in seqs]
-    return sample(logits, Batch(
-        ends=ends, sample_entries=list(range(len(seqs))), receivers=seqs))
+    batch = Batch(ends=ends, sample_entries=list(range(len(seqs))), receivers=seqs)
+    draws = torch.from_numpy(draw_table(batch)).to(logits.device)
+    last_tokens = draws.new_zeros(len(seqs), dtype=torch.int64)
+    return sample(batch, last_tokens, OPS, logits, draws)
 
 
 # -- Answers ---------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Several processes, one engine: the same tokens, and nothing is left behind.
 
-A script runs under torchrun, with gloo on the loopback. The tokens of its ranks are
-those of one rank, in pools so tight that requests are preempted. However a script ends,
-and whichever process is killed, all of them end soon.
+Ranks of a script talk by gloo on the loopback. Their tokens are those of one rank, in
+pools so tight that requests are preempted. However a script ends under torchrun, and
+whichever process is killed, all of them end soon.
 """
 
 import json
@@ -15,51 +15,41 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
-from helpers import CPU, ROOT, draw_requests, run_python, serve
+from helpers import CPU, ROOT, draw_requests, serve
 
 LAUNCHER = ["-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
 TORCHRUN = [*LAUNCHER, "--standalone", "--nproc-per-node"]
 OPTIONS = CPU | {"block_size": 4, "max_model_len": 96, "num_blocks": 28,
                  "max_num_seqs": 12, "max_num_batched_tokens": 24}
+HERE = Path(__file__).parent
 SOON = 60  # seconds, for busy machines; usually it takes a few
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 
 # -- The same tokens -------------------------------------------------------------------
 
-# Here a process is a rank of several engines in turn: all of them use one process
-# group, and a batch that no engine sends takes the other ranks on to the next one.
 SERVE = """
-import json, os
-from contextlib import suppress
+import json, os, sys
 from pathlib import Path
-import torch.distributed as dist
 from helpers import counters, serve
 from nanopaged import LLM
-from nanopaged.batch import Batch
 from nanopaged.model_runner import ModelRunner
 from test_ranks import draw, listening
 
-def run_or_go_on(self, batch):
-    if batch.sample_entries and not batch.counts:
-        raise StopIteration
+def run_and_look(self, batch):
+    report = listening(), os.environ.get("GLOO_SOCKET_IFNAME")
+    Path(os.environ["RANK"]).write_text(json.dumps(report))
     return run(self, batch)
 
-init, run, ModelRunner.run = dist.init_process_group, ModelRunner.run, run_or_go_on
-is_initialized, dist.is_initialized = dist.is_initialized, lambda: False
-dist.init_process_group = lambda *args, **options: (
-    is_initialized() or init(*args, **options))
-answers, here, size = [], Path(__file__).parent, int(os.environ["WORLD_SIZE"])
-for path, options, runs_ahead, seed in json.loads((here / "engines.json").read_text()):
-    options["tensor_parallel_size"] = size
-    with suppress(StopIteration), LLM(path, **options) as llm:
-        llm.engine.steps_ahead = runs_ahead
-        answers.append([serve(llm, draw(seed)), counters(llm)])
-        llm.engine.runner.ranks.send(Batch(sample_entries=[0]))
-dist.is_initialized = is_initialized
-report = [answers, listening(), os.environ.get("GLOO_SOCKET_IFNAME")]
-(here / os.environ["RANK"]).write_text(json.dumps(report))
+path, options, runs_ahead, seed = json.loads(sys.argv[1])
+run, ModelRunner.run = ModelRunner.run, run_and_look
+options["tensor_parallel_size"] = int(os.environ["WORLD_SIZE"])
+with LLM(path, **options) as llm:  # only the first rank comes further
+    llm.engine.steps_ahead = runs_ahead
+    answer = serve(llm, draw(seed)), counters(llm)
+Path("answer").write_text(json.dumps(answer))
 """
 
 
@@ -77,29 +67,7 @@ def listening():
     return [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
-def run_ranks(size, engines, directory):
-    """Run SERVE; returns each rank's answers, and where it listens."""
-    (directory / "engines.json").write_text(json.dumps(engines))
-    (directory / "script.py").write_text(SERVE)
-    run_python(*TORCHRUN, str(size), str(directory / "script.py"), cwd=directory,
-               PYTHONPATH=os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
-               OMP_NUM_THREADS="1")
-    return [json.loads((directory / str(rank)).read_text()) for rank in range(size)]
-
-
-def check_answers(answers, engines, engine):
-    """They are those of one rank with room for all, where nobody is preempted."""
-    for (answer, stats), (path, options, _, seed) in zip(answers, engines, strict=True):
-        one = engine(path, **(OPTIONS | {"num_blocks": 800, "max_num_seqs": 64}))
-        expected = json.loads(json.dumps(serve(one, draw(seed))))
-        assert answer == expected, (path, options)
-        tokens = {token for output in expected for c in output for token in c[0]}
-        assert len(tokens) > 50, "they repeat themselves"
-        assert stats["blocks_used"] == 0
-        mode = options["preemption_mode"]
-        assert stats[f"preemptions_{mode}"] > 0
-
-
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}  # for four ranks
 FAMILIES = {
     "llama": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
     "mistral": {"sliding_window": None},
@@ -111,21 +79,36 @@ FAMILIES = {
 
 
 @linux
-@pytest.mark.parametrize(("size", "families"), [
-    (2, ["qwen3"]), pytest.param(2, [*FAMILIES], marks=pytest.mark.slow),
-    pytest.param(4, ["llama", "qwen3"], marks=pytest.mark.slow)])
-def test_ranks_say_what_one_says(size, families, make_model, engine, tmp_path):
-    """With samples, beams, chunks, both modes of preemption, and one step ahead. And
-    they listen at the loopback alone.
+@pytest.mark.parametrize(("size", "family", "runs_ahead"), [
+    (2, "qwen3", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (2, "llama", False), (2, "mistral", False), (2, "qwen2", True),
+        (4, "llama", False), (4, "qwen3", True)))])
+def test_ranks_say_what_one_says(
+        size, family, runs_ahead, make_model, engine, warm, tmp_path):
+    """In a pool with room for all, where nobody is preempted: with samples, beams,
+    chunks, both modes of preemption, and one step ahead. And they listen at the
+    loopback alone.
     """
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if size == 4 else {}
-    engines = [
-        (str(make_model(family, seed=seed, **FAMILIES[family] | heads)),
-         OPTIONS | {"preemption_mode": ("recompute", "swap")[seed % 2]}, seed >= 2, 2)
-        for seed, family in enumerate(FAMILIES) if family in families]
-    reports = run_ranks(size, engines, tmp_path)
-    check_answers(reports[0][0], engines, engine)
-    for _, places, interface in reports:
+    seed = [*FAMILIES].index(family)
+    mode, fields = ("recompute", "swap")[seed % 2], HEADS if size == 4 else {}
+    path = make_model(family, seed=seed, **FAMILIES[family] | fields)
+    options = OPTIONS | {"preemption_mode": mode}
+    (tmp_path / "script.py").write_text(SERVE)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    status, said = warm(
+        tmp_path / "script.py", json.dumps([str(path), options, runs_ahead, 2]),
+        cwd=tmp_path, ranks=size, PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
+        WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True")  # as torchrun sets them
+    assert status == 0, said
+    answer, stats = json.loads((tmp_path / "answer").read_text())
+    one = engine(path, **OPTIONS | {"num_blocks": 800, "max_num_seqs": 64})
+    assert answer == json.loads(json.dumps(serve(one, draw(2))))
+    tokens = {token for output in answer for c in output for token in c[0]}
+    assert len(tokens) > 50, "they repeat themselves"
+    assert stats["blocks_used"] == 0 and stats[f"preemptions_{mode}"] > 0
+    for rank in range(size):
+        places, interface = json.loads((tmp_path / str(rank)).read_text())
         # A host's name may stand for the loopback anyway, but only on some machines.
         assert places and interface == "lo", "gloo's ranks connect to each other"
         assert all(place.startswith("0100007F:") for place in places)
@@ -165,7 +148,7 @@ while how != "the end of the script":
 ENDS = {  # how: what torchrun's output must have
     "the end of the script": "", "sys.exit": "exitcode *: 7",
     "an exception": "KeyError: 'not in the dictionary'",
-    "a second engine": "ValueError: tensor_parallel_size must be 1 for another engine",
+    "a second engine": "ValueError: trying to initialize the default process group",
     "an error in rank 1": r"ValueError: the machine is on fire[\s\S]*rank *: 1",
     "kill -9 of rank 0": "Signal 9", "kill -9 of rank 1": "Signal 9",
     "kill -9 of machine 0": "", "kill -9 of machine 1": "",
