@@ -321,8 +321,7 @@ def test_a_decode_step_of_qwen3_launches_no_more_than_before(
     gpu, path = quick_gpu, make_model("qwen3", num_hidden_layers=4, seed=3)
     llm = engine(path, device="cuda", dtype="bfloat16", **OPTIONS)
     nodes = Counter(name for name, _ in gpu.graphs[0].operations)
-    limit = 4 * 11 + 15
-    assert sum(nodes.values()) <= limit, f"a graph has more nodes than {limit}: {nodes}"
+    assert sum(nodes.values()) <= 4 * 11 + 15, f"a graph has more nodes: {nodes}"
     options = {"max_tokens": 9, "ignore_eos": True}
     for temperature in (0, 0.6):
         params = SamplingParams(temperature=temperature, **options)
@@ -423,7 +422,7 @@ def test_kernels_compile_for_gpus_and_fit_into_them(make_model, engine, tmp_path
             "qwen3", num_attention_heads=query_heads, num_key_value_heads=kv_heads,
             head_dim=head_dim, hidden_size=64, intermediate_size=64, vocab_size=160,
             num_hidden_layers=1, max_position_embeddings=256)
-        with PretendedGpu(computes=False) as gpu:
+        with PretendedGpu(divmod(arch, 10), computes=False) as gpu:
             engine(path, device="cuda", dtype=dtype, block_size=16, max_model_len=64,
                    max_num_seqs=4, max_num_batched_tokens=64)
         for jit, _, kinds, options in gpu.kernel_keys.values():

@@ -39,7 +39,7 @@ CEILINGS = {
     "all": 2979,
     "tour": 1496,
     "paper": 369,
-    "tests": 4989,
+    "tests": 4988,
     "all tests": 8243,
 }
 
@@ -141,7 +141,7 @@ def test_the_files_of_the_tests_stay_small():
     counts = count(TESTS)
     assert {name: lines for name, lines in counts.items() if lines > 500} == {}
     counts = count((ROOT / "tests/gpu").glob("*.py"))
-    assert sum(counts.values()) <= 808, counts
+    assert sum(counts.values()) <= 806, counts
 
 
 # -- Imports and names -----------------------------------------------------------------

@@ -222,8 +222,12 @@ def write_tour(copy):
     from nanopaged.tour import guide, source
     from nanopaged.tour.guide import markdown
 
+    getsource = source.inspect.getsource
+
     def source_of_copy(found):
-        module = found.__module__.removeprefix("nanopaged.")
+        _, is_ours, module = getattr(found, "__module__", "").partition("nanopaged.")
+        if not is_ours:  # transformers looks at its own code when it loads a model
+            return getsource(found)
         path, node = find(copy, f"{module}.{found.__qualname__}")
         lines = path.read_text("utf-8").splitlines(keepends=True)
         return "".join(lines[node.lineno - 1 : node.end_lineno])

@@ -274,14 +274,10 @@ def peer(task, quick):
 
 def shapes(task, quick):
     """Attention of decodes: one wave of long and short sequences."""
-    bandwidth = measure_bandwidth(task, quick)
-
-    def measure(shape):
-        case = decode_case(quick, shape)
-        return attention_speed(on_device(case), case, bandwidth, 2 if quick else 10)
-
+    bandwidth, calls = measure_bandwidth(task, quick), 2 if quick else 10
     for shape in list(SHAPES)[: 2 if quick else None]:
-        task(shape, partial(measure, shape))
+        case = decode_case(quick, shape)
+        task(shape, partial(attention_speed, on_device(case), case, bandwidth, calls))
 
 
 # -- A decode step taken apart ---------------------------------------------------------
