@@ -24,7 +24,7 @@ from nanopaged.logits import process, report_logprobs, to_device
 from nanopaged.sequence import Logprobs
 
 GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
-RESOLUTION = 2.0**-32  # random numbers are multiples of this, from 0 to below 1
+RESOLUTION = 2.0**-32  # of random numbers: what is less likely may never be drawn
 PART = 512  # tokens in each part of the vocabulary: see `search`
 
 

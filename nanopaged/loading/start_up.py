@@ -17,10 +17,9 @@ from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.engine import Engine
-from nanopaged.fused import make_ops
 from nanopaged.loading.checkpoint import ModelConfig
 from nanopaged.loading.processes import divide, join
-from nanopaged.loading.weights import load_model, products, stored_dtype
+from nanopaged.loading.weights import load_model, main_dtype, products, stored_tensors
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sequence import SequenceGroup
 
@@ -39,8 +38,8 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     return engine
 
 
-# torch recompiles the functions of `make_ops` for each hidden size of any
-# engine in this process, and by default gives up after 8 versions.
+# torch recompiles the functions of `make_ops` for each hidden size of any engine in
+# this process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
     """Load the model, try the largest steps, and allocate the pools."""
@@ -51,13 +50,13 @@ def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
         config = replace(config, max_num_batched_tokens=CPU_BUDGET)
     model_dtype = model_config.dtype
     if model_dtype is None and config.load_format != "dummy":
-        model_dtype = stored_dtype(model_config.source)
+        model_dtype = main_dtype(stored_tensors(model_config.source))
     dtype = pick_dtype(config.dtype, model_dtype, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend = make_backend(name, share, config.block_size, dtype, device)
     compiles = device.type == "cuda" and not config.enforce_eager
     module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
-    ops = make_ops(compiles, module.add_norm, module.norm_rotate, fused.silu_mul)
+    ops = fused.make_ops(compiles, module.add_norm, module.norm_rotate, fused.silu_mul)
     longest = share.longest_sequence = longest_sequence(config, model_config)
     model = load_model(config, share, backend, ops, ranks)
     runner = ModelRunner(config, ranks, backend, model, share, longest)

@@ -71,7 +71,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
     elif is_ours:
-        pretrained = load_pretrained(model_config, stored_dtype(model_config.source))
+        pretrained = load_pretrained(model_config)
         tensors = dict(pretrained.named_parameters(remove_duplicate=False))
         fill(model, tensors, ranks)
     if products:
@@ -102,20 +102,21 @@ def stored_tensors(source: str | Path) -> dict[str, Tensor]:
     return tensors
 
 
-def stored_dtype(source: str | Path) -> torch.dtype:
-    """The dtype of a checkpoint's largest tensor."""
-    return max(stored_tensors(source).values(), key=Tensor.numel).dtype
+def main_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
+    """The dtype of the largest of these tensors."""
+    return max(tensors.values(), key=Tensor.numel).dtype
 
 
-def load_pretrained(model_config: ModelConfig, dtype: torch.dtype) -> Any:
+def load_pretrained(model_config: ModelConfig, dtype: torch.dtype | None = None) -> Any:
     """Transformers' model, with the weights of the checkpoint; ValueError if a tensor
     is missing, is left over, or does not fit.
 
-    Tensors that are stored in this dtype are mapped into memory: they are read when
-    they are used, and the system may forget that again.
+    Tensors that are stored in this dtype (None: that of the largest one) are mapped
+    into memory: they are read when they are used, and the system may forget that again.
     """
     source = model_config.source
     stored = stored_tensors(source)
+    dtype = dtype or main_dtype(stored)
     shows_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
