@@ -55,7 +55,7 @@ class Metadata:
     block_tables: Tensor  # [num_table_blocks]
     last_indices: Tensor  # [num_samples]: the token that each sample follows
     draws: Any = None  # [5, num_samples]: see `draw_table` in `sampler.py`
-    states: Any = ()  # of each sequence: `Batch.states`
+    seqs: Any = ()  # the sequence of each entry, for models with states
 
 
 def cdiv(number: Any, divisor: Any) -> Any:

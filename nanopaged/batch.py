@@ -14,16 +14,16 @@ negative number, which the GPU replaces with the token. Therefore:
 """
 
 from array import array
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from nanopaged.block_manager import Moves
-from nanopaged.sequence import Sequence, SequenceGroup, State
+from nanopaged.sequence import Sequence
 
 
-@dataclass
-class Batch:
-    """All that a rank needs to know about a step.
+@dataclass(kw_only=True)
+class Work:
+    """What a step computes, in numbers. Rank 0 sends this to the other ranks.
 
     Entry i of the step computes `counts[i]` tokens of a sequence, up to, but not
     including, position `ends[i]`. Sample j is drawn from the logits after entry
@@ -50,24 +50,27 @@ class Batch:
     # Copies of blocks to make before the model runs, one after another: for swaps and
     # for copy-on-write. A later one may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
-    # For the sampler and for `Scheduler.update`. Only rank 0 has the last three.
-    receivers: list[Sequence] = field(default_factory=list)
-    groups: list[SequenceGroup] = field(default_factory=list)  # of each entry
-    # The state before each entry, and the one after it, which the step fills. (A model
-    # whose sequences have states runs on a single rank.)
-    states: list[tuple[State | None, State]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Batch(Work):
+    """A step as the scheduler plans it: its work, and whom that is for. On other ranks
+    both of these are empty.
+    """
+
+    seqs: list[Sequence] = field(default_factory=list)  # the sequence of each entry
+    receivers: list[Sequence] = field(default_factory=list)  # and of each sample
 
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # If all known tokens are computed, it is the turn of the pending one. (There is
-        # one only: older ones have been read, and this step's own is added later.)
+        # If all known tokens are computed, it is the turn of the pending one, which the
+        # step in flight samples. (This step's own is added later, by `add_sample`.)
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)
         self.block_ids += block_ids
-        self.groups.append(seq.group)
-        self.states.append((seq.state, {}))
+        self.seqs.append(seq)
 
     @property
     def sample_positions(self) -> list[int]:
@@ -79,8 +82,3 @@ class Batch:
         receiver.pending.append(-1 - len(self.receivers))
         self.sample_entries.append(len(self.counts) - 1)
         self.receivers.append(receiver)
-
-
-HERE = ("receivers", "groups", "states")  # these stay on rank 0
-# The fields that are sent to other ranks: those with numbers.
-SENT = [each.name for each in fields(Batch) if each.name not in HERE]

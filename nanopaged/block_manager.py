@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from nanopaged.prefix_cache import PrefixCache
-from nanopaged.sequence import Sequence, State
+from nanopaged.sequence import NO_STATES, Sequence, States
 
 # Block ids in the order in which they are taken. An OrderedDict adds at both ends, and
 # drops a block from its middle in O(1), when a request finds it in the prefix cache.
@@ -62,9 +62,9 @@ class BlockManager:
     # -- A sequence comes, grows and goes ----------------------------------------------
 
     def replace_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int,
-                       state: State | None = None) -> None:
+                       states: States = NO_STATES) -> None:
         """Replace the blocks of `seq` with these, which hold the K and V of its first
-        `num_tokens` tokens. `state` is the state after these.
+        `num_tokens` tokens; `states` belong to these tokens, too.
 
         Its old blocks are freed from the last to the first, so the beginning of a
         sequence stays cached longest. References are added before any is dropped, so a
@@ -84,7 +84,7 @@ class BlockManager:
                 can_find = self.prefix_cache.can_find(block_id)
                 free_list.move_to_end(block_id, last=can_find)
         seq.block_table = array("q", block_ids)
-        seq.num_computed_tokens, seq.state = num_tokens, state
+        seq.num_computed_tokens, seq.states = num_tokens, states
 
     def free(self, seq: Sequence) -> None:
         """Drop all blocks of `seq`. None of its tokens counts as computed any more."""
@@ -92,11 +92,11 @@ class BlockManager:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not, and its
-        state.
+        states.
         """
         num_tokens = parent.num_computed_tokens
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
-        self.replace_blocks(child, list(shared), num_tokens, parent.state)
+        self.replace_blocks(child, list(shared), num_tokens, parent.states)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
         """Give a group's sequences blocks for all tokens before their `computable_end`:
@@ -112,10 +112,10 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those.
             return True
-        # Each sequence needs its own blocks to write into, and what they hold already
-        # counts once. For example, two siblings share a block that is not full, and
-        # both write their next token there: they need 2 blocks and hold 1, so 1 must be
-        # free. (Different groups share only full blocks.)
+        # Of those that share a block that is not full, all but the last to write get a
+        # copy. So the group needs the blocks that each sequence writes, less those that
+        # they hold already, each counted once. For example, two siblings that share
+        # such a block need 2 and hold 1. (Different groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -142,15 +142,15 @@ class BlockManager:
         room, this returns no moves and changes nothing. A block that several of them
         share moves once.
         """
-        return self._move(seqs, self.free_swap_blocks)
+        return self._swap(seqs, self.free_swap_blocks)
 
     def swap_in(self, seqs: list[Sequence]) -> Moves:
         """Move their blocks back. The blocks have new ids, and the cache does not know
         what they hold, so the next `mark_computed` publishes them again.
         """
-        return self._move(seqs, self.free_blocks)
+        return self._swap(seqs, self.free_blocks)
 
-    def _move(self, seqs: list[Sequence], target: FreeList) -> Moves:
+    def _swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
         """Replace the blocks of these sequences with free ones from `target`."""
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
@@ -159,19 +159,19 @@ class BlockManager:
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             new_table = [moved[block_id] for block_id in seq.block_table]
-            self.replace_blocks(seq, new_table, seq.num_computed_tokens, seq.state)
+            self.replace_blocks(seq, new_table, seq.num_computed_tokens, seq.states)
         return list(moved.items())
 
-    def mark_computed(self, seq: Sequence, end: int, state: State | None = None
-                      ) -> None:
+    def mark_computed(self, seq: Sequence, end: int) -> None:
         """Count all tokens before position `end` as computed, and publish the blocks
-        that are now full. `state` is the state after these tokens.
+        that are now full. The step will fill the state after these tokens, if any.
 
         So a request that is admitted later in this step finds blocks whose K and V have
         not been written yet. That is safe, because in every layer the step stores all
-        new K and V before it reads any. If a step fails, the whole cache is forgotten.
+        new K and V before it reads any, and a GPU runs steps in the order in which they
+        are launched. If a step fails, the whole cache is forgotten.
         """
-        seq.num_computed_tokens, seq.state = end, state
+        seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)
 

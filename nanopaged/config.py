@@ -18,13 +18,12 @@ class SamplingParams(Checked):
 
     n: how many continuations to generate. They share the prompt's K and V.
     temperature: 0 always takes the most likely token.
-    top_p, top_k: sample only among the most likely tokens. `top_p=1` and `top_k=0` (or
-        -1) keep all of them.
+    top_p, top_k: sample only among the most likely tokens. 1 and 0 (or -1) keep all.
     min_p: sample only tokens that are at least `min_p` times as likely as the most
         likely one. This counts before top_k and top_p.
     max_tokens: None means as many as the engine's `max_model_len` allows.
-    min_tokens: until there are this many tokens, no EOS or stop token is sampled, not
-        even with `ignore_eos`. Stop strings that are complete by then are ignored.
+    min_tokens: before that many tokens, no EOS or stop token is sampled, even with
+        `ignore_eos`, and stop strings are ignored.
     stop: one string or several. A stop string ends the sequence and is cut off. Of
         several, the one that is complete first counts.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
@@ -32,7 +31,7 @@ class SamplingParams(Checked):
     seed: makes the draws repeatable, whatever else the engine serves. None lets the
         engine choose one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
-        every position, in addition to the sampled token.
+        every position, besides the sampled one.
     prompt_logprobs: the same for the tokens of the prompt. It is then computed without
         the prefix cache.
     cache_salt: only requests with the same salt share cached blocks.
@@ -40,7 +39,7 @@ class SamplingParams(Checked):
     repetition_penalty: above 1 makes tokens of the prompt and the answer less likely.
     presence_penalty, frequency_penalty: subtracted from the logit of every token that
         is already in the answer: once, or for each occurrence.
-    logit_bias: what to add to the logits, by token id.
+    logit_bias: what to add to the logits, by token id. -inf forbids a token.
     logits_processors: functions that change the logits, called one after another before
         all other options take effect. Each gets the ids of the tokens so far,
         [1, num_tokens], and the logits, [1, vocab_size], and returns new logits.
@@ -76,9 +75,9 @@ class SamplingParams(Checked):
             object.__setattr__(self, "top_k", 0)
         check(all(map(callable, self.logits_processors or [])), "logits_processors",
               "functions", self.logits_processors, TypeError)
-        bias: Any = self.logit_bias or {}  # (this refuses NaN, too)
-        check(all(-1e30 <= value <= 1e30 for value in bias.values()), "logit_bias",
-              "numbers from -1e30 to 1e30", self.logit_bias)
+        bias: Any = self.logit_bias or {}
+        check(all(value <= 1e30 for value in bias.values()), "logit_bias",  # (no NaN)
+              "numbers up to 1e30", self.logit_bias)
         check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
         if self.max_tokens is not None:
             check(self.min_tokens <= self.max_tokens, "min_tokens",
@@ -119,9 +118,8 @@ class BeamSearchParams(Checked):
     """A beam search, with the rules of transformers' `generate(num_beams=beam_width)`.
 
     Beams are ranked by log-probability / length**length_penalty. The search ends when
-    `beam_width` beams are complete, and no running beam has a better score than the
-    worst of them. A beam is complete after `max_tokens`, or at an EOS token unless
-    `ignore_eos` is set.
+    `beam_width` beams are complete, and no running one scores above the worst of them.
+    A beam is complete after `max_tokens`, or at an EOS token without `ignore_eos`.
     """
 
     beam_width: int = bounded(low=1)
@@ -138,24 +136,23 @@ class EngineConfig(Checked):
     model: a directory, or the id of a repository on the Hugging Face hub. None stands
         for the bundled model.
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
-        CPU without them stores bfloat16 and computes in float32: that decodes faster
-        than "float32", and runs long prompts more slowly. For a float16 checkpoint, a
-        CPU takes bfloat16 if it has instructions for it, and else float32. For a
-        bfloat16 one, a GPU older than Ampere takes float16.
+        CPU without them stores bfloat16 and computes in float32: answers are faster
+        than with "float32", long prompts slower. For float16, a CPU takes bfloat16, or
+        float32 without instructions. For bfloat16, a GPU before Ampere takes float16.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
-    num_blocks: None means as many as can be in use at once, but no more than fit into
-        `gpu_memory_utilization` of the GPU's memory. On a CPU, they take at most half
-        of the memory that the process can still allocate, and at most 4 GiB.
-    max_model_len: the length of the longest sequence, including its prompt. None means
-        as long as the model allows. It is lowered to what the pool can hold, and for a
-        few families, whose sliding window our attention cannot see, to that window.
+    num_blocks: None means as many as can be in use at once and fit into the GPU's
+        `gpu_memory_utilization`, or on a CPU into half of the memory that the process
+        can still allocate, and 4 GiB.
+    max_model_len: the length of the longest sequence, with its prompt. None means what
+        the model allows. What the pool can hold is a limit, too, and for a few families
+        the sliding window, if our attention cannot see it.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
     max_num_batched_tokens: how many tokens one step may compute. A step with a chunk of
         a long prompt holds up all others. None means 8192 on a GPU, and 256 on a CPU.
     gpu_memory_utilization: how much of the GPU's memory may be in use, by anyone.
-    swap_space: GiB of CPU memory for swapped blocks, if `preemption_mode` is "swap".
+    swap_space: GiB of CPU memory for blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests that begin alike share blocks. Families whose
         sequences have states (Qwen3.5, Mamba) do without: a shared beginning has no
         state after it.
@@ -171,6 +168,8 @@ class EngineConfig(Checked):
         "transformers" uses the modules of transformers, with our attention plugged in.
         "auto" uses ours for these families, and transformers' for all others.
     load_format: "dummy" gives random weights to a model that has only a config.json.
+    batch_invariant: answers are the same to the bit, log-probabilities too, whatever
+        else is in the batch. On a CPU, with our own decoder.
     seed: determines the seeds of requests that have none, and dummy weights.
     """
 
@@ -192,6 +191,7 @@ class EngineConfig(Checked):
     tensor_parallel_size: int = bounded(1, low=1)
     model_impl: Literal["auto", "nanopaged", "transformers"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
+    batch_invariant: bool = False
     seed: int = 0
 
     @property

@@ -14,6 +14,9 @@ from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.sequence import Logprob, Logprobs, Sequence
 
+# Logits that requests have changed are cut to this, so that they can be divided by any
+# temperature. (A logits processor may force a token by +inf.)
+HIGHEST = 1e30
 ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
@@ -55,19 +58,18 @@ def process(logits: Tensor, batch: Batch, last_tokens: Tensor, ops: Any) -> Tens
         logits = ops.penalize(
             logits, count_tokens(seqs, logits.shape[1], last_tokens, ops),
             to_device(factors, logits.device, np.float32))
-    return logits
+    return logits.clamp_(max=HIGHEST)
 
 
 def call_processors(seq: Sequence, row: Tensor) -> None:
     """Let the functions of a request change its row of logits, [1, vocab_size]."""
-    new = row
+    new = row.clone()  # a function may keep what it gets
     try:
         for function in seq.group.params.logits_processors or []:
             new = function(to_device([seq.token_ids], row.device), new)
-        check(getattr(new, "shape", None) == row.shape, "what logits_processors return",
+        is_right = isinstance(new, Tensor) and new.is_floating_point()
+        check(is_right and new.shape == row.shape, "what logits_processors return",
               f"{[*row.shape]} logits", new)
-        check(bool(new.isfinite().any()), "logits after logits_processors",
-              "finite for at least one token", new)
         row.copy_(new)
     except Exception as error:  # only this request ends: see `Scheduler.update`
         seq.group.errors = [error]
@@ -76,7 +78,8 @@ def call_processors(seq: Sequence, row: Tensor) -> None:
 def count_tokens(seqs: list[Sequence], vocab_size: int, last_tokens: Tensor, ops: Any
                  ) -> Tensor:
     """How often each token is in each sequence that has penalties: [num_samples,
-    vocab_size]. One of the answer counts 1, and one of the prompt almost nothing.
+    vocab_size]. One of the answer counts 1, and one of the prompt 2**-24: more than 0,
+    for the repetition penalty, and dropped by `floor` for the others.
     """
     # (The last pending token is the one to be sampled now.)
     rows = [[*seq.token_ids, *seq.pending[:-1]]
@@ -99,6 +102,14 @@ def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
     """
     pending = last_tokens[(-1 - token_ids).clamp(min=0)]
     return torch.where(token_ids < 0, pending, token_ids)
+
+
+def mark(tokens: Tensor, logits: Tensor) -> Tensor:
+    """The tokens, but -1 for each row of logits that has a NaN, or nothing but
+    infinite ones.
+    """
+    low, high = logits.aminmax(dim=-1)
+    return tokens.where(high.isfinite() & (low < HIGHEST), -1)
 
 
 def penalize(logits: Tensor, counts: Tensor, factors: Tensor) -> Tensor:
@@ -150,11 +161,12 @@ def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
     at p + 1. All logits at once could take gigabytes, so they are computed for a few
     rows at a time.
     """
-    if all(group.params.prompt_logprobs is None for group in batch.groups):
+    if all(seq.group.params.prompt_logprobs is None for seq in batch.seqs):
         return
     # (A recorded step has rows of padding after these.)
     entries = hidden[: sum(batch.counts)].split(batch.counts)
-    for group, entry, end in zip(batch.groups, entries, batch.ends, strict=True):
+    for seq, entry, end in zip(batch.seqs, entries, batch.ends, strict=True):
+        group = seq.group
         count = group.params.prompt_logprobs
         # The position that the first row scores: 1 if this is the prompt's first chunk.
         first = end - len(entry) + 1

@@ -51,8 +51,9 @@ class Attention(nn.Module):
         size, head_dim = config.hidden_size, config.head_dim
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
-        has_bias = bool(config.attention_bias)
-        # Qwen2 always has biases for Q, K and V, and its config does not mention them.
+        # Which families read this field. (Qwen2 always has biases for Q, K and V.)
+        has_bias = bool(config.attention_bias) and config.model_type in (
+            "llama", "qwen3")
         self.qkv_proj = Linear(
             size, bias=has_bias or config.model_type == "qwen2", divided=0,
             q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
@@ -83,7 +84,7 @@ class MLP(nn.Module):
         super().__init__()
         self.ops = ops
         size, inner = config.hidden_size, config.intermediate_size
-        has_bias = bool(config.mlp_bias)
+        has_bias = bool(config.mlp_bias) and config.model_type == "llama"
         self.gate_up_proj = Linear(
             size, bias=has_bias, divided=0, gate_proj=inner, up_proj=inner)
         self.down_proj = Linear(inner, bias=has_bias, divided=1, down_proj=size)

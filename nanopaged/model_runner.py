@@ -14,8 +14,9 @@ contents of the pool, and the tokens that the last step sampled.
 it also records the steps of `gpu/graphs.py`.
 """
 
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -25,10 +26,40 @@ from torch import Tensor
 from nanopaged.attention import Metadata, TorchAttention, cdiv, locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
-from nanopaged.fused import make_ops
-from nanopaged.logits import fill_pending, penalize, score_prompts
+from nanopaged.logits import score_prompts
 from nanopaged.ranks import Ranks
-from nanopaged.sampler import SamplerOutput, draw, draw_table, lowest_kept, sample
+from nanopaged.sampler import SamplerOutput, draw_table, sample
+
+LOCK = threading.Lock()
+CALLERS: list[tuple[int, bool]] = []
+
+
+@contextmanager
+def own_settings(device: torch.device, num_threads: int = 0) -> Iterator[None]:
+    """Torch's settings while an engine is made, and while it computes. The caller may
+    have set others: autocast, for example, or another default device. Two of them, how
+    many threads there are (0: the caller's) and whether new memory is filled, belong to
+    the process: the first that comes here notes the caller's, and each puts them back.
+    """
+    torch_fills: Any = torch.utils.deterministic
+    with LOCK:
+        callers = torch.get_num_threads(), torch_fills.fill_uninitialized_memory
+        CALLERS.append(CALLERS[0] if CALLERS else callers)
+    is_default = torch.get_default_device().type == "cpu"
+    is_gpu = device.type == "cuda"
+    try:
+        torch_fills.fill_uninitialized_memory = False
+        torch.set_num_threads(num_threads or CALLERS[0][0])
+        with (torch.inference_mode(), torch.autocast(device.type, enabled=False),
+              torch.accelerator.device_index(device.index),
+              nullcontext() if is_default else torch.device("cpu"),
+              torch.compiler.set_stance("default") if is_gpu else nullcontext()):
+            yield
+    finally:
+        with LOCK:
+            num_threads, fills = CALLERS.pop()
+            torch.set_num_threads(num_threads)
+            torch_fills.fill_uninitialized_memory = fills and not CALLERS
 
 
 class ModelRunner:
@@ -38,16 +69,14 @@ class ModelRunner:
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks, backend: TorchAttention,
-                 model: Any, model_config: Any, longest_sequence: int) -> None:
+                 ops: Any, model: Any, model_config: Any) -> None:
         self.config, self.ranks = config, ranks
-        self.backend, self.model = backend, model
+        self.backend, self.ops, self.model = backend, ops, model
         self.num_layers = model_config.num_hidden_layers
         self.vocab_size = model_config.vocab_size
-        self.longest_sequence = longest_sequence
+        self.longest_sequence = model_config.longest_sequence
         self.device, self.dtype = backend.device, backend.dtype
         self.is_gpu = self.device.type == "cuda"
-        self.compiles = self.is_gpu and not config.enforce_eager
-        self.ops = make_ops(self.compiles, fill_pending, penalize, lowest_kept, draw)
         self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
@@ -73,7 +102,7 @@ class ModelRunner:
         # trial steps and of recorded ones goes there, and no move touches it.
         self.padding_block = num_blocks
         # (Others may want to write into the pools. Inference tensors would refuse it.)
-        with self.modes(), torch.inference_mode(False):
+        with self.settings(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
 
@@ -84,23 +113,8 @@ class ModelRunner:
             self.num_layers, num_blocks, 2, backend.num_kv_heads, backend.block_size,
             backend.head_dim, dtype=self.dtype, device=device)
 
-    @contextmanager
-    def modes(self) -> Iterator[None]:
-        """Torch's settings while the engine computes. The caller may have set others:
-        autocast, for example, or another GPU, or that new memory is filled.
-        """
-        settings: Any = torch.utils.deterministic
-        num_threads, fills = torch.get_num_threads(), settings.fill_uninitialized_memory
-        with (torch.inference_mode(), torch.autocast(self.device.type, enabled=False),
-              torch.accelerator.device_index(self.device.index),
-              torch.compiler.set_stance("default") if self.compiles else nullcontext()):
-            try:
-                settings.fill_uninitialized_memory = False
-                torch.set_num_threads(self.num_threads)
-                yield
-            finally:
-                torch.set_num_threads(num_threads)
-                settings.fill_uninitialized_memory = fills
+    def settings(self) -> AbstractContextManager[None]:
+        return own_settings(self.device, self.num_threads)
 
     def execute(self, batch: Batch) -> SamplerOutput:
         """Run a step on all ranks. (On a GPU this only launches it.)"""
@@ -109,13 +123,12 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> SamplerOutput:
         """This rank's part of a step: move blocks, run the model, and sample."""
-        with self.modes():
+        with self.settings():
             for old, new in batch.moves:
                 self._block(new).copy_(self._block(old))
             if not batch.counts:
                 return SamplerOutput(self.last_tokens[:0], {})
             hidden, *results = (self.graphs or self).compute(batch)
-            batch.states.clear()  # the batch lives on, but old states need not
             score_prompts(self.model.head, hidden, batch)
             output = sample(batch, self.last_tokens, self.ops, *results)
             # Only rank 0 knows the requests. The others take the most likely tokens,
@@ -154,7 +167,7 @@ class ModelRunner:
             draws=draw_table(batch).view(np.int64),  # only bits are copied
             block_tables=block_tables)  # the last, for graphs: see `gpu/graphs.py`
         tensors["draws"] = tensors["draws"].view(torch.float64)
-        return Metadata(counts, ends, states=batch.states, **tensors)
+        return Metadata(counts, ends, seqs=batch.seqs, **tensors)
 
     def _upload(self, **arrays: Any) -> dict[str, Tensor]:
         """Copy arrays to the device, in one transfer, because each has a fixed cost. It
@@ -179,7 +192,9 @@ class ModelRunner:
 
     def free(self) -> None:
         """Free the memory, even if the engine is still referenced."""
-        self.model = None
+        model, self.model = self.model, None
+        for module in [*model.modules()] if model else ():
+            vars(module).clear()  # some refer to themselves, or to the model
         if self.graphs:
             self.graphs.free()
         self.kv_caches = self.swapped_kv = self.last_tokens[:0]

@@ -16,15 +16,17 @@ share of the heads and of the MLP, and add up their results (Megatron-LM, Shoeyb
 
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.batch import SENT, Batch
+from nanopaged.batch import Batch, Work
 
 dist: Any = torch.distributed
+SENT = [field.name for field in fields(Work)]
 
 
 class Ranks:
@@ -46,24 +48,24 @@ class Ranks:
         return x
 
     def send(self, batch: Batch) -> None:
-        """Send the next batch to the other ranks: how many numbers each of its fields
-        has, and then all these numbers. (Moves are sent as one flat list. Nothing is
-        pickled.)
+        """Send the work of the next batch to the other ranks: how many numbers each of
+        its fields has, and then all these numbers. (Moves are sent as one flat list.
+        Nothing is pickled.)
         """
         if self.size > 1:
             numbers = [np.array(getattr(batch, name), np.int64) for name in SENT]
-            self.broadcast(torch.tensor([field.size for field in numbers]))
+            self.broadcast(torch.from_numpy(np.array([each.size for each in numbers])))
             self.broadcast(torch.from_numpy(np.concatenate(numbers, axis=None)))
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends, until it leaves. On rank 0, return at once."""
         while self.rank > 0:  # which never changes
-            sizes = torch.empty(len(SENT), dtype=torch.int64)
+            sizes = torch.empty(len(SENT), dtype=torch.int64, device="cpu")
             try:
                 self.broadcast(sizes)
             except RuntimeError:  # rank 0 has left the group
                 os._exit(0)  # a normal exit would make NCCL wait for recorded graphs
-            numbers = self.broadcast(torch.empty(int(sizes.sum()), dtype=torch.int64))
+            numbers = self.broadcast(sizes.new_empty(int(sizes.sum())))
             pieces = map(Tensor.tolist, numbers.split(sizes.tolist()))
             batch = Batch(**dict(zip(SENT, pieces, strict=True)))
             flat: Any = batch.moves

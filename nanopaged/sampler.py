@@ -1,8 +1,7 @@
 """From logits to tokens: greedy, or drawn with a seed.
 
 A sampled token depends on its logits, its request's parameters and seed, its position
-and its sequence's index, but not on the rest of the batch. (A row of logits with a NaN
-yields an arbitrary token.)
+and its sequence's index, and on nothing else in the batch.
 
 A draw takes the first token at which the running sum of the probabilities exceeds a
 random number from 0 to 1 (inverse-transform sampling). Only tokens that top_k, top_p
@@ -31,11 +30,14 @@ PART = 512  # tokens in each part of the vocabulary: see `search`
 class SamplerOutput:
     """The tokens of a step; until they are read, only the device knows them."""
 
-    def __init__(self, token_ids: Tensor, logprobs: dict[int, Logprobs]) -> None:
+    def __init__(self, token_ids: Tensor, logprobs: dict[int, Logprobs],
+                 marked: Tensor | None = None) -> None:
         self.token_ids = token_ids  # [num_samples]
         self.logprobs = logprobs  # by sample, for requests that want them
-        # This copy is queued before the next step, so `read` waits for this step alone.
-        self.host_ids = token_ids.to("cpu", non_blocking=True)
+        # For the host: the tokens, or what `mark` makes of them. This copy is queued
+        # before the next step, so `read` waits for this step alone.
+        marked = token_ids if marked is None else marked
+        self.host_ids = marked.to("cpu", non_blocking=True)
         if token_ids.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
 
@@ -74,7 +76,7 @@ def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tens
     `choose` gives for these, if a recorded step has called it
     """
     params = [seq.group.params for seq in batch.receivers]
-    logits = process(raw, batch, last_tokens, ops)
+    logits = changed = process(raw, batch, last_tokens, ops)
     drawing = [p for p in params if p.temperature >= GREEDY]
     if any(p.has_limits for p in drawing):
         logits = keep_likely(logits, params, draws, ops)
@@ -85,7 +87,8 @@ def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tens
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     reports = report_logprobs(
         raw[[*wanted]], chosen[[*wanted]], [*wanted.values()]) if wanted else []
-    return SamplerOutput(chosen, dict(zip(wanted, reports, strict=True)))
+    marked = None if changed is raw else ops.mark(chosen, changed)
+    return SamplerOutput(chosen, dict(zip(wanted, reports, strict=True)), marked)
 
 
 def choose(logits: Tensor, draws: Tensor, ops: Any, any_greedy: bool = True,
@@ -114,8 +117,9 @@ def search(probs: Tensor, numbers: Tensor) -> Tensor:
     """Where the running sum of each row of probabilities first exceeds its number:
     [num_rows, 1]. Rounded rows need not add up to 1, so a number is a share of the sum.
 
-    Running sums of a whole vocabulary would take long. So the totals of its parts tell
-    first which part holds that place, and only that part needs running sums.
+    Running sums of a whole vocabulary would take long, so the totals of its parts come
+    first. If they are 0.5, 0.3 and 0.2, the second part has the number 0.6, and 0.1 is
+    left to search for in it.
     """
     padding = PART - probs.shape[1] % PART
     parts = F.pad(probs, (0, padding)).unflatten(1, (-1, PART))
@@ -128,10 +132,8 @@ def search(probs: Tensor, numbers: Tensor) -> Tensor:
 
 def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Where the running sum of each row first exceeds its number, and what is left of
-    the number for that place: [num_rows, 1] each.
-
-    A GPU rounds each sum differently, so a sum may seem to grow where the weight is 0:
-    such a place is never found.
+    the number for that place: [num_rows, 1] each. (A GPU rounds each sum differently,
+    so one may seem to grow where the weight is 0: such a place is never found.)
     """
     sums = weights.cumsum(-1)
     # (A number may be rounded up to the last sum, which none exceeds.)
@@ -144,7 +146,6 @@ def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
 def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops: Any
                 ) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
-
         min_p   tokens stay if they are at least min_p times as likely as the most
                 likely one
         top_k   of these the k most likely tokens stay
@@ -154,7 +155,8 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
     _, temperature, top_k, top_p, min_p = draws.unsqueeze(-1)
-    # How far below the highest logit a token may be: -inf without min_p.
+    # How far below the highest logit a token may be: -inf without min_p, and NaN at
+    # temperature 0, which masks nothing.
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only rows with top_k or top_p are sorted.
@@ -171,13 +173,11 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
 
 
 def highest_logits(logits: Tensor, most: int) -> Tensor:
-    """The highest logits of each row, in descending order: `most` of them, or all.
-
-    On a CPU, NumPy sorts all of them sooner than torch finds the first thousand.
-    """
-    if not logits.is_cuda:
-        ascending = torch.from_numpy(np.sort(logits.float().numpy()))
-        return ascending[:, -most:].flip(-1)
+    """The highest logits of each row, in descending order: `most` of them, or all."""
+    if not logits.is_cuda:  # NumPy does this sooner than torch
+        most = min(most, logits.shape[1])
+        likely = np.partition(logits.float().numpy(), -most)[:, -most:]
+        return torch.from_numpy(np.sort(likely)).flip(-1)
     if most < logits.shape[1]:
         return logits.topk(most).values
     return logits.sort(descending=True).values

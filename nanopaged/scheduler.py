@@ -21,16 +21,18 @@ from nanopaged.config import EngineConfig
 from nanopaged.sequence import Sequence, SequenceGroup
 from nanopaged.stats import EngineStats
 
+NO_LOGITS = ("logits must be finite for at least one token, and no NaN, once "
+             "logits_processors, logit_bias and min_tokens have changed them")
+
 
 class Scheduler:
     """Plans the steps of the requests that have not finished."""
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # All groups by request id, oldest first. The first of them run, and the others
-        # wait: `running` always begins like `unfinished`, because the oldest waiting
-        # group is admitted next, and the youngest running one is preempted first.
-        # Other threads may add to `unfinished` and to `aborted` at any time.
+        # All groups by request id, oldest first. `running` is always a beginning of it:
+        # the oldest waiting group is admitted next, and the youngest running one is
+        # preempted first. Other threads may add to `unfinished` and to `aborted`.
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
@@ -52,8 +54,8 @@ class Scheduler:
             # (And the preempted group could not start over: tokens may be pending.)
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # Preempt the youngest until this group fits, or is preempted itself. (They
-            # come after this group, so they have no entry in the batch yet.)
+            # Preempt the youngest (which have no entry in the batch yet, because they
+            # come after this group) until this group fits, or is preempted itself.
             seqs = group.next_sequences
             while request_id in self.running and not self.block_manager.grow(
                     seqs, batch.moves):
@@ -76,15 +78,14 @@ class Scheduler:
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
         batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
-        _, new_state = batch.states[-1]
-        manager.mark_computed(seq, end, new_state)
+        manager.mark_computed(seq, end)
 
         if end < computable_end:
             return  # the rest of it comes in a later step
         receivers = [seq]
         if not group.forked:
-            # The prompt is computed, so now all share the leader's blocks. (After a
-            # preemption, some may first have to compute their answers again.)
+            # The prompt is computed, so now all share the leader's blocks. (Those that
+            # had an answer before a preemption compute it again, and sample later.)
             for sibling in group.live[1:]:
                 manager.fork(seq, sibling)
             receivers = [each for each in group.live if each.computable_end == end]
@@ -148,7 +149,9 @@ class Scheduler:
                 continue  # it has ended meanwhile
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1
-            if group.errors:  # raised by a logits processor
+            if token < 0 and not group.errors:
+                group.errors = [ValueError(NO_LOGITS)]
+            if group.errors:
                 self.end_live(group)
             elif group.beam_params:
                 seq.candidates = output.logprobs[i]

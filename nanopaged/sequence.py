@@ -52,8 +52,10 @@ class Logprob(NamedTuple):
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
 # What modules without K and V remember, such as Mamba's, by the module's number. Only
-# the model looks inside; `loading/states.py` explains it.
+# the model fills it and looks inside; `loading/states.py` explains it.
 State = dict[int, Any]
+States = tuple[State | None, State | None]
+NO_STATES: States = (None, None)  # before the first token
 
 
 class Sequence:
@@ -78,7 +80,7 @@ class Sequence:
         # Only the block manager changes these three.
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
-        self.state: State | None = None  # after these tokens; None: before the first
+        self.states = NO_STATES  # before its last step, and after it
         # A negative number for each pending token, oldest first. There are at most two:
         # from the step in flight, and from the one just scheduled. See `batch.py`.
         self.pending: list[int] = []
@@ -89,20 +91,20 @@ class Sequence:
         self.finish_reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but blocks and state, which belong to this engine.
+        """What is pickled: all but blocks and states, which belong to this engine.
         Another one computes them again, as after a preemption.
         """
         return vars(self) | {"block_table": array("q"), "num_computed_tokens": 0,
-                             "state": None, "pending": []}
+                             "states": NO_STATES, "pending": []}
 
     @property
     def computable_end(self) -> int:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        A leader stops at the end of the prompt, because its siblings wait for that. All
-        others compute their own tokens, and those that are pending: they are sampled
-        before the next step runs.
+        Before the fork, a leader stops at the end of the prompt. After it, a sequence
+        computes all its tokens, and the pending one, which is sampled before that step
+        runs.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -176,7 +178,7 @@ class SequenceGroup:
         self.uses_prefix_cache = params.prompt_logprobs is None
         self.num_cached_tokens = 0  # of the prompt: found in the prefix cache
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
-        self.errors: list[Exception] = []  # raised by a logits processor
+        self.errors: list[Exception] = []  # why it ends early
 
         self.sequences = [Sequence(self, index) for index in range(params.n)]
         self.live = list(self.sequences)  # those that have not finished

@@ -144,8 +144,9 @@ def test_an_error_ends_its_own_request_alone(ahead, llama, engine):
     not_finite = [greedy(12, logits_processors=[
         lambda _, logits, value=value: logits.fill_(float(value))])
         for value in ("nan", "inf", "-inf")]
+    nothing_left = greedy(12, min_tokens=5, stop_token_ids=list(range(160)), n=2)
     failing = [llm.add_request([1, 2, 3], param)
-               for param in (bad, wrong_shape, *not_finite)]
+               for param in (bad, wrong_shape, *not_finite, nothing_left)]
     others = [llm.add_request([7], greedy(12))]
     errors, last = [], {}
     while llm.has_unfinished_requests():
@@ -154,7 +155,7 @@ def test_an_error_ends_its_own_request_alone(ahead, llama, engine):
         except (Trouble, ValueError) as error:
             errors.append(str(error))
     assert sorted("finite for at least one token" in error for error in errors) == [
-        False, False, True, True, True]
+        False, False, True, True, True, True]
     assert {last[id].outputs[0].finish_reason for id in failing} == {"abort"}
     assert [o.token_ids for o in last[others[0]].outputs] == expected[1]
 

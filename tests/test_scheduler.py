@@ -192,8 +192,7 @@ def test_the_story_of_the_batch():
     assert batch == Batch(
         token_ids=[seq.token_ids[6], 24, 25], counts=[1, 2], ends=[7, 6],
         block_ids=array("q", [0, 1, 0, 2]), sample_entries=[0, 1, 1],
-        receivers=[seq, leader, sibling], groups=[seq.group, leader.group],
-        states=[({}, {}), (None, {})])
+        seqs=[seq, leader], receivers=[seq, leader, sibling])
     world.scheduler.update(batch, world.execute(batch))
     batch = world.schedule()
     assert (batch.counts, batch.ends, batch.moves) == ([1] * 3, [8, 7, 7], [(2, 3)])

@@ -10,10 +10,6 @@ from nanopaged.attention import Ints, Metadata, TorchAttention, locate
 from nanopaged.cpu import kernels, threads
 from nanopaged.paged_attention import run_program
 
-# Torch computes entries with at least this many tokens. (Measured: up to 8, the kernel
-# is usually faster.)
-MIN_QUERIES = 9
-
 
 def bits(x: Tensor) -> Any:
     """A tensor as an array. NumPy has no bfloat16, so it gets the bits (uint16)."""
@@ -26,7 +22,13 @@ class NumbaAttention(TorchAttention):
 
     In a decode only one query uses each key, so gathering K and V first, as torch needs
     them, would take longer than attention itself. For a long chunk it pays off.
+
+    min_queries: torch computes entries with at least so many tokens. (Measured: up to
+        8, the loops are usually faster.) Its bits depend on their number, those of the
+        loops do not. So with `batch_invariant` no entry has enough.
     """
+
+    min_queries = 9
 
     def plan(self, counts: Ints, ends: Ints) -> Ints:
         """[3, num_queries], the queries for the kernel: which token each of them is,
@@ -36,7 +38,7 @@ class NumbaAttention(TorchAttention):
         at = locate(counts, ends, self.block_size)
         tokens = np.arange(len(at.entries))
         plan = np.stack((tokens, at.table_starts, at.positions + 1))
-        return plan[:, counts[at.entries] < MIN_QUERIES]
+        return plan[:, counts[at.entries] < self.min_queries]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         k, v = (bits(each.to(kv_cache.dtype)) for each in (k, v))
@@ -52,7 +54,7 @@ class NumbaAttention(TorchAttention):
             bits(out.view(shape)), bits(q.view(shape)), bits(kv_cache),
             metadata.block_tables.numpy(), *metadata.plan.numpy(), scale,
             window, sink_scores)
-        for entry in np.flatnonzero(metadata.counts >= MIN_QUERIES):
+        for entry in np.flatnonzero(metadata.counts >= self.min_queries):
             self.attend_entry(
                 int(entry), q, kv_cache, metadata, scale, window, sinks, out)
         return out.flatten(1)

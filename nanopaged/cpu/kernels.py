@@ -94,7 +94,29 @@ def prefetch_line(_, address):
     return types.void(types.intp), emit
 
 
-# -- Matrix products: bfloat16 times float32 -------------------------------------------
+# -- Matrix products: bfloat16 times bfloat16, or times float32 ------------------------
+
+
+@njit(nogil=True, fastmath=FASTMATH)
+def multiply_block(block, out, x, weight):
+    """Part of out = x W^T, for one or two rows of x: the outputs of 64 rows of W.
+
+    out, x  [num_rows, num_outputs] and [num_rows, size]
+    weight  [num_outputs / 64, size / 2, 64], uint32: W as oneDNN arranges it, with two
+            bfloat16 numbers of a row in each uint32
+
+    Reading W from memory takes most of the time. A block is one piece of memory, so the
+    processor fetches it ahead of time. And 64 sums grow side by side in vectors, so
+    nothing is left to add up at the end.
+    """
+    for row in range(len(x)):
+        sums = np.zeros(64, np.float32)
+        for k in range(weight.shape[1]):
+            first, second = to_float32(x[row, 2 * k]), to_float32(x[row, 2 * k + 1])
+            for n in range(64):
+                sums[n] += multiply(weight[block, k, n], first, second)
+        for n in range(64):
+            out[row, 64 * block + n] = rounded(sums[n], out[row, n])
 
 
 @njit(nogil=True, fastmath=FASTMATH)

@@ -1,9 +1,11 @@
 """The operations of `nanopaged/fused.py`, where loops compute them faster."""
 
+import torch
 from torch import Tensor
 
 from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
+from nanopaged.fused import silu_mul as fused_silu_mul
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
@@ -23,4 +25,15 @@ def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
     threads.run(
         kernels.norm_rotate, len(x), bits(out), bits(x), q_weight, k_weight,
         bits(cos), bits(sin), num_kv_heads, eps)
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """As in `nanopaged/fused.py`, on one thread, for `batch_invariant`. Several threads
+    may divide a row, and next to a border torch rounds exponentials differently.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = fused_silu_mul(gate_up)
+    torch.set_num_threads(num_threads)
     return out

@@ -14,23 +14,25 @@ several ranks that is impossible, because each of them may be anywhere in the st
 that case every later call fails.
 """
 
+import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tqdm.auto import tqdm
 
 from nanopaged.checks import check
-from nanopaged.config import BeamSearchParams, EngineConfig
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.engine import Changed
 from nanopaged.frontend.outputs import Outbox, Request, RequestOutput, let_go
 from nanopaged.frontend.prompts import Params, make_requests, render_chats, tokenizer_of
 from nanopaged.loading import checkpoint
 from nanopaged.loading.start_up import free_runner, make_engine
-from nanopaged.loading.weights import replace_weights
+from nanopaged.loading.weights import check_weights, replace_weights
 from nanopaged.sequence import SequenceGroup
 from nanopaged.stats import EngineStats
 
@@ -38,7 +40,6 @@ from nanopaged.stats import EngineStats
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 ParamsForAll: TypeAlias = Params | Iterable[Params | None] | None
-Messages: TypeAlias = list[dict[str, Any]]
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -59,14 +60,23 @@ class LLM(AbstractContextManager["LLM"]):
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
         self.tokenizer = checkpoint.load_tokenizer(self.model_config.source)
         self._tokenizer_copy: Any = None
-        self.eos_token_ids, self.default_params = checkpoint.load_generation_config(
+        self.eos_token_ids, self._defaults = checkpoint.load_generation_config(
             self.model_config, self.tokenizer)
         self.engine = make_engine(self.config, self.model_config)
         self._requests: dict[SequenceGroup, Request] = {}  # that have not finished
         self._outbox: Outbox = {}  # of all requests from `add_request`
-        self._lock: Any = threading.RLock()
-        self._last = threading.RLock()  # of the last thread that asked for a turn
+        self._make_locks()
         self._step_unfinished = False  # it stays True after a step that has failed
+        self._half_loaded = False  # and this, after `load_weights` has broken off
+
+    @cached_property
+    def default_params(self) -> SamplingParams:
+        """The parameters of requests without their own; ValueError if the model's
+        generation_config.json has wrong ones.
+        """
+        source = self.model_config.source
+        with checkpoint.reading(f"generation_config.json of {source}"):
+            return SamplingParams(**self._defaults)
 
     # -- Prompts in, text out ----------------------------------------------------------
 
@@ -95,7 +105,7 @@ class LLM(AbstractContextManager["LLM"]):
         """
         return self._outputs_of(make_requests(self, prompts, sampling_params))
 
-    def chat(self, messages: Messages | list[Messages],
+    def chat(self, messages: list[Any],
              sampling_params: ParamsForAll = None, use_tqdm: bool = True,
              chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
         """Answer one or more conversations: lists of {"role": ..., "content": ...}.
@@ -151,6 +161,9 @@ class LLM(AbstractContextManager["LLM"]):
                 final_only: bool = False) -> None:
         """Queue requests, all at once. What they report will be in this outbox."""
         self._check_open()
+        if self._half_loaded:  # perhaps another thread is loading weights now: wait
+            with self._exclusive():
+                self._check_loaded()
         for request in requests:
             request.outbox, request.final_only = outbox, final_only
         try:
@@ -167,11 +180,10 @@ class LLM(AbstractContextManager["LLM"]):
         outbox: Outbox = {}
         try:
             self._submit(requests, outbox, final_only)
-            left = {request.group.request_id for request in requests}
+            left = len(requests)
             while left:
                 for output in self._collect(outbox):
-                    if output.finished:
-                        left.discard(output.request_id)
+                    left -= output.finished
                     yield output
         finally:  # an error, Ctrl-C, or a stream that is closed or garbage-collected
             for request in requests:
@@ -185,6 +197,7 @@ class LLM(AbstractContextManager["LLM"]):
             # The step of another thread may have filled the outbox already. If a step
             # has failed, `_run` resets the engine instead of taking the next one.
             if self._step_unfinished or (not outbox and self.engine.num_unfinished):
+                self._check_loaded()
                 self._run(self.engine.step)
             outputs = [request.output() for request in outbox.values()]
             outbox.clear()
@@ -195,8 +208,7 @@ class LLM(AbstractContextManager["LLM"]):
         need it, and put it into outboxes. If a step has failed, reset the engine.
         """
         self._check_open()
-        if self._step_unfinished:
-            act = self.engine.reset
+        act = self.engine.reset if self._step_unfinished else act
         self._step_unfinished = True
         changed = act()
         for request_id, group in changed.items():
@@ -219,6 +231,16 @@ class LLM(AbstractContextManager["LLM"]):
             raise RuntimeError("this engine was shut down, or a step on several ranks "
                                "failed: start a new one")
 
+    def _check_loaded(self) -> None:
+        if self._half_loaded:
+            raise RuntimeError("load_weights broke off, so only some weights are new: "
+                               "call it again, with a whole checkpoint")
+
+    def _make_locks(self) -> None:
+        self._process_id = os.getpid()  # to see that this is not a fork of that process
+        self._lock: Any = threading.RLock()
+        self._last = threading.RLock()  # of the last thread that asked for a turn
+
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
         """Keep other threads out, and let them take turns: whoever asks holds a lock of
@@ -230,6 +252,10 @@ class LLM(AbstractContextManager["LLM"]):
         thread. It gets an error, because a step within a step would do harm. (This asks
         the lock, not `_step_unfinished`, which stays True after a step has failed.)
         """
+        if self._process_id != os.getpid():
+            # The threads that held the locks are not in this process. If one of them
+            # was within a step, the next step resets the engine.
+            self._make_locks()
         if self._lock._is_owned():
             raise RuntimeError("this cannot be called from within a step")
         mine = threading.RLock()
@@ -265,8 +291,10 @@ class LLM(AbstractContextManager["LLM"]):
     def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
         """Replace the model's weights, and reset the prefix cache.
 
-        weights: the names and tensors of a whole checkpoint. Raises ValueError, and
-        changes no weight, if a name or a shape is wrong, or if requests are unfinished.
+        weights: the names and tensors of a whole checkpoint. Raises ValueError or
+        TypeError, and changes no weight, if a name or a tensor is wrong, or if requests
+        are unfinished. If it breaks off later, by Ctrl-C for example, the engine
+        answers nothing until it has been called again.
         """
         named = dict(weights)  # without the lock: this may run any code
         with self._exclusive():
@@ -275,8 +303,10 @@ class LLM(AbstractContextManager["LLM"]):
             self._run(self.engine.reset_if_idle)
             check(not self.engine.num_unfinished, "the number of unfinished requests",
                   "0 for load_weights", self.engine.num_unfinished)
-            runner = self.engine.runner
-            replace_weights(runner.model, self.model_config, named, runner.ranks)
+            check_weights(self.model_config, named, self.engine.runner.ranks)
+            self._half_loaded = True
+            replace_weights(self.engine.runner, named)
+            self._half_loaded = False
 
     def shutdown(self) -> None:
         """Free this process's memory. The engine cannot be used after that."""

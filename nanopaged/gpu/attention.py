@@ -110,8 +110,9 @@ class TritonAttention(TorchAttention):
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
         # An item is full if it has `part_keys` keys. That is at least 1 / target of all
-        # keys, so at most `target` items are full. Each tile has at most one that is
-        # not. So there are at most len(tiles) + target items.
+        # keys, so at most `target` items are full. Each tile ends in at most one that
+        # is not. So a step has at most len(tiles) + target items, and its cut tiles,
+        # each with a full item, have at most 2 * target of these.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -133,10 +134,9 @@ class TritonAttention(TorchAttention):
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
-        # If its tile is cut, the result of item i goes to parts[i]. Cut tiles have the
-        # most keys, so they come first in the plan. Each has at least one full item and
-        # at most one other, so they have at most twice `target` items. (The room does
-        # not depend on the keys, so trial steps take as much memory as others.)
+        # If its tile is cut, the result of item i goes to parts[i]. (Cut tiles come
+        # first in the plan, and `plan` says how many items they have. This does not
+        # depend on the keys, so trial steps take as much memory as others.)
         target, most = self.limit_parts(rows)
         max_parts = 2 * target
         shape = max_parts, self.num_kv_heads, rows

@@ -7,6 +7,7 @@ same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
     padded up to the next of these
+  - models whose layers keep states have none: each step makes new ones
   - a backend's plan has a shape that depends only on this number
   - `ModelRunner._upload` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
@@ -32,7 +33,7 @@ def record(runner: ModelRunner) -> "Graphs | None":
     some families it does: in a mixture of experts, for example, to learn which ones the
     tokens chose. A graph cannot wait, so such families are served without graphs.
     """
-    with runner.modes():
+    with runner.settings():
         metadata = runner.prepare(pad(Batch(), 1, runner.padding_block))
         torch.cuda.set_sync_debug_mode("error")  # for whatever waits
         try:

@@ -29,7 +29,8 @@ def wait_for_results(PDL: constexpr):
     """With programmatic dependent launch (PDL, from Hopper on), a kernel starts before
     the one before it has ended. Here it waits for that end, and lets the next one start
     likewise. All programs must come here, even those that have nothing to do: what
-    follows relies on it. Before, they may only read what the host has copied.
+    follows relies on it. Before that, a program may only read the step's inputs (items
+    and slots), and never what another kernel has written.
     """
     if PDL:
         gdc_wait()
@@ -107,8 +108,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
                   keys of a part. That sum is the weight of its result
 
     WINDOW is how many keys a query sees, up to its own; None: all of them. An item that
-    ends before the window computes nothing, so its log_sum gives it no weight, but
-    the sink's.
+    ends before the window adds no key: its log_sum stays at -1e30, which is no weight,
+    or in a first part it is the sink's score.
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)

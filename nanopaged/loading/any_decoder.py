@@ -24,6 +24,7 @@ from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.loading import states
+from nanopaged.sequence import NO_STATES
 
 FAMILY = ("a family that remembers earlier tokens by attention, or by a state in "
           "transformers' cache, and lets attention be exchanged")
@@ -98,6 +99,8 @@ class AnyDecoder(nn.Module):
         self.shared.runs = states.find_runs(metadata) if self.stateful else []
         self.output = self.run_decoder(
             token_ids[None], position_ids=metadata.positions[None], use_cache=False)
+        for seq in metadata.seqs if self.stateful else ():
+            seq.states = None, seq.states[1]  # nobody needs the old one any more
         return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def reuse_output(self, *_: Any, **__: Any) -> Any:
@@ -118,17 +121,18 @@ class AnyDecoder(nn.Module):
         and then token by token. This measures a state, too.
         """
         length, size, logits = ids.shape[1], runner.config.block_size, []
-        before: list[Any] = [None, None]
+        seqs: Any = [SimpleNamespace(states=NO_STATES) for _ in ids]
         for start, end in pairwise([0, half, *range(2 * half, length + 1)]):
             used, num_blocks = cdiv(end, size), cdiv(length, size)
             blocks = [*range(used), *range(num_blocks, num_blocks + used)]
             tokens = ids[:, start:end].flatten().tolist()
-            pairs: list[Any] = [(old, {}) for old in before]
-            before = [new for _, new in pairs]
-            batch = Batch(tokens, [end - start] * 2, [end] * 2, blocks, states=pairs)
-            hidden, *_ = runner.forward(runner.prepare(batch))
+            for seq in seqs:
+                seq.states = seq.states[1], {}
+            hidden, *_ = runner.forward(runner.prepare(Batch(
+                token_ids=tokens, counts=[end - start] * 2, ends=[end] * 2,
+                block_ids=blocks, seqs=seqs)))
             logits.append(self.head(hidden).view(2, end - start, -1))
-        runner.state_bytes = states.num_bytes(before[0])
+        runner.state_bytes = states.num_bytes(seqs[0].states[1])
         return torch.cat(logits, 1)
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils import cached_file
 
 from nanopaged.checks import check
-from nanopaged.config import EngineConfig, SamplingParams
+from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import check_family
 
 REPAIR = "repair it or download it again"
@@ -72,7 +72,14 @@ def load_config(config: EngineConfig) -> ModelConfig:
     modules can compute the model here.
     """
     name: str | Path = BUNDLED if config.model is None else config.model
+    if str(name).startswith("~"):
+        name = Path(name).expanduser()
     is_local = Path(name, "config.json").is_file()
+    if Path(name, "adapter_config.json").is_file():
+        check(is_local, "model", "a whole model, and not an adapter (peft's "
+              "`merge_and_unload` makes one of it)", str(name))
+        logging.getLogger("nanopaged").warning(
+            "the adapter in %s is not used: only the whole model beside it", name)
     check(is_local or not isinstance(name, Path), "model", MODEL, str(name))
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with reading(f"config.json of {name}", remedy):
@@ -81,7 +88,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
     text = found.get_text_config(decoder=True)
-    facts = text.to_dict()
+    facts = text.to_dict() | {"model_type": found.model_type}
     # In transformers 5, `rope_parameters` has all fields about positions. If a family
     # has several types of layers, there may be such a dict for each type.
     ropes = facts.get("rope_parameters") or {}
@@ -163,7 +170,7 @@ OUR_NAMES["max_new_tokens"] = "max_tokens"
 
 
 def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
-                           ) -> tuple[list[int], SamplingParams]:
+                           ) -> tuple[list[int], dict[str, Any]]:
     """The ids of all EOS tokens, and the parameters for requests without their own.
 
     The tokenizer's EOS token comes first. The others, and the parameters, come from
@@ -171,17 +178,17 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
     config.json has one or none.
     """
     name = model_config.source
-    fields: dict[str, Any] = {"eos_token_id": model_config.eos_token_id}
     with reading(f"generation_config.json of {name}"):
+        found = GenerationConfig.from_model_config(model_config.hf_config)
+        fields: dict[str, Any] = {"eos_token_id": found.eos_token_id}
         if find_file(name, "generation_config.json"):
             fields |= GenerationConfig.from_pretrained(name).to_diff_dict()
-        if fields.get("top_p") == 0:
-            fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
-        params = SamplingParams(**{
-            ours: fields.pop(theirs) for theirs, ours in OUR_NAMES.items()
-            if fields.get(theirs) is not None})
-    eos = fields["eos_token_id"]
-    eos = [getattr(tokenizer, "eos_token_id", None),
-           *(eos if isinstance(eos, list) else [eos])]
-    eos_ids = [id for id in dict.fromkeys(eos) if id in range(model_config.vocab_size)]
-    return eos_ids, params
+        eos = fields["eos_token_id"]
+        eos = [getattr(tokenizer, "eos_token_id", None),
+               *(eos if isinstance(eos, list) else [eos])]
+        eos_ids = dict.fromkeys(int(each) for each in eos if each is not None)
+    if fields.get("top_p") == 0:
+        fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
+    params = {ours: fields[theirs] for theirs, ours in OUR_NAMES.items()
+              if fields.get(theirs) is not None}
+    return [id for id in eos_ids if id in range(model_config.vocab_size)], params

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from nanopaged import fused
+from nanopaged import fused, logits, sampler
 from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
@@ -20,7 +20,8 @@ from nanopaged.engine import Engine
 from nanopaged.loading.checkpoint import ModelConfig
 from nanopaged.loading.processes import divide, join
 from nanopaged.loading.weights import load_model, main_dtype, products, stored_tensors
-from nanopaged.model_runner import ModelRunner
+from nanopaged.model_runner import ModelRunner, own_settings
+from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
 
 CPU_BUDGET = 256  # the default of max_num_batched_tokens on a CPU
@@ -31,7 +32,11 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
 
     On a rank other than 0 this does not return: it runs what rank 0 sends.
     """
-    runner = make_runner(config, model_config)
+    share = divide(model_config, config.tensor_parallel_size)
+    ranks, device = join(config), pick_device(config.device)
+    # (Inference tensors could not be changed by `load_weights`.)
+    with own_settings(device), torch.inference_mode(False):
+        runner = make_runner(config, share, ranks, device)
     engine = Engine(runner.config, runner)
     weakref.finalize(engine, free_runner, runner)
     runner.ranks.serve(runner.run)
@@ -41,25 +46,30 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
 # torch recompiles the functions of `make_ops` for each hidden size of any engine in
 # this process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
-def make_runner(config: EngineConfig, model_config: ModelConfig) -> ModelRunner:
-    """Load the model, try the largest steps, and allocate the pools."""
-    share = divide(model_config, config.tensor_parallel_size)
-    ranks = join(config)
-    device = pick_device(config.device)
+def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
+                device: torch.device) -> ModelRunner:
+    """Load a rank's share of the model, try the largest steps, allocate the pools."""
     if device.type == "cpu" and config.max_num_batched_tokens is None:
         config = replace(config, max_num_batched_tokens=CPU_BUDGET)
-    model_dtype = model_config.dtype
+    model_dtype = share.dtype
     if model_dtype is None and config.load_format != "dummy":
-        model_dtype = main_dtype(stored_tensors(model_config.source))
+        model_dtype = main_dtype(stored_tensors(share.source))
     dtype = pick_dtype(config.dtype, model_dtype, device)
     name = pick_backend(config.attention_backend, dtype, device)
-    backend = make_backend(name, share, config.block_size, dtype, device)
+    backend: Any = make_backend(name, share, config.block_size, dtype, device)
     compiles = device.type == "cuda" and not config.enforce_eager
     module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
-    ops = fused.make_ops(compiles, module.add_norm, module.norm_rotate, fused.silu_mul)
-    longest = share.longest_sequence = longest_sequence(config, model_config)
+    if config.batch_invariant:
+        check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
+              "batch_invariant", "False (it needs our decoder, Numba, one rank)", True)
+        backend.min_queries = 2**62
+    ops = fused.make_ops(
+        compiles, module.add_norm, module.norm_rotate,
+        (module if config.batch_invariant else fused).silu_mul, logits.fill_pending,
+        logits.penalize, logits.mark, sampler.lowest_kept, sampler.draw)
+    share.longest_sequence = longest_sequence(config, share)
     model = load_model(config, share, backend, ops, ranks)
-    runner = ModelRunner(config, ranks, backend, model, share, longest)
+    runner = ModelRunner(config, ranks, backend, ops, model, share)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
     if not runner.is_gpu:
@@ -122,11 +132,13 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
         # (Sorting takes the most memory.)
         params = SamplingParams(top_p=0.5, presence_penalty=penalty)
         group = SequenceGroup([0], params, set(), runner.longest_sequence)
-        # (They share one state: `size_pools` counts the memory of all.)
+        group.sequences[0].states = None, {}
+        # (All share this state: `size_pools` counts the memory of as many as may run.)
+        seqs = group.sequences * num_seqs
         runner.run(Batch(
-            [0] * sum(counts), counts, counts, [runner.padding_block] * num_blocks,
-            list(range(num_seqs)), receivers=group.sequences * num_seqs,
-            states=[(None, {})] * num_seqs))
+            token_ids=[0] * sum(counts), counts=counts, ends=counts,
+            block_ids=[runner.padding_block] * num_blocks,
+            sample_entries=list(range(num_seqs)), seqs=seqs, receivers=seqs))
 
 
 def size_pools(runner: ModelRunner) -> None:
@@ -180,7 +192,7 @@ def free_memory() -> int:
     Only Linux tells.
     """
     def number(file: str, pattern: str) -> int:
-        text = Path(file).read_text() if Path(file).exists() else ""
+        text = Path(file).read_text(errors="replace") if Path(file).exists() else ""
         found = re.search(pattern, text)
         return int(found[1]) if found else 2**62  # no limit
 

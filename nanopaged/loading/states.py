@@ -51,8 +51,9 @@ def find_runs(metadata: Any) -> list[tuple[list[int], Tensor]]:
     """
     counts, ends = metadata.counts, metadata.ends
     starts = np.cumsum(counts) - counts
-    for count, end, (old, _) in zip(counts, ends, metadata.states, strict=True):
-        assert (old is not None) == (end > count), "a state is of computed tokens"
+    for count, end, seq in zip(counts, ends, metadata.seqs, strict=True):
+        is_first = seq.states[0] is None
+        assert is_first == (end == count), "a state is of computed tokens"
     is_decode = (counts == 1) & (ends > 1)
     decodes, others = (np.flatnonzero(x).tolist() for x in (is_decode, ~is_decode))
     runs = [decodes] * bool(decodes) + [[entry] for entry in others]
@@ -111,7 +112,7 @@ class Stateful:
     def compute_run(self, entries: list[int], tokens: Tensor, named: Any) -> list[Any]:
         """The outputs for entries that are computed together. Fills their new states.
         """
-        states = [self.shared.metadata.states[entry] for entry in entries]
+        states = [self.shared.metadata.seqs[entry].states for entry in entries]
         olds = [old[self.number] for old, _ in states if old is not None]
         layer = from_layers(olds, torch.cat) if olds else deepcopy(self.empty)
         cache = transformers.Cache(layers={self.layer_idx: layer})

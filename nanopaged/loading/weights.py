@@ -63,7 +63,10 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
         load = make_pretrained if is_dummy else load_pretrained
-        model = AnyDecoder(load(model_config, backend.dtype), model_config, backend)
+        model = load(model_config, backend.dtype)
+        for parameter in model.parameters():  # its file may change, and it must not
+            parameter.data = parameter.data.clone()
+        model = AnyDecoder(model, model_config, backend)
     model.requires_grad_(False)
     if is_dummy:
         generator = torch.Generator(backend.device).manual_seed(config.seed)
@@ -73,9 +76,9 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     elif is_ours:
         pretrained = load_pretrained(model_config)
         tensors = dict(pretrained.named_parameters(remove_duplicate=False))
-        fill(model, tensors, ranks)
+        fill(config, model, tensors, ranks)
     if products:
-        products.pack_products(model)
+        products.pack_products(model, config.batch_invariant)
     return model
 
 
@@ -154,19 +157,26 @@ def check_names(source: object, missing: set[str], left_over: set[str]) -> None:
                          "as `save_pretrained` of transformers writes them?)")
 
 
-@torch.no_grad()
-def replace_weights(model: CausalLM, model_config: ModelConfig,
-                    weights: dict[str, Tensor], ranks: Ranks) -> None:
-    """Replace the weights of a model in use; ValueError or TypeError, before anything
-    changes, if a tensor is missing, is left over, or does not fit.
+def check_weights(model_config: ModelConfig, weights: dict[str, Tensor], ranks: Ranks
+                  ) -> None:
+    """ValueError or TypeError if these tensors cannot replace the weights of a model,
+    because one is missing, is left over, or does not fit.
     """
     check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
     check(model_config.model_impl == "nanopaged", "model_impl",
           "'nanopaged' for load_weights", model_config.model_impl)
     for name, tensor in weights.items():
-        is_right = isinstance(tensor, Tensor) and tensor.layout == torch.strided
-        check(is_right and tensor.dtype in FLOATS and not tensor.is_meta, name,
-              "a dense tensor of floating-point numbers", tensor, TypeError)
+        # (A DTensor has only a part of its numbers. A FakeTensor has none, and no more
+        # has what FSDP has divided.)
+        kind: Any = type(tensor)
+        is_right = (
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided
+            and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+            and tensor.dtype in FLOATS and not tensor.is_meta
+            and tensor.untyped_storage().nbytes() > 0)
+        found = f"{kind.__name__} of {getattr(tensor, 'dtype', None)}"
+        check(is_right, name, "a dense tensor of floating-point numbers, all here",
+              found, TypeError)
     with torch.device("meta"):  # names and shapes alone
         expected = make_pretrained(model_config, torch.float32).state_dict()
     if model_config.tie_word_embeddings and HEAD not in weights:
@@ -176,14 +186,21 @@ def replace_weights(model: CausalLM, model_config: ModelConfig,
     check_names(
         model_config.source, expected.keys() - given, given - expected.keys())
     for name, tensor in expected.items():
-        shape, found = [*tensor.shape], [*weights[name].shape]
-        check(found == shape, f"the shape of {name}", shape, found)
-    fill(model, weights, ranks)
-    if products:
-        products.pack_products(model)
+        shape, given_shape = [*tensor.shape], [*weights[name].shape]
+        check(given_shape == shape, f"the shape of {name}", shape, given_shape)
 
 
-def fill(model: CausalLM, tensors: dict[str, Tensor], ranks: Ranks) -> None:
+def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
+    """Replace the weights of a model in use. If this breaks off, only some are new."""
+    with runner.settings(), torch.inference_mode(False):
+        fill(runner.config, runner.model, weights, runner.ranks)
+        if products:
+            products.pack_products(runner.model, runner.config.batch_invariant)
+
+
+@torch.no_grad()
+def fill(config: EngineConfig, model: CausalLM, tensors: dict[str, Tensor],
+         ranks: Ranks) -> None:
     """Write these tensors into the model."""
     tensors = {HEAD: tensors[EMBEDDINGS]} | tensors  # in case that the head is tied
     is_tied = tensors[HEAD] is tensors[EMBEDDINGS]
@@ -205,7 +222,7 @@ def fill(model: CausalLM, tensors: dict[str, Tensor], ranks: Ranks) -> None:
         if target.is_mkldnn:  # it is packed, and only a new one can be
             module.weight = nn.Parameter(
                 torch.cat(shares).to(target.dtype), requires_grad=False)
-            products.pack(module)
+            products.pack(module, config.batch_invariant)
         else:  # in place: CUDA graphs have its address
             parts = target.split([*stacked.values()])
             for part, new in zip(parts, shares, strict=True):

@@ -149,7 +149,7 @@ def test_old_states_are_freed(family, engine):
     for _ in range(3):
         llm.step()
     [found] = {type(layer) for group in llm.engine.scheduler.running.values()
-               for seq in group.live for layer in seq.state.values()}
+               for seq in group.live for layer in seq.states[1].values()}
     gc.collect()
     layers = [each for each in gc.get_objects() if type(each) is found]
     tensors = [each.conv_states[0] for each in layers]
@@ -165,7 +165,7 @@ def test_a_request_is_pickled_without_its_state(family, engine):
     llm.step()
     [group] = llm.engine.scheduler.running.values()
     copied = pickle.loads(pickle.dumps(group))
-    assert group.live[0].state and copied.live[0].state is None
+    assert group.live[0].states[1] and copied.live[0].states == (None, None)
     drain(llm)
 
 
@@ -177,28 +177,28 @@ def forget_at_forks(patch):
 
     def broken(self, parent, child):
         fork(self, parent, child)
-        child.state = None
+        child.states = None, None
 
     patch.setattr(BlockManager, "fork", broken)
 
 
 def forget_at_swaps(patch):
-    move = BlockManager._move
+    move = BlockManager._swap
 
     def broken(self, seqs, target):
         moves = move(self, seqs, target)
         for seq in seqs if moves else ():
-            seq.state = None
+            seq.states = None, None
         return moves
 
-    patch.setattr(BlockManager, "_move", broken)
+    patch.setattr(BlockManager, "_swap", broken)
 
 
 def keep_after_recompute(patch):
     """A sequence that is computed again starts with its old state."""
     replace = BlockManager.replace_blocks
-    patch.setattr(BlockManager, "replace_blocks", lambda self, seq, ids, n, state=None:
-                  replace(self, seq, ids, n, state or seq.state))
+    patch.setattr(BlockManager, "replace_blocks", lambda self, seq, ids, n, states=None:
+                  replace(self, seq, ids, n, states or seq.states))
 
 
 def change_in_place(patch):
@@ -207,7 +207,7 @@ def change_in_place(patch):
 
     def broken(self, entries, *more):
         outs = compute_run(self, entries, *more)
-        for old, new in (self.shared.metadata.states[entry] for entry in entries):
+        for old, new in (self.shared.metadata.seqs[entry].states for entry in entries):
             for kind in states.KINDS if old else ():
                 for key, tensor in vars(new[self.number])[kind].items():
                     if tensor is not None:
