@@ -6,21 +6,22 @@ cache keeps, ranks among ties. (What concerns a server: solutions/checks/server.
 """
 
 import gc
-import json
 import logging
 import math
 import pickle
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from copy import deepcopy
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from helpers import (
     CPU,
@@ -36,8 +37,10 @@ from helpers import (
     tokens_of,
 )
 from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged.frontend import llm as frontend
 from nanopaged.frontend.detokenizer import special_tokens
 from nanopaged.frontend.outputs import Request
+from nanopaged.frontend.prompts import render_chats
 from nanopaged.loading import checkpoint, start_up
 from nanopaged.logits import report_logprobs
 from nanopaged.sequence import Sequence, SequenceGroup
@@ -69,6 +72,9 @@ PROMPTS = {
     "dict with ids": (lambda tok: {"prompt_token_ids": tok.encode(TEXT)}, 1),
     "dict with a tensor": (
         lambda tok: {"prompt_token_ids": torch.tensor(tok.encode(TEXT))}, 1),
+    "dict with None": (lambda tok: {"prompt": TEXT, "multi_modal_data": None}, 1),
+    "ids and None": (lambda tok: {"prompt_token_ids": tok.encode(TEXT), "prompt": None,
+                                  "mm_processor_kwargs": None}, 1),
     "mixed": (lambda tok: [TEXT, {"prompt": TEXT}, tok.encode(TEXT)], 3)}
 WRONG_PROMPTS = {
     "None": (None, "a string, a list of token ids"), "number": (5, "a string, a list"),
@@ -82,7 +88,8 @@ WRONG_PROMPTS = {
     "NaN first": ([math.nan, TEXT], "prompts[0]: prompt must be a string, a list of"),
     "string as ids": ({"prompt_token_ids": "1 2"}, "prompt_token_ids must be a list"),
     "misspelt": ({"promt": "a"}, "a dict with names among"),
-    "image": ({"prompt": "a", "multi_modal_data": {}}, "a dict with names among"),
+    "image": ({"prompt": "a", "multi_modal_data": {"image": 1}}, "a dict with names"),
+    "neither": ({"prompt": None}, "a string or a list of token ids, got None"),
     "nothing in a list": (["a", None], "prompts[1]: prompt must be a string, a list"),
     "two in one": (["a", ["b", "c"]], "prompts[1]: prompt must be one prompt"),
     "BatchEncoding": ({"input_ids": [[1, 2, 3]]}, "pass its input_ids"),
@@ -91,10 +98,11 @@ WRONG_PROMPTS = {
     "half a character": ("\ud800", "surrogates not allowed"),
     "too long": ([[5]] * 99 + [[5] * 200] + [[5]], "prompts[99]: number of prompt tok")}
 
-# {a part of the message: chats}
+# {the beginning of the message: what may be one of many conversations}
 WRONG_CHATS = {
-    "messages must be a list of {'role'": ["hi", ["hi"], [{}], [{"content": "a"}],
-                                           [[3]]],
+    "messages must be a list of at least one message, got []": [[]],
+    "messages must be a list of {'role'": [
+        "hi", ["hi"], [{}], [{"content": "a"}], [[3]], math.nan, None, CHAT[0]],
     "content must be a string, or a list of text parts": [
         [{"role": "user", "content": content}]
         for content in ([{"type": "image_url", "image_url": {}}], 3, {"text": "a"})],
@@ -102,20 +110,8 @@ WRONG_CHATS = {
         [{"role": "assistant", "content": "", "tool_calls": calls}]
         for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x",
                       [{"function": {"arguments": [1]}}])]}
-# What may be one of 500 conversations, and a part of the message about it.
-WRONG_AMONG_CHATS = {
-    "empty": ([], "messages must be a list of at least one message, got []"),
-    "NaN": (math.nan, "messages must be a list of {'role'"),
-    "None": (None, "messages must be a list of {'role'"),
-    "string": ("hi", "messages must be a list of {'role'"),
-    "message": (CHAT[0], "messages must be a list of {'role'"),
-    "no role": ([{"content": "a"}], "messages must be a list of {'role'"),
-    "number": ([{"role": "user", "content": 3}], "content must be a string, or a list")}
 # What APIs send as the arguments of a tool call, and what a template gets.
-ARGUMENTS = {
-    "JSON": ({"arguments": '{"x": [1]}'}, {"x": [1]}), "empty": ({"arguments": ""}, {}),
-    "space": ({"arguments": " "}, {}), "null": ({"arguments": "null"}, {}),
-    "None": ({"arguments": None}, {}), "missing": ({}, {})}
+ARGUMENTS = {'{"x": [1]}': {"x": [1]}, "": {}, " ": {}, "null": {}, None: {}}
 
 
 @pytest.fixture(scope="module")
@@ -153,44 +149,90 @@ def test_what_a_chat_template_returns_is_a_prompt(options, shared, tokenizer):
     assert text.startswith("<|bos|><user>the block")
 
 
+# What templates say of one message `m`, by what its content may be. What comes after a
+# "@" comes before all messages.
+PARTS = "{% for p in m.content %}<{{ p.text }}>{% endfor %}"
+TEMPLATES = {
+    "strings": [
+        "{{ m.role }}@{% if messages[0].role != 'system' %}{{ raise_exception('x') }}"
+        "{% endif %}", "{{ m.content|upper }}@{{ messages[1]['content'].split()[0] }}",
+        "{{ m.content|replace(' ', '_') }}@{{ tools[0].name }}",
+        "{% set c = m.content %}{% for w in c.split() %}<{{ w }}>{% endfor %}",
+        "{{ m.content }}{% for c in m.tool_calls %}{{ c['arguments']['text'] }}"
+        "{% endfor %}", "{{ m.content }}@{% for d in documents %}{{ d.text }}"
+        "{% endfor %}", "{% generation %}{{ m.content }}{% endgeneration %}{% break %}",
+        "{% if %}"],
+    "either": [
+        "{% if m.content is string %}'{{ m.content|lower }}'{% else %}" + PARTS
+        + "{% endif %}", "{{ show(m) }}@{% macro show(m) %}{% set c = m.get('content') "
+        "%}{% if c is not string %}" + PARTS + "{% else %}{{ c }}{% endif %}"
+        "{% endmacro %}"],
+    "parts": [
+        PARTS, "{{ m.content[0].text }}", "{{ m.content|map(attribute='text')|join }}",
+        "{% for p in m['content']|selectattr('type', 'equalto', 'text') %}"
+        "{% if p is not string %}<{{ p['text'] }}>{% endif %}{% endfor %}",
+        "{{ show(c=m.content) }}@{% macro show(c) %}{% for p in c[:1] %}"
+        "<{{ p.get('text') }}>{% endfor %}{% endmacro %}"]}
+OPTIONS = ({}, {"tools": [{"name": "sing"}]}, {"add_generation_prompt": False},
+           {"continue_final_message": True})
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_conversation_is_what_transformers_makes_of_it(kind, shared):
+    """Or it is the same error. Only where a template cannot take a string is it a part,
+    and only where it cannot take parts are they a string.
+    """
+    texts = [{"role": "system", "content": "Be Brief."},
+             {"role": "user", "content": "Who is it?"},
+             {"role": "assistant", "content": "I"}]
+    parts = [each | {"content": [{"type": "text", "text": each["content"]}]}
+             for each in texts]
+
+    def expected(chat, options):
+        text = shared.tokenizer.apply_chat_template(chat, tokenize=False, **{
+            "add_generation_prompt": "continue_final_message" not in options} | options)
+        return [{"prompt": text}]
+
+    def said(render, *arguments):
+        try:
+            return render(*arguments)[0]["prompt"]
+        except Exception as error:
+            return str(error)
+
+    for template, options, start in product(TEMPLATES[kind], OPTIONS, (0, 1)):
+        one, _, before = template.partition("@")
+        options = options | {"chat_template": before + "{% for m in messages %}" + one
+                             + "{% endfor %}{% if add_generation_prompt %}>{% endif %}"}
+        for given, like in ((texts, parts if kind == "parts" else texts),
+                            (parts, texts if kind == "strings" else parts)):
+            ours = said(partial(render_chats, shared), given[start:], options)
+            assert ours == said(expected, like[start:], options), (template, options)
+
+
 def test_the_parts_of_a_message_are_its_text(shared):
     parts = [{"type": "text", "text": "the block"}, {"type": "text", "text": "table"}]
-    plain = [{"role": "user", "content": "the block\ntable"}]
-    asked = [{"role": "user", "content": parts}]
-    answers = [shared.chat(chat, greedy(4), use_tqdm=False)[0]
-               for chat in (plain, asked)]
-    assert answers[0].prompt_token_ids == answers[1].prompt_token_ids
-    (from_generator,) = shared.chat(iter(plain), greedy(4), use_tqdm=False)
-    assert from_generator.prompt_token_ids == answers[0].prompt_token_ids
+    plain, asked = ([{"role": "user", "content": content}]
+                    for content in ("the block\ntable", parts))
+    prompts = [render_chats(shared, chat, {}) for chat in (plain, iter(plain), asked)]
+    assert prompts[0] == prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize("words", WRONG_CHATS)
-def test_any_other_chat_is_an_error_that_names_what_is_wrong(words, shared):
+def test_a_wrong_conversation_is_numbered_and_told(words, shared):
     for chat in WRONG_CHATS[words]:
-        assert words in message_of(lambda chat=chat: shared.chat(chat, greedy(4)))
+        chats = [CHAT] * 32 + [chat] + [CHAT] * 17
+        message = message_of(lambda chats=chats: shared.chat(chats, greedy(4)))
+        assert message.startswith(f"messages[32]: {words}")
 
 
-@pytest.mark.parametrize("kind", ARGUMENTS)
-def test_the_arguments_of_a_tool_call_may_be_json_or_missing(kind, shared, monkeypatch):
-    seen = []
-    monkeypatch.setattr(
-        type(shared.tokenizer), "apply_chat_template",
-        lambda _, chat, **options: seen.append(chat) or "a text")
-    function, arguments = ARGUMENTS[kind]
-    chat = [{"role": "assistant", "tool_calls": [{"function": function}]}]
+def test_the_arguments_of_a_tool_call_may_be_json_or_missing(shared):
+    template = "{{ messages[0].tool_calls|map(attribute='function.arguments')|list }}"
+    calls = [{"function": {"arguments": each}} for each in ARGUMENTS]
+    chat = [{"role": "assistant", "tool_calls": [*calls, {"function": {}}]}]
     before = deepcopy(chat)
-    shared.chat(chat, greedy(2), use_tqdm=False)
-    assert seen[-1][0]["tool_calls"] == [{"function": {"arguments": arguments}}]
+    (prompt,) = render_chats(shared, chat, {"chat_template": template})
+    assert prompt["prompt"] == str([*ARGUMENTS.values(), {}])
     assert chat == before, "the caller's was changed"
-
-
-@pytest.mark.parametrize("kind", WRONG_AMONG_CHATS)
-def test_a_wrong_conversation_is_numbered(kind, shared):
-    chat, words = WRONG_AMONG_CHATS[kind]
-    chats = [CHAT] * 321 + [chat] + [CHAT] * 178
-    message = message_of(lambda: shared.chat(chats, greedy(4)))
-    assert message.startswith(f"messages[321]: {words}")
-    assert shared.chat([], greedy(4), use_tqdm=False) == []
 
 
 # -- One set of stop tokens ------------------------------------------------------------
@@ -430,22 +472,14 @@ def test_what_is_set_on_the_tokenizer_changes_no_prompt(text_model, engine):
     assert tokens_of(after[0]) == tokens_of(before[0])
 
 
-# What a tokenizer.json may say about lengths.
-LENGTHS = {
-    "padding": {"strategy": {"Fixed": 40}, "direction": "Right", "pad_id": 0,
-                "pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "<|bos|>"},
-    "truncation": {"direction": "Right", "max_length": 3, "stride": 0,
-                   "strategy": "LongestFirst"}}
-
-
-@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("set_length", [
+    lambda raw: raw.enable_padding(length=40), lambda raw: raw.enable_truncation(3)])
 def test_padding_in_the_file_of_a_tokenizer_is_no_disagreement(
-        kind, text_model, edit_model, caplog):
+        set_length, text_model, edit_model, caplog):
     path = edit_model(text_model)
-    file = path / "tokenizer.json"
-    fields = json.loads(file.read_text())
-    fields[kind] = LENGTHS[kind]
-    file.write_text(json.dumps(fields))
+    raw = Tokenizer.from_file(str(path / "tokenizer.json"))
+    set_length(raw)
+    raw.save(str(path / "tokenizer.json"))
     tokenizer = checkpoint.load_tokenizer(path)
     assert not caplog.records
     assert tokenizer(TEXT).input_ids == checkpoint.load_tokenizer(
@@ -463,6 +497,25 @@ def test_autocast_of_the_caller_ends_at_a_step(llama, engine):
     for output in (within, cached):
         found = output.outputs[0].cumulative_logprob
         assert found == pytest.approx(outside.outputs[0].cumulative_logprob, abs=1e-5)
+
+
+def test_a_request_waits_for_weights_that_another_thread_loads(
+        llama, engine, monkeypatch):
+    llm, begun, replace = engine(llama), threading.Event(), frontend.replace_weights
+    expected = complete(llm, [5, 6], greedy(3))
+
+    def replace_slowly(runner, weights):
+        begun.set()
+        time.sleep(0.2)
+        replace(runner, weights)
+
+    monkeypatch.setattr(frontend, "replace_weights", replace_slowly)
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(
+            llm.load_weights, load_file(llama / "model.safetensors"))
+        begun.wait()
+        assert complete(llm, [5, 6], greedy(3)) == expected
+        loading.result()
 
 
 # -- Growth ----------------------------------------------------------------------------

@@ -204,6 +204,7 @@ def test_outputs_have_the_prompt_that_was_passed_and_a_salt_is_kept_apart(
     assert all(output.prompt_token_ids == ids for output in outputs)
     assert [output.prompt for output in outputs] == [text, None, text, text]
     assert llm.generate([], greedy(), use_tqdm=False) == list(llm.stream([])) == []
+    assert llm.chat([], greedy(), use_tqdm=False) == []
 
 
 def test_chat_applies_the_template_of_the_tokenizer(text_model, tokenizer, engine):

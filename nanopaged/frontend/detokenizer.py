@@ -14,6 +14,7 @@ the bytes of an incomplete one wait. If the bundled model answers " so é!", for
 
 import codecs
 from functools import lru_cache
+from itertools import product
 from typing import Any
 from weakref import ref
 
@@ -32,8 +33,7 @@ def token_bytes(tokenizer_ref: ref[Any], token: int,
     decodes a token as "block", and the same token twice as "block block", so the bytes
     are those of "block" and " block". Special tokens that are skipped have none.
 
-    This assumes that a token never changes the text before it, which holds for those of
-    Llama, Mistral and Qwen.
+    This assumes that a token never changes the text before it: see `is_additive`.
     """
     tokenizer: Any = tokenizer_ref()
     once, twice = (
@@ -47,6 +47,19 @@ def token_bytes(tokenizer_ref: ref[Any], token: int,
         elif set(name) <= BYTE_OF.keys():  # such as "Ã"
             first = later = bytes(BYTE_OF[character] for character in name)
     return first, later
+
+
+@lru_cache(16)
+def is_additive(tokenizer_ref: ref[Any]) -> bool:
+    """Whether the text of a token does not depend on its neighbours, as far as some
+    pairs of tokens tell. (CTC decoders, for example, merge equal neighbours.)
+    """
+    tokenizer: Any = tokenizer_ref()
+    ids = range(0, len(tokenizer), 1 + len(tokenizer) // 24)
+    texts = {pair: tokenizer.decode(pair) for pair in product(ids, ids)}
+    return all("\ufffd" in text or text.encode() == token_bytes(
+        tokenizer_ref, one, False)[0] + token_bytes(tokenizer_ref, other, False)[1]
+        for (one, other), text in texts.items())
 
 
 @lru_cache(16)
@@ -73,6 +86,7 @@ class Detokenizer:
         self.waiting = b""  # the first bytes of a character that is not complete yet
         self.has_begun = False  # whether the prompt or the answer has any text yet
         self.text = ""
+        self.num_prompt_tokens = len(prompt_ids)
         # The prompt may end within a character. So its last tokens (16 are more than a
         # character has) are read like the answer, and then their text is dropped.
         self.num_read = max(0, len(prompt_ids) - 16)  # tokens
@@ -99,6 +113,10 @@ class Detokenizer:
         self.num_read = len(token_ids)
         new, num_decoded = codecs.utf_8_decode(data, "replace", final)
         self.waiting = bytes(data[num_decoded:])
+        if not is_additive(ref(self.tokenizer)):  # such tokenizers are rare
+            self.text, new = "", self.tokenizer.decode(
+                token_ids[self.num_prompt_tokens :],
+                skip_special_tokens=self.skip_special_tokens)
         self.text = text = self.text + new
 
         # Of several stop strings, the one that is complete first counts.

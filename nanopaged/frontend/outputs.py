@@ -72,17 +72,15 @@ class Request:
             token_ids = seq.token_ids[:-1] if seq.ended_by_token else seq.token_ids
             may_stop = len(seq.token_ids) > self.group.min_len
             detokenizer.update(token_ids, seq.finish_reason is not None, may_stop)
-        return [seq for seq in self.group.live
-                if self.detokenizers[seq].stopped_by is not None]
+        return [seq for seq in self.group.live if self.detokenizers[seq].stopped_by]
 
     def output(self) -> RequestOutput:
         group = self.group
         if group.errors and not group.live:
             raise group.errors.pop()  # the next call reports what it has
         self.read()
-        scores: list[Logprobs | None] | None = None
-        if group.params.prompt_logprobs is not None:
-            scores = [None, *group.prompt_logprobs.values()]
+        has_scores = group.params.prompt_logprobs is not None
+        scores = [None, *group.prompt_logprobs.values()] if has_scores else None
         return RequestOutput(
             group.request_id, self.prompt, self.prompt_token_ids,
             # A beam has the index of its parent, so outputs are numbered anew here.

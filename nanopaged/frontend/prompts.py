@@ -1,10 +1,10 @@
 """From prompts to requests: what a caller may pass, and what can never be served."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -16,6 +16,12 @@ from nanopaged.sequence import SequenceGroup
 
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dict
+# Where a chat template asks for the text of a part (but documents have one, too), and
+# where it asks whether something is a string.
+PARTS = re.compile(r"""(?sx)\bfor\s+(\w+)\s+in\s+(?!documents\b) .*?
+                   \b\1 (?:\.|\[['"]|\.get\(['"]) text\b
+                   | \[\d\] (?:\.|\[['"]) text\b | \battribute\s*=\s*['"]text\b""")
+STRING = re.compile(r"(\S+)\s+is\s+(?:not\s+)?string\b")
 Params: TypeAlias = SamplingParams | BeamSearchParams
 
 
@@ -44,6 +50,7 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
           TypeError)
     if not isinstance(content, Mapping):
         return {"prompt": content}
+    content = {name: each for name, each in content.items() if each is not None}
     unknown = content.keys() - NAMES
     check(not unknown, "prompt", f"a dict with names among {NAMES} (from a "
           "tokenizer, pass its input_ids)", unknown, TypeError)
@@ -54,42 +61,54 @@ def as_dict(prompt: Any) -> Mapping[str, Any]:
 
 # -- Conversations ---------------------------------------------------------------------
 
-def render_chats(llm: Any, messages: Any, options: dict[str, Any]
-                 ) -> list[dict[str, Any]]:
+def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Any]:
     """One or more conversations as prompts, by the tokenizer's chat template."""
     chats: Any = list(messages)
     chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
-    options = {"add_generation_prompt": True} | options | {"tokenize": False}
-    template = partial(llm.get_tokenizer().apply_chat_template, **options)
-    # Some templates expect the content of a message as a list, and drop a string.
-    takes_text = "a probe" in template([{"role": "user", "content": "a probe"}])
-    prompts = []
-    for number, chat in enumerate(chats):
-        with numbered("messages", number, len(chats)):
-            is_list = isinstance(chat, Iterable) and not isinstance(chat, str | Mapping)
-            check(is_list, "messages", MESSAGES, chat, TypeError)
-            chat = list(chat)
-            check(bool(chat), "messages", "a list of at least one message", chat)
-            text = template([as_message(each, takes_text) for each in chat])
-            ids = llm.tokenizer(text, add_special_tokens=False).input_ids
-        prompts.append({"prompt": text, "prompt_token_ids": ids})
-    return prompts
+    is_new = not options.get("continue_final_message")
+    options = {"add_generation_prompt": is_new} | options | {"tokenize": False}
+    tokenizer = llm.get_tokenizer()
+
+    def render(chat: Any) -> dict[str, Any]:
+        chat = list(chat) if isinstance(chat, Iterable) else [chat]
+        check(bool(chat), "messages", "a list of at least one message", chat)
+        kinds = takes(tokenizer.get_chat_template(
+            options.get("chat_template"), options.get("tools")))
+        text = tokenizer.apply_chat_template(
+            [as_message(each, kinds) for each in chat], **options)
+        ids = llm.tokenizer(text, add_special_tokens=False).input_ids
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    return of_each("messages", chats, render)
 
 
-def as_message(given: Any, takes_text: bool) -> dict[str, Any]:
-    """A chat message as the template expects it."""
+@lru_cache(8)
+def takes(template: str) -> tuple[type, ...]:
+    """What the content of a message may be: a string, a list of parts, or either.
+
+    A template that takes a list asks its parts for their text. Unless it also asks what
+    is a string, it would take one for a list of characters.
+    """
+    parts = PARTS.search(template)
+    asks = parts and any(name != parts[1] for name in STRING.findall(template))
+    takes_parts = (str, list) if asks else (list,)
+    return takes_parts if parts else (str,)
+
+
+def as_message(given: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
+    """A chat message whose content is of a kind that the template takes."""
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", MESSAGES, given, TypeError)
     message: dict[str, Any] = dict(given)
-    content = message.get("content")
+    content: Any = message.get("content")
     if content is not None:
-        texts = [content]
-        if isinstance(content, list):
-            texts = [p.get("text") if isinstance(p, Mapping) else p for p in content]
+        part = {"type": "text", "text": content}
+        parts = content if isinstance(content, list) else [part]
+        texts: Any = [p.get("text") if isinstance(p, Mapping) else p for p in parts]
         check(all(isinstance(text, str) for text in texts), "content",
               "a string, or a list of text parts", content, TypeError)
-        message["content"] = "\n".join(texts) if takes_text else [
-            {"type": "text", "text": text} for text in texts]
+        if not isinstance(content, kinds):
+            message["content"] = parts if list in kinds else "\n".join(texts)
     if calls := message.get("tool_calls"):
         message["tool_calls"] = list(map(as_tool_call, calls))
     return message
@@ -101,9 +120,8 @@ def as_tool_call(call: Any) -> dict[str, Any]:
         function = call["function"]
         found = function.get("arguments")
         if isinstance(found, str):
-            found = json.loads(found.strip() or "{}")
-        found = {} if found is None else {**found}
-        return {**call, "function": {**function, "arguments": found}}
+            found = json.loads(found.strip() or "null")
+        return {**call, "function": {**function, "arguments": {**(found or {})}}}
     except Exception as error:
         raise ValueError("tool_calls must be a list of calls, with arguments in JSON, "
                          f"got {call!r:.200} ({error})") from error
@@ -117,23 +135,22 @@ def make_requests(llm: Any, prompts: Any, params: Any) -> list[Request]:
     params = list(params) if isinstance(params, Iterable) else [params] * len(prompts)
     check(len(params) == len(prompts), "sampling_params",
           f"one object, or a list of {len(prompts)}, one for each prompt", params)
-    requests = []
-    for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-        with numbered("prompts", number, len(prompts)):
-            requests.append(make_request(llm, param, **as_dict(prompt)))
-    return requests
+    return of_each("prompts", list(zip(prompts, params, strict=True)),
+                   lambda pair: make_request(llm, pair[1], **as_dict(pair[0])))
 
 
-@contextmanager
-def numbered(name: str, number: int, count: int) -> Iterator[None]:
-    """Make errors say which of several inputs is wrong."""
-    try:
-        yield
-    except Exception as error:  # from a template, too
-        # (A subclass, such as UnicodeEncodeError, takes other arguments.)
-        kind = TypeError if isinstance(error, TypeError) else ValueError
-        where = f"{name}[{number}]: " if count > 1 else ""
-        raise kind(f"{where}{error}") from error
+def of_each(name: str, inputs: list[Any], act: Callable[[Any], Any]) -> list[Any]:
+    """What `act` makes of several inputs. Its errors say which of them is wrong."""
+    found = []
+    for number, each in enumerate(inputs):
+        try:
+            found.append(act(each))
+        except Exception as error:  # from a template, too
+            # (A subclass, such as UnicodeEncodeError, takes other arguments.)
+            kind = TypeError if isinstance(error, TypeError) else ValueError
+            where = f"{name}[{number}]: " if len(inputs) > 1 else ""
+            raise kind(f"{where}{error}") from error
+    return found
 
 
 def tokenizer_of(llm: Any) -> Any:
@@ -172,8 +189,8 @@ def make_request(llm: Any, params: Any, prompt: Any = None,
           "because of max_num_seqs or the vocabulary", params.n)
     if cache_salt is not None:
         params = replace(params, cache_salt=cache_salt)
-    if params.stop:
-        tokenizer_of(llm)  # an error if there is none
+    # Stop strings need a tokenizer.
+    tokenizer = tokenizer_of(llm) if params.stop else llm.tokenizer
     all_ids = [*ids, *(params.stop_token_ids or []), *(params.logit_bias or {})]
     wrong = [id for id in all_ids if not 0 <= id < vocab_size]
     check(not wrong, "token ids", f"from 0 to {vocab_size - 1}", wrong)
@@ -183,7 +200,7 @@ def make_request(llm: Any, params: Any, prompt: Any = None,
     group = SequenceGroup(ids, params, eos_ids, longest, beam_params)
     llm.engine.check_fits(group)
     detokenizer = Detokenizer(
-        llm.tokenizer, ids, params.stop_strings, params.skip_special_tokens)
+        tokenizer, ids, params.stop_strings, params.skip_special_tokens)
     main_eos = None if params.ignore_eos or not eos_ids else eos_ids[0]
     text = prompt if isinstance(prompt, str) else None
     return Request(group, text, main_eos, detokenizer)

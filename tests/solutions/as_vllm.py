@@ -4,25 +4,30 @@ vLLM's names then refer to what is here, to nanopaged's classes, and to vllm_opt
 which decides which options are accepted. Structured outputs need xgrammar.
 """
 
+import os
 import sys
 from argparse import ArgumentParser
+from collections import defaultdict
+from copy import deepcopy
 from dataclasses import replace
-from functools import cached_property, lru_cache
-from importlib import metadata
+from functools import lru_cache
+from importlib import import_module, metadata
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from itertools import count
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
-import torch
 import vllm_options
 import vllm_outputs
 from structured import Grammars
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from vllm_options import DEFAULTS, RequestOutputKind, SamplingParams, known
 from vllm_outputs import Counter, Gauge, Writer
 
 import nanopaged
-from nanopaged.frontend.prompts import as_prompts
+from nanopaged.checks import check
+from nanopaged.frontend.prompts import as_dict, as_prompts, make_requests
 from nanopaged.loading.checkpoint import load_generation_config, load_tokenizer
 
 DTYPES = {"half": "float16", "float": "float32", "None": "auto"}
@@ -36,56 +41,84 @@ PROCESSING = (
 
 # -- The engine ------------------------------------------------------------------------
 
-class ModelConfig(SimpleNamespace):
-    """vLLM's. It also has what the model's config.json has."""
-
-    def __getattr__(self, name):
-        return getattr(self.__dict__["hf_config"], name)
-
-    def get_vocab_size(self):
-        return self.vocab_size
-
-
 class LLM(nanopaged.LLM):
     def __init__(self, model, tokenizer=None, **options):
         # `prepare` refuses what would make a difference.
         self.is_processed = options.get("logprobs_mode") == "processed_logprobs"
         dtype = str(options.pop("dtype", None)).removeprefix("torch.")
-        num_blocks = options.pop("num_gpu_blocks_override", None)
-        options = {"num_blocks": num_blocks} | options
+        options.setdefault("num_blocks", options.pop("num_gpu_blocks_override", None))
+        is_invariant = bool(int(os.environ.get("VLLM_BATCH_INVARIANT", "0")))
         super().__init__(model, **known("EngineConfig", options),
-                         dtype=DTYPES.get(dtype, dtype))
+                         dtype=DTYPES.get(dtype, dtype), batch_invariant=is_invariant)
         if tokenizer is not None:
             is_name = isinstance(tokenizer, str | Path)
             self.tokenizer = load_tokenizer(tokenizer) if is_name else tokenizer
-            self.eos_token_ids, self.default_params = load_generation_config(
+            self.eos_token_ids, self._defaults = load_generation_config(
                 self.model_config, self.tokenizer)
-        self.model_config = ModelConfig(
-            **vars(self.model_config), model=model,
-            max_model_len=self.engine.max_model_len)
+        if options.get("generation_config") == "vllm":  # not the model's file
+            self._defaults = {}
+        # vLLM's also has what the model's config.json has.
+        self.model_config = SimpleNamespace(
+            **vars(self.model_config.hf_config) | vars(self.model_config) | {
+                "model": model, "max_model_len": self.engine.max_model_len,
+                "dtype": self.engine.runner.dtype,
+                "get_vocab_size": lambda: self.model_config.vocab_size})
         self.grammars = lru_cache(1)(lambda: Grammars(self))
         self.writer = Writer(self.tokenizer)
-        self.new_weights = {}
+        self.new_weights, self.ids = {}, count()
         self.llm_engine = LLMEngine(self)
 
-    @classmethod
-    def from_engine_args(cls, engine_args):
-        return cls(**vars(engine_args))
-
     def get_default_sampling_params(self):
-        fields = vars(self.default_params)
-        names = fields.keys() & DEFAULTS["SamplingParams"]
-        return SamplingParams(**{name: fields[name] for name in names})
+        return SamplingParams(**{name: each for name, each in vars(
+            self.default_params).items() if name in DEFAULTS["SamplingParams"]})
 
     def generate(self, prompts=None, sampling_params=None, use_tqdm=True,
                  lora_request=None, prompt_token_ids=None, **options):
-        known("SamplingParams", {"lora_request": lora_request} | options)
-        prompts = as_prompts(prompts if prompt_token_ids is None else prompt_token_ids)
-        params = sampling_params or self.get_default_sampling_params()
-        params = params if isinstance(params, list | tuple) else [params] * len(prompts)
+        prompts = prompts if prompt_token_ids is None else prompt_token_ids
+        prompts, params = self.pairs(
+            prompts, sampling_params, lora_request=lora_request, **options)
         outputs = super().generate(
             prompts, [*map(self.prepare, params)], bool(use_tqdm))
-        return [*map(self.writer.request, outputs, params)]
+        return [self.writer.request(*pair, defaultdict(list))
+                for pair in zip(outputs, params, strict=True)]
+
+    def pairs(self, prompts, params, tokenization_kwargs=None, **options):
+        """Prompts, and vLLM's parameters for each."""
+        prompts, others = as_prompts(prompts), dict(tokenization_kwargs or {})
+        most = others.pop("truncate_prompt_tokens", None)
+        known("SamplingParams", options | {"tokenization_kwargs": others})
+        if most is not None:
+            prompts = [self.cut(as_dict(prompt), most) for prompt in prompts]
+        params = params or self.get_default_sampling_params()
+        return prompts, (
+            params if isinstance(params, list | tuple) else [params] * len(prompts))
+
+    def cut(self, prompt, most):
+        """A prompt's last tokens. A first special token stays, and -1 is all that fit.
+        """
+        most = self.engine.max_model_len - 1 if most == -1 else most
+        check(isinstance(most, int) and most > 0, "truncate_prompt_tokens",
+              "-1 or at least 1", most)
+        ids = prompt.get("prompt_token_ids") or prompt["prompt"]
+        if isinstance(ids, str):
+            tokenizer = deepcopy(self.get_tokenizer())
+            tokenizer.truncation_side = "left"
+            ids = tokenizer(ids, truncation=True, max_length=most).input_ids
+        return {**prompt, "prompt_token_ids": ids[-most:]}
+
+    def enqueue(self, prompts, sampling_params=None, use_tqdm=True, **options):
+        """Queue requests for `wait_for_completion`, and return their ids."""
+        prompts, params = self.pairs(prompts, sampling_params, **options)
+        make_requests(self, prompts, map(self.prepare, params))  # none, or all of them
+        return [self.llm_engine.add_request(str(next(self.ids)), *pair)
+                for pair in zip(prompts, params, strict=True)]
+
+    def wait_for_completion(self, output_type=None, use_tqdm=True):
+        """The outputs of all that `enqueue` has queued, in its order."""
+        outputs = []
+        while self.has_unfinished_requests():
+            outputs += [each for each in self.llm_engine.step() if each.finished]
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
     def chat(self, messages, sampling_params=None, use_tqdm=True, lora_request=None,
              *, chat_template_kwargs=None, **options):
@@ -97,10 +130,9 @@ class LLM(nanopaged.LLM):
     def beam_search(self, prompts, params, lora_request=None, use_tqdm=False,
                     concurrency_limit=None):
         known("SamplingParams", {"lora_request": lora_request})
-        self.check_weights()
         params = nanopaged.BeamSearchParams(**known("BeamSearchParams", vars(params)))
-        outputs = super().generate(prompts, params, bool(use_tqdm))
-        return [self.writer.beams(output) for output in outputs]
+        self.check_weights()
+        return [*map(self.writer.beams, super().generate(prompts, params, use_tqdm))]
 
     def prepare(self, given):
         """nanopaged's parameters for one request."""
@@ -108,14 +140,14 @@ class LLM(nanopaged.LLM):
         vocab_size = self.model_config.vocab_size
         for name in PROCESSING if self.is_processed else ():
             default = DEFAULTS["SamplingParams"][name]
-            if getattr(given, name) not in (default, []):
-                raise ValueError(f"{name} must be {default} for processed_logprobs")
-        processors = [*(given.logits_processors or []),
-                      *given.processors(self.tokenizer, vocab_size)]
+            check(getattr(given, name) in (default, []), name,
+                  f"{default} for processed_logprobs", getattr(given, name))
+        ours = given.ours(vocab_size)
+        processors = given.processors(self.tokenizer, vocab_size)
         if form := given.structured_outputs:
             processors.append(self.grammars().processor(
                 form.kind, form.value, f"{form.kind} in structured_outputs"))
-        return replace(given.ours(vocab_size), logits_processors=processors or None)
+        return replace(ours, logits_processors=processors or None)
 
     def get_metrics(self):
         stats, model = self.stats(), str(self.model_config.source)
@@ -128,34 +160,15 @@ class LLM(nanopaged.LLM):
 
     # -- Weights
 
-    @cached_property
-    def weight_names(self):
-        """Those that a checkpoint may have, and those that it must have."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.model_config.hf_config)
-        return {*model.state_dict()}, {name for name, _ in model.named_parameters()}
-
     def receive(self, weights):
-        """Trainers bring weights one by one. Keep copies until all have come."""
-        every, needed = self.weight_names
-        for name, tensor in weights:
-            if name not in every:
-                raise ValueError(f"the name of a weight must be like {min(needed)}, "
-                                 f"got {name}")
-            if name in needed:  # others are tied to one of these
-                self.new_weights[name] = tensor.detach().clone()
-        if self.new_weights.keys() == needed:
-            self.check_weights()
+        """Trainers bring weights one by one. Keep copies until the next request."""
+        self.new_weights |= {name: each.detach().clone() for name, each in weights}
 
     def check_weights(self):
-        """Load those that have come, if they are all."""
-        if not self.new_weights:
-            return
-        if missing := sorted(self.weight_names[1] - self.new_weights.keys()):
-            raise RuntimeError(f"load_weights must bring {len(missing)} more weights "
-                               f"before the next request, such as {missing[0]}")
-        self.load_weights(self.new_weights.items())
-        self.new_weights.clear()
+        """Load those that have come: a ValueError names what is missing, or wrong."""
+        if self.new_weights:
+            self.load_weights(self.new_weights)
+            self.new_weights.clear()
 
     def sleep(self, *arguments, **options):
         """The memory stays in use."""
@@ -168,39 +181,38 @@ class LLMEngine:
 
     def __init__(self, llm):
         self.llm, self.requests = llm, {}
-        part = SimpleNamespace(load_weights=llm.receive)
-        for name in "model", "model_runner", "driver_worker":
-            part = SimpleNamespace(**{name: part})
-        self.model_executor = part
+        # Trainers look for `load_weights` in some of these.
+        self.model_executor = self.driver_worker = self.model_runner = self.model = self
+        self.load_weights = llm.receive
 
     def __getattr__(self, name):
         return getattr(self.__dict__["llm"], name)
 
     @classmethod
     def from_engine_args(cls, engine_args):
-        return LLM.from_engine_args(engine_args).llm_engine
+        return LLM(**vars(engine_args)).llm_engine
 
     def add_request(self, request_id, prompt, params, arrival_time=None, **options):
         known("SamplingParams", options)
-        if params.output_kind == RequestOutputKind.DELTA:
-            raise ValueError("output_kind must be CUMULATIVE or FINAL_ONLY, got DELTA")
+        check(params.output_kind != RequestOutputKind.DELTA, "output_kind",
+              "CUMULATIVE or FINAL_ONLY", params.output_kind)
         ours = self.llm.add_request(prompt, self.llm.prepare(params))
-        self.requests[ours] = request_id, params.clone()
+        self.requests[ours] = request_id, params.clone(), defaultdict(list)
         return request_id
 
     def step(self):
         outputs = []
         for output in self.llm.step():
-            output.request_id, params = self.requests[ours := output.request_id]
+            output.request_id, *given = self.requests[ours := output.request_id]
             if output.finished:
                 del self.requests[ours]
-            if output.finished or params.output_kind == RequestOutputKind.CUMULATIVE:
-                outputs.append(self.llm.writer.request(output, params))
+            if output.finished or given[0].output_kind == RequestOutputKind.CUMULATIVE:
+                outputs.append(self.llm.writer.request(output, *given))
         return outputs
 
     def abort_request(self, request_ids):
         wanted = [request_ids] if isinstance(request_ids, str) else request_ids
-        for ours, (request_id, _) in self.requests.items():
+        for ours, (request_id, *_) in self.requests.items():
             if request_id in wanted:
                 self.llm.abort_request(ours)
 
@@ -247,22 +259,22 @@ NAMES |= {name: type(name, (Unsupported,), {}) for name in (
     "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "Histogram", "LoRARequest",
     "PoolingParams", "Vector", "get_ip", "packed_nccl_broadcast_producer",
     "trainer_init")}
-MODULES = """
-    vllm vllm.distributed vllm.distributed.parallel_state
-    vllm.distributed.weight_transfer vllm.distributed.weight_transfer.nccl_common
-    vllm.distributed.weight_transfer.packed_tensor vllm.engine vllm.engine.arg_utils
-    vllm.engine.async_llm_engine vllm.engine.llm_engine vllm.entrypoints
-    vllm.entrypoints.chat_utils vllm.entrypoints.llm vllm.inputs vllm.logprobs vllm.lora
-    vllm.lora.request vllm.outputs vllm.sampling_params vllm.tokenizers
-    vllm.transformers_utils vllm.transformers_utils.tokenizer vllm.utils
-    vllm.utils.argparse_utils vllm.utils.network_utils vllm.v1 vllm.v1.engine
-    vllm.v1.engine.async_llm vllm.v1.engine.llm_engine vllm.v1.metrics
-    vllm.v1.metrics.reader"""
-for name in MODULES.split():  # every module has all the names
-    module = sys.modules[name] = ModuleType(name)
-    vars(module).update(NAMES, __spec__=ModuleSpec(name, None), __path__=[])
-    parent, _, child = name.rpartition(".")
-    if parent:
-        setattr(sys.modules[parent], child, module)
+
+
+class Finder(MetaPathFinder, Loader):
+    """Imports vllm and whatever is within it: each module has all the names."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "vllm":
+            return ModuleSpec(name, self, is_package=True)
+
+    def exec_module(self, module):
+        vars(module).update(NAMES)
+
+
+sys.meta_path.insert(0, Finder())
+for name in ("distributed", "engine", "entrypoints", "inputs", "lora", "outputs",
+             "sampling_params", "transformers_utils", "utils"):
+    import_module(f"vllm.{name}")  # those that `import vllm` imports
 installed = metadata.version
 metadata.version = lambda name: VERSION if name == "vllm" else installed(name)

@@ -5,8 +5,9 @@
 
 That is 8 engines with these options, what to sample, and what each engine needs. The
 prompts are JSON lines or Parquet, with a column "prompt". Each row gets a line in the
-answers: its columns, its number as "row", and either "outputs" or an "error". If the
-script is stopped, run it again: it continues with the rows that have no line yet.
+answers: its columns, its number as "row", and either "outputs" or an "error". What JSON
+lacks, such as dates, is written as text. If the script is stopped or killed, run it
+again: it continues with the rows that have no line yet.
 """
 
 import json
@@ -27,7 +28,7 @@ class Engine:
 
     def __call__(self, batch):
         rows = [json.loads(line) for line in batch["line"]]
-        return {"line": [json.dumps(row) + "\n" for row in self.answer(rows)]}
+        return {"line": [as_json(row) + "\n" for row in self.answer(rows)]}
 
     def answer(self, rows):
         prompts = [{"prompt": row.get("prompt")} for row in rows]
@@ -43,21 +44,43 @@ class Engine:
                 for row, output in zip(rows, outputs, strict=True)]
 
 
+def as_json(row):
+    """A line. JSON has no dates and no infinity, so they become text."""
+    plain = json.loads(json.dumps(row, default=str), parse_constant=str)
+    return json.dumps(plain)
+
+
 def read(path):
     if path.endswith(".parquet"):
         return pyarrow.parquet.read_table(path).to_pylist()
     with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+        return [json.loads(line) for line in file if line.strip()]
+
+
+def end_last_line(path):
+    """An earlier run may have been killed in the middle of a line. Drop half a line."""
+    with open(path, "a+b") as file:
+        file.seek(0)
+        *lines, last = file.read().split(b"\n")
+        try:
+            file.write(b"\n" if json.loads(last or "{}") else b"")
+        except ValueError:
+            file.truncate(sum(len(line) + 1 for line in lines))
 
 
 def run(prompts, answers, engines, options, params, resources, batch_size=256):
     rows = read(prompts)
+    for number, row in enumerate(rows):
+        if taken := {"row", "outputs", "error"} & set(row):
+            raise ValueError(f"{prompts}, row {number}: columns must have other names "
+                             f"than row, outputs and error, got {sorted(taken)}")
+    end_last_line(answers)
     with open(answers, "a", encoding="utf-8", buffering=1) as file:
         left = {*range(len(rows))} - {row["row"] for row in read(answers)}
         DataContext.get_current().max_errored_blocks = -1  # let the rest go on
         # Prompts that begin alike go to the same engine, which caches their beginning.
         order = sorted(left, key=lambda i: str(rows[i].get("prompt")))
-        lines = [{"line": json.dumps(rows[i] | {"row": i})} for i in order]
+        lines = [{"line": as_json(rows[i] | {"row": i})} for i in order]
         # Each batch is a block, so another engine repeats it if its engine is killed.
         num_batches = len(lines) // batch_size + 1
         pool = ActorPoolStrategy(size=engines, max_tasks_in_flight_per_actor=1)

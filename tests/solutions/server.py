@@ -8,12 +8,15 @@ are aborted. server_requests.py says what a request may contain.
 import asyncio
 import json
 import logging
+import re
 import socket
 import threading
 import time
 from argparse import ArgumentParser
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from uuid import uuid4
 from weakref import ref
@@ -23,8 +26,9 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
-from server_requests import Chat, Completion, Reader
-from server_tools import read_calls
+from server_requests import Chat, Completion, Conversation, Reader, Text
+from server_tools import Calls
+from starlette.background import BackgroundTask
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 
@@ -34,15 +38,12 @@ from nanopaged.frontend.detokenizer import token_bytes
 
 OBJECTS = {"text": "text_completion", "message": "chat.completion",
            "delta": "chat.completion.chunk"}  # by where the text is
-
-
-class StepError(Exception):
-    """A step has failed, and these requests with it."""
-
-    status_code = 500
-
-
-ERRORS = (HTTPException, ImportError, RecursionError, RequestValidationError, StepError,
+# What programs tell errors by: a code for some words, and the field that is wrong.
+CODES = {"model must be '": "model_not_found",
+         "max_model_len=": "context_length_exceeded"}
+FIELD = re.compile(r"(?:body\.(?:[A-Z]\w+\.)?|[A-Z]+ /\S+ )?([a-z_]+)"
+                   r"(?=[.:\[]| must| cannot| do not| is wrong)")
+ERRORS = (HTTPException, ImportError, RecursionError, RequestValidationError,
           TypeError, ValueError)
 
 
@@ -54,21 +55,21 @@ class Engine:
         self.owners = {}  # `Answers` by request id
         threading.Thread(target=self.run, daemon=True).start()
 
-    def add(self, answers, prompts, params, field):
+    async def add(self, answers, prompts, params, field):
         """Queue a request for each prompt, or none of them."""
         self.loop = asyncio.get_running_loop()
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             try:
                 request_id = self.llm.add_request(prompt, param)
             except (TypeError, ValueError) as error:  # too long, for example
-                self.drop(answers)
+                await self.drop(answers)
                 where = f"{field}[{number}]" if len(prompts) > 1 else field
                 raise ValueError(f"{where} cannot be served: {error}") from error
             self.owners[request_id] = answers
             answers.numbers[request_id] = number
         self.work.set()
 
-    def drop(self, answers):
+    async def drop(self, answers):
         """End what is left of them. Their client has them, or is gone."""
         for request_id in answers.numbers:
             self.owners.pop(request_id, None)
@@ -96,42 +97,40 @@ class Engine:
 class Answers:
     """The answers to one HTTP request, which may have several prompts."""
 
-    def __init__(self, llm, params, tools=(), most_calls=None):
+    def __init__(self, llm, params, make_reader=None):
         self.llm, self.params = llm, params
-        self.tools, self.most_calls = tools, most_calls
+        self.readers = make_reader and defaultdict(make_reader)  # by index
         self.id, self.created = uuid4().hex, int(time.time())
         self.numbers = {}  # of the prompts, by request id
-        self.outputs, self.choices = {}, {}  # by prompt; by index
-        self.changed, self.news = {}, asyncio.Event()  # choices by index; there are any
-        self.said = {}  # by index: how many characters, tokens and calls of it are told
+        self.outputs, self.news = {}, asyncio.Event()  # by prompt; whether any is new
+        self.said = {}  # by index: how many characters and tokens of it are told
         self.failure = None
 
     def take(self, output, failure=None):
-        """Note an output, and its choices that have changed."""
-        number = self.numbers[output.request_id]
-        self.outputs[number] = output
-        new = {index: choice
-               for index, choice in enumerate(output.outputs, number * self.params.n)
-               if choice != self.choices.get(index)}
-        if any(choice.finish_reason == "abort" for choice in new.values()):
-            self.failure = StepError(f"a step has failed: {failure!r}")
+        self.outputs[self.numbers[output.request_id]] = output
+        if any(choice.finish_reason == "abort" for choice in output.outputs):
+            status = 400 if isinstance(failure, ValueError) else 500
+            self.failure = HTTPException(status, f"a step has failed: {failure!r}")
             logging.getLogger("nanopaged").error("%s", self.failure, exc_info=failure)
-        self.choices |= new
-        self.changed |= new
         self.news.set()
+
+    def choices(self):
+        """All that there are, by index."""
+        return {number * self.params.n + choice.index: choice
+                for number, output in self.outputs.items() for choice in output.outputs}
 
     async def changes(self):
         """The choices that have changed, again and again until all have ended."""
-        is_done = False
+        told, is_done = {}, False
         while not is_done:
             await self.news.wait()
             self.news.clear()
             if self.failure:
                 raise self.failure
-            changed, self.changed = self.changed, {}
             done = [output.finished for output in self.outputs.values()]
-            is_done = sum(done) == len(self.numbers)
-            yield changed
+            is_done, before, told = sum(done) == len(self.numbers), told, self.choices()
+            yield {index: choice for index, choice in told.items()
+                   if choice != before.get(index)}
 
     async def end(self):
         async for _ in self.changes():
@@ -141,24 +140,23 @@ class Answers:
         """What is new in these choices."""
         parts = []
         for index, choice in sorted(choices.items()):
-            start, first, told = self.said.get(index, (0, 0, 0))
-            text, calls, reason = choice.text, [], choice.finish_reason
-            if self.tools:
-                text, calls = read_calls(text, self.tools, reason is not None)
-                calls = calls[: self.most_calls]
-                reason = "tool_calls" if calls and reason == "stop" else reason
-            content = text[start:]
+            start, first = self.said.get(index, (0, 0))
+            new, calls, reason = choice.text[start:], [], choice.finish_reason
+            if self.readers is not None:
+                reader = self.readers[index]
+                new, calls = reader.read(new, reason is not None)
+                reason = "tool_calls" if reader.count and reason == "stop" else reason
+            content = new
             if key != "text":
                 content = {} if index in self.said else {"role": "assistant"}
-                content["content"] = text[start:] or (None if calls else "")
-                if calls[told:]:
-                    content["tool_calls"] = calls[told:]
-            self.said[index] = len(text), len(choice.token_ids), len(calls)
-            parts.append({"index": index, key: content, "logprobs": None,
-                          "finish_reason": reason})
-            if choice.logprobs is not None:
-                show = self.text_logprobs if key == "text" else self.chat_logprobs
-                parts[-1]["logprobs"] = show(choice.logprobs[first:])
+                content["content"] = new or (None if calls else "")
+                if calls:
+                    content["tool_calls"] = calls
+            self.said[index] = len(choice.text), len(choice.token_ids)
+            show = self.text_logprobs if key == "text" else self.chat_logprobs
+            rows = choice.logprobs
+            parts.append({"index": index, key: content, "finish_reason": reason,
+                          "logprobs": None if rows is None else show(rows[first:])})
         return parts
 
     def entries(self, row):
@@ -170,7 +168,9 @@ class Answers:
         for token, logprob in row.items():
             _, data = token_bytes(ref(self.llm.get_tokenizer()), token, False)
             entries[token] = {"token": data.decode(errors="backslashreplace"),
-                              "logprob": logprob.logprob, "bytes": list(data)}
+                              # JSON has no infinity.
+                              "logprob": max(logprob.logprob, -9999.0),
+                              "bytes": list(data)}
         return entries
 
     def chat_logprobs(self, rows):
@@ -184,47 +184,32 @@ class Answers:
         return {"content": content}
 
     def text_logprobs(self, rows):
-        tokens, logprobs, tops = [], [], []
-        for row in rows:
-            top = {}
+        tops = [{} for _ in rows]
+        for top, row in zip(tops, rows, strict=True):
             for token, entry in self.entries(row).items():
                 # Two tokens may have the same text, and JSON has it only once.
                 text = entry["token"]
                 top[f"token_id:{token}" if text in top else text] = entry["logprob"]
-            sampled, *_ = top
-            tokens.append(sampled)
-            logprobs.append(top[sampled])
-            tops.append(top)
-        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops}
+        firsts = [next(iter(top.items())) for top in tops]
+        return {"tokens": [text for text, _ in firsts],
+                "token_logprobs": [value for _, value in firsts], "top_logprobs": tops}
 
     def usage(self):
         outputs = self.outputs.values()
         asked = sum(len(output.prompt_token_ids) for output in outputs)
-        said = sum(len(choice.token_ids) for output in outputs
-                   for choice in output.outputs)
+        said = sum(len(choice.token_ids) for choice in self.choices().values())
         cached = sum(output.num_cached_tokens for output in outputs)
         return {"prompt_tokens": asked, "completion_tokens": said,
                 "total_tokens": asked + said,
                 "prompt_tokens_details": {"cached_tokens": cached}}
 
 
-class Events(StreamingResponse):
-    """Server-sent events, which may end because the client goes away."""
-
-    def __init__(self, events, at_end):
-        super().__init__(events, media_type="text/event-stream")
-        self.at_end = at_end
-
-    async def __call__(self, *arguments):
-        try:
-            await super().__call__(*arguments)
-        finally:
-            self.at_end()
-
-
 def error_body(message, status):
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return {"error": {"message": message, "type": kind, "param": None, "code": None}}
+    field = FIELD.match(message)
+    return {"error": {
+        "message": message, "type": kind, "param": field and field[1],
+        "code": next((CODES[words] for words in CODES if words in message), None)}}
 
 
 async def refuse(request, error):
@@ -246,6 +231,8 @@ def make_app(llm, name, origins=()):
     if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"],
                            allow_headers=["*"])
+    # Grammars leave most threads to others.
+    compiling = asyncio.Semaphore(2)
     reader, engine, longest = Reader(llm), Engine(llm), llm.engine.max_model_len
     card = {"id": name, "object": "model", "created": 0, "owned_by": "nanopaged",
             "max_model_len": longest}
@@ -278,8 +265,10 @@ def make_app(llm, name, origins=()):
         return card
 
     @app.post("/tokenize")
-    async def tokenize(body: Chat | Completion):
-        [ids] = await run_in_threadpool(body.prompts, llm)
+    async def tokenize(body: Conversation | Text):
+        await model(name if body.model is None else body.model)
+        ids, *others = await run_in_threadpool(reader.prompts, body)
+        check(not others, "prompt", "a single one here", 1 + len(others))
         return {"count": len(ids), "max_model_len": longest, "tokens": ids}
 
     @app.post("/v1/completions")
@@ -296,24 +285,34 @@ def make_app(llm, name, origins=()):
         check(body.stream or body.stream_options is None, "stream",
               "true for stream_options", body.stream)
         # Long prompts and grammars take time, and the event loop must not wait.
-        prompts, params = await run_in_threadpool(reader.read, body)
-        most_calls = 1 if body.parallel_tool_calls is False else None
-        answers = Answers(llm, params[0], body.usable_tools(), most_calls)
-        engine.add(answers, prompts, params, field)
-        if body.stream:
-            return Events(chunks(answers, chunk_key, body.stream_options),
-                          lambda: engine.drop(answers))
+        prompts, params, form = await run_in_threadpool(reader.read, body)
+        if form:
+            async with compiling:
+                if await request.is_disconnected():
+                    return None
+                params = await run_in_threadpool(reader.guide, params, form)
+        make_reader, tools = None, body.usable_tools()
+        if tools:  # some templates begin to think before the answer does
+            end = llm.tokenizer.decode(prompts[0][-9:]).rstrip()
+            make_reader = partial(Calls, tools, end.endswith("<think>"),
+                                  1 if body.parallel_tool_calls is False else 2**31)
+        answers = Answers(llm, params[0], make_reader)
+        await engine.add(answers, prompts, params, field)
+        if body.stream:  # it ends when all is said, or when the client goes away
+            return StreamingResponse(chunks(answers, chunk_key, body.stream_options),
+                                     media_type="text/event-stream",
+                                     background=BackgroundTask(engine.drop, answers))
         # The only thing that a client says now is that it goes away.
         waiting = {*map(asyncio.ensure_future, (answers.end(), request.receive()))}
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            engine.drop(answers)
+            await engine.drop(answers)
             for each in waiting:
                 each.cancel()
         if answers.failure:
             raise answers.failure
-        parts = answers.parts(answers.choices, key)
+        parts = answers.parts(answers.choices(), key)
         return wrap(answers, parts, key) | {"usage": answers.usage()}
 
     async def chunks(answers, key, options):
@@ -321,9 +320,9 @@ def make_app(llm, name, origins=()):
         try:
             async for changed in answers.changes():
                 yield event(wrap(answers, answers.parts(changed, key), key))
-        except StepError as error:
-            yield event(error_body(str(error), 500))
-        if options and options.include_usage:
+        except HTTPException as error:
+            yield event(error_body(error.detail, error.status_code))
+        if options and options.get("include_usage"):
             yield event(wrap(answers, [], key) | {"usage": answers.usage()})
         yield "data: [DONE]\n\n"
 
@@ -344,19 +343,17 @@ def main():
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--served-model-name", help="what clients call the model")
-    parser.add_argument("--allowed-origins", nargs="*", default=[], help="web pages "
-                        "that may ask, such as https://example.org, or '*'")
+    parser.add_argument("--allowed-origins", nargs="*", default=[], help="of web pages")
     options = parser.parse_args()
     name = options.served_model_name or Path(options.model or "nanopaged").name
-    address = socket.socket(socket.AF_INET6 if ":" in options.host else socket.AF_INET)
-    address.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        address.bind((options.host, options.port))
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:  # so that another server cannot take it while this one loads
+        address = socket.create_server((options.host, options.port), family=family)
     except (OSError, OverflowError) as error:
         parser.error(f"--host {options.host} --port {options.port}: {error}")
     port = address.getsockname()[1]
     print(f"Loading. {name} will be at http://{options.host}:{port}/v1", flush=True)
-    with LLM(options.model, dtype=options.dtype) as llm, suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt), LLM(options.model, dtype=options.dtype) as llm:
         app = make_app(llm, name, options.allowed_origins)
         config = uvicorn.Config(app, timeout_graceful_shutdown=2)
         uvicorn.Server(config).run(sockets=[address])

@@ -4,16 +4,18 @@ pydantic checks the fields below, and SamplingParams checks those that it has. W
 is wrong is a ValueError or a TypeError that names the field.
 """
 
+import json
+import re
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt
 from server_tools import marks_of
 from structured import Grammars
 
 from nanopaged.checks import check
-from nanopaged.frontend.prompts import render_chats
+from nanopaged.frontend.prompts import render_chats, tokenizer_of
 
 # What changes nothing here, whatever its value, or with this value.
 IGNORED = {"metadata", "prompt_cache_key", "safety_identifier", "service_tier", "store",
@@ -22,6 +24,8 @@ NEUTRAL = {"add_generation_prompt": True, "best_of": 1, "echo": False,
            "include_stop_str_in_output": False, "modalities": ["text"],
            "priority": 0, "spaces_between_special_tokens": True, "suffix": "",
            "tool_choice": "none", "tools": []}
+# How many log-probabilities of a token: thousands would take the event loop's time.
+Few = Annotated[int, Field(ge=0, le=20)]
 
 
 class Strict(BaseModel, extra="allow", strict=True):
@@ -37,8 +41,7 @@ class Message(Strict):
         """What a chat template reads. It may take "tool_calls": null for calls."""
         check(self.content is not None or bool(self.tool_calls), f"{name}.content",
               "a string or a list of text parts", self.content)
-        said = self.model_dump().items()
-        return {"content": ""} | {key: each for key, each in said if each is not None}
+        return {"content": ""} | self.model_dump(exclude_none=True)
 
 
 class Named(Strict):
@@ -51,27 +54,15 @@ class Tool(Strict):
     function: Named
 
 
-class StreamOptions(Strict, extra="forbid"):
-    include_usage: bool | None = None
-    include_obfuscation: bool | None = None
+# -- What is asked ---------------------------------------------------------------------
 
-
-class Body(Strict):
+class Text(Strict, extra="forbid"):
     model: str | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    parallel_tool_calls: bool | None = None
-    response_format: dict | None = None
-    # JSON has only strings as keys.
-    logit_bias: dict[Annotated[int, Field(strict=False)],
-                     Annotated[float, Field(ge=-100, le=100)]] | None = None
+    prompt: Any
+    add_special_tokens: bool | None = None
 
     def usable_tools(self):
         return {}
-
-
-class Completion(Body):
-    prompt: Any = None
 
     def prompts(self, llm):
         def is_prompt(value):
@@ -82,19 +73,15 @@ class Completion(Body):
         is_list = isinstance(prompts, list) and prompts
         check(is_list and all(map(is_prompt, prompts)), "prompt",
               "a string, a list of token ids, or a list of these", self.prompt)
-        return [llm.tokenizer(prompt).input_ids if isinstance(prompt, str) else prompt
-                for prompt in prompts]
-
-    def options(self):
-        return {}
+        adds = self.add_special_tokens is not False
+        return [tokenizer_of(llm)(prompt, add_special_tokens=adds).input_ids
+                if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
-class Chat(Body):
+class Conversation(Strict, extra="forbid"):
+    model: str | None = None
     messages: list[Message] = Field(min_length=1)
-    logprobs: bool | None = None
-    top_logprobs: NonNegativeInt | None = None
-    max_completion_tokens: PositiveInt | None = None
-    max_tokens: PositiveInt | None = None  # the old name
+    add_special_tokens: Literal[False] | None = None  # the template has them
     tools: list[Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     chat_template_kwargs: dict | None = None
@@ -114,17 +101,43 @@ class Chat(Body):
     def prompts(self, llm):
         messages = [message.plain(f"messages.{i}")
                     for i, message in enumerate(self.messages)]
-        tools = [tool.model_dump(exclude_unset=True) for tool in self.tools or []]
-        options = {"reasoning_effort": self.reasoning_effort,
-                   "tools": tools if self.usable_tools() else None}
-        options = {name: value for name, value in options.items() if value is not None}
+        options = self.model_dump(include={"reasoning_effort"}, exclude_none=True)
+        if self.usable_tools():
+            options["tools"] = [tool.model_dump(exclude_unset=True)
+                                for tool in self.tools]
+        options |= self.chat_template_kwargs or {}
         try:
-            [prompt] = render_chats(
-                llm, messages, options | (self.chat_template_kwargs or {}))
+            [prompt] = render_chats(llm, messages, options)
             return [prompt["prompt_token_ids"]]
         except Exception as error:  # whatever a template may raise
             raise ValueError("messages do not fit the model's chat template: "
                              f"{error}") from error
+
+
+# -- What the answer shall be ----------------------------------------------------------
+
+class Wanted(Strict):
+    stream: bool | None = None
+    stream_options: dict[Literal["include_usage", "include_obfuscation"],
+                         bool | None] | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: dict | None = None
+    # JSON has only strings as keys.
+    logit_bias: dict[Annotated[int, Field(strict=False)], float] | None = None
+
+
+class Completion(Wanted, Text, extra="allow"):
+    logprobs: Few | None = None
+
+    def options(self):
+        return {"logprobs": self.logprobs}
+
+
+class Chat(Wanted, Conversation, extra="allow"):
+    logprobs: bool | None = None
+    top_logprobs: Few | None = None
+    max_completion_tokens: PositiveInt | None = None
+    max_tokens: PositiveInt | None = None  # the old name
 
     def options(self):
         """What has other names in completions."""
@@ -144,24 +157,40 @@ class Reader:
         self.grammars = lru_cache(1)(lambda: Grammars(llm))
 
     def read(self, body):
-        prompts, form = body.prompts(self.llm), self.form(body)
+        """Prompts, their parameters, and what form their answers must have."""
+        prompts, form = self.prompts(body), self.form(body)
         given = {name: value for name, value in body.model_extra.items()
                  if value is not None and name not in IGNORED
                  and repr(value) != repr(NEUTRAL.get(name))}
-        check("prompt_logprobs" not in given, "prompt_logprobs", "left out", given)
+        known = vars(self.llm.default_params).keys() - {"prompt_logprobs"}
+        for name in given.keys() - known:
+            check(False, name, "left out", given[name])
         params = replace(self.llm.default_params, **body.options() | given,
                          logit_bias=body.logit_bias)
+        if params.logprobs is not None:
+            tokenizer_of(self.llm)  # their texts need it
+        check(params.n <= self.llm.config.max_num_seqs, "n",
+              f"at most {self.llm.config.max_num_seqs}", params.n)
         ids = range(self.llm.model_config.vocab_size)
         for name in "logit_bias", "stop_token_ids":
             wrong = [id for id in getattr(params, name) or [] if id not in ids]
             check(not wrong, name, f"about token ids below {len(ids)}", wrong)
-        if form is None:
-            return prompts, [params] * len(prompts)
-        for name in "ignore_eos", "min_tokens":  # the end of a JSON text is the end
-            value = getattr(params, name)
+        for name in ("ignore_eos", "min_tokens") if form else ():
+            value = getattr(params, name)  # the end of a JSON text is the end
             check(not value, name, "left out where JSON is wanted", value)
-        return prompts, [replace(params, logits_processors=[
-            self.grammars().processor(*form)]) for _ in prompts]
+        return prompts, [params] * len(prompts), form
+
+    def prompts(self, body):
+        for name, value in body.model_dump().items():
+            said = json.dumps(value, ensure_ascii=False)
+            check(not re.search("[\ud800-\udfff]", said), name,
+                  "free of surrogates, which are halves of characters", value)
+        return body.prompts(self.llm)
+
+    def guide(self, params, form):
+        """The same, with processors that keep each prompt's answers to their form."""
+        return [replace(each, logits_processors=[self.grammars().processor(*form)])
+                for each in params]
 
     def form(self, body):
         """What an answer must be, for `Grammars.processor`. None if it is free."""

@@ -9,39 +9,25 @@ from argparse import BooleanOptionalAction
 from copy import deepcopy
 from dataclasses import dataclass, field, make_dataclass
 from enum import IntEnum
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import NoBadWordsLogitsProcessor
+from structured import of_answers
+from transformers import LogitsProcessor, NoBadWordsLogitsProcessor
 
 import nanopaged
+from nanopaged.checks import check
 
-# checks/vllm_answers.py records the defaults. Below them are names of earlier versions.
-DEFAULTS = json.loads(Path(__file__).with_name("vllm_defaults.json").read_text())
-DEFAULTS["SamplingParams"] |= {
-    "best_of": None, "cache_salt": None, "early_stopping": False,
-    "guided_decoding": None, "length_penalty": 1.0, "logits_processors": None,
-    "use_beam_search": False}
-# Options without an effect, or that as_vllm.py reads itself; and values without one.
-IGNORED = {
-    "allowed_token_ids", "async_scheduling", "bad_words", "compilation_config",
-    "detokenize", "disable_custom_all_reduce", "disable_log_stats",
-    "distributed_executor_backend", "download_dir", "enable_chunked_prefill",
-    "enable_sleep_mode", "extra_args", "gpu_ids", "guided_decoding",
-    "include_stop_str_in_output", "max_logprobs", "max_lora_rank", "max_loras",
-    "max_parallel_loading_workers", "max_seq_len_to_capture", "optimization_level",
-    "output_kind", "performance_mode", "served_model_name", "skip_clone",
-    "spaces_between_special_tokens", "structured_outputs", "tokenizer_mode",
-    "tokenizer_revision", "trust_remote_code", "use_tqdm_on_load"}
-NEUTRAL = {
-    "best_of": [1], "chat_template_content_format": ["auto", "string"],
-    "load_format": ["safetensors", "hf"], "model_impl": ["vllm"], "revision": ["main"],
-    "logprobs_mode": ["raw_logprobs", "processed_logprobs"],
-    "structured_outputs_config": [
-        {"backend": "xgrammar"},
-        {"backend": "xgrammar", "disable_any_whitespace": True}]}
+# vllm_defaults.json is recorded by checks/vllm_answers.py. vllm_meanings.json is about
+# nanopaged: names of earlier versions; options without an effect here, or that
+# as_vllm.py reads itself; and values without an effect.
+DEFAULTS, MEANINGS = (
+    json.loads(Path(__file__).with_name(f"vllm_{name}.json").read_text())
+    for name in ("defaults", "meanings"))
+DEFAULTS["SamplingParams"] |= MEANINGS["earlier SamplingParams"]
 
 
 def known(kind, options):
@@ -51,9 +37,9 @@ def known(kind, options):
     ours, kept = getattr(nanopaged, kind).__dataclass_fields__, {}
     for name, value in options.items():
         default = DEFAULTS[kind].get(name)
-        if value == default or value in NEUTRAL.get(name, ()):
+        if value == default or value in MEANINGS["neutral"].get(name, ()):
             continue
-        if name not in ours and name not in IGNORED and (value or default):
+        if name not in {*ours, *MEANINGS["without effect"]} and (value or default):
             raise ValueError(f"{name} must be {default!r}, because nanopaged has "
                              f"nothing like it, got {value!r:.200}")
         if name in ours and (value is not None or name == "max_tokens"):
@@ -76,11 +62,30 @@ class StructuredOutputsParams:
         if options.pop("json_object", None):
             options["json"] = {"type": "object"}
         given = {kind: value for kind, value in options.items() if value}
-        kinds = {"json", "regex", "choice", "grammar"}
-        if len(given) != 1 or not given.keys() <= kinds:
-            raise ValueError("structured_outputs must be one of json, json_object, "
-                             f"regex, choice and grammar, got {given}")
+        kinds = {"json": dict | str, "regex": str, "choice": list | tuple,
+                 "grammar": str}
+        check(len(given) == 1 and given.keys() <= kinds.keys(), "structured_outputs",
+              "one of json, json_object, regex, choice and grammar", given)
         [(self.kind, self.value)] = given.items()
+        texts = self.value if self.kind == "choice" else ()
+        check(isinstance(self.value, kinds[self.kind]) and {*map(type, texts)} <= {str},
+              f"{self.kind} in structured_outputs", f"{kinds[self.kind]} (of str)",
+              self.value, TypeError)
+
+
+def as_processor(process):
+    """One of transformers takes tensors. vLLM's take lists, with or without the prompt,
+    and the logits of one token.
+    """
+    if isinstance(process, LogitsProcessor):
+        return process
+    names = signature(process).parameters.values() if callable(process) else ()
+    count = sum(each.kind < each.VAR_POSITIONAL and each.default is each.empty
+                for each in names)
+    check(count in (2, 3), "logits_processors", "functions of (ids, logits) or (prompt "
+          "ids, ids, logits)", process, TypeError)
+    return of_answers(lambda prompt, ids, logits: process(
+        *(prompt[0].tolist(), ids[0].tolist(), logits[0])[3 - count :])[None])
 
 
 @dataclass
@@ -100,28 +105,33 @@ class SamplingParams(with_defaults("SamplingParams")):
 
     def ours(self, vocab_size=1):
         options = {name: getattr(self, name) for name in self.__struct_fields__}
+        del options["include_stop_str_in_output"]  # vllm_outputs.py reads it
         for name in "logprobs", "prompt_logprobs":
             options[name] = vocab_size if options[name] == -1 else options[name]
-        if options["stop"] and not self.detokenize:
-            raise ValueError("detokenize must be True with stop strings, got False")
+        form = self.structured_outputs
+        check(isinstance(form, StructuredOutputsParams | None), "structured_outputs",
+              "StructuredOutputsParams", form, TypeError)
+        check(not (form and self.ignore_eos), "ignore_eos", "False with "
+              "structured_outputs, because a complete answer ends", self.ignore_eos)
+        check(self.detokenize or not self.stop, "detokenize", "True with stop", False)
         return nanopaged.SamplingParams(**known("SamplingParams", options))
 
     def processors(self, tokenizer, vocab_size):
-        """Logits processors for bad_words and allowed_token_ids."""
-        found, banned = [], []
+        """Logits processors: the caller's, for bad_words and for allowed_token_ids."""
+        found, banned = [*map(as_processor, self.logits_processors or [])], []
         for word in self.bad_words:  # as it begins a text, and after a space
             alone, later = (tokenizer.encode(text, add_special_tokens=False)
                             for text in (word.lstrip(), " " + word.lstrip()))
             is_new = later[:1] != alone[:1] and len(later) == len(alone)
             banned += [alone, later] if is_new else [alone]
         if banned:
-            found.append(NoBadWordsLogitsProcessor(banned))
-        if self.allowed_token_ids is not None:
-            every, allowed = {*range(vocab_size)}, {*self.allowed_token_ids}
-            if not allowed or not allowed <= every:
-                raise ValueError(f"allowed_token_ids must be below {vocab_size}, got "
-                                 f"{self.allowed_token_ids!r:.200}")
-            rest = torch.tensor([*every - allowed], dtype=torch.long)
+            forbid = NoBadWordsLogitsProcessor(banned)
+            found.append(of_answers(lambda prompt, ids, logits: forbid(ids, logits)))
+        if (allowed := self.allowed_token_ids) is not None:
+            rest = {*range(vocab_size)}.difference(allowed)
+            check(0 < len({*allowed}) == vocab_size - len(rest), "allowed_token_ids",
+                  f"some below {vocab_size}", allowed)
+            rest = torch.tensor([*rest], dtype=torch.long)
             found.append(lambda ids, logits: logits.index_fill(
                 1, rest.to(logits.device), -torch.inf))
         return found

@@ -5,6 +5,7 @@ from dataclasses import dataclass, make_dataclass
 from types import SimpleNamespace
 
 import nanopaged
+from nanopaged.frontend.detokenizer import Detokenizer
 
 
 @dataclass
@@ -36,23 +37,25 @@ class Writer:
         self.tokenizer = tokenizer
         self.counts = Counts(prefix_cache_hits=0, prompt_tokens=0, generation_tokens=0)
 
-    def request(self, output, params):
+    def request(self, output, params, told):
+        """`told` keeps the log-probabilities of earlier outputs of this request."""
         if output.finished:
-            self.counts["prompt_tokens"] += len(output.prompt_token_ids)
-            self.counts["prefix_cache_hits"] += output.num_cached_tokens
+            self.counts.update(
+                prompt_tokens=len(output.prompt_token_ids),
+                prefix_cache_hits=output.num_cached_tokens,
+                generation_tokens=sum(len(each.token_ids) for each in output.outputs))
         answers = []
         for answer in output.outputs:
             ids, stop = answer.token_ids, answer.stop_reason
-            if output.finished:
-                self.counts["generation_tokens"] += len(ids)
             if params.include_stop_str_in_output and answer.finish_reason == "stop":
                 answer.text += stop if isinstance(stop, str) else self.text(
                     ids[-1], ids[:-1], skip_special_tokens=params.skip_special_tokens)
             answer.text = answer.text if params.detokenize else ""
-            answer.logprobs = self.tables(answer.logprobs)
+            answer.logprobs = self.tables(answer.logprobs, told[answer.index])
             answers.append(CompletionOutput(**vars(answer)))
         return RequestOutput(**vars(output) | {
-            "outputs": answers, "prompt_logprobs": self.tables(output.prompt_logprobs)})
+            "outputs": answers,
+            "prompt_logprobs": self.tables(output.prompt_logprobs, told["prompt"])})
 
     def beams(self, output):
         """The prompt is part of a beam's tokens and text."""
@@ -60,31 +63,24 @@ class Writer:
         for beam in output.outputs:
             tokens = output.prompt_token_ids + beam.token_ids
             text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            sequences.append(SimpleNamespace(
-                tokens=tokens, text=text, cum_logprob=beam.cumulative_logprob,
-                logprobs=self.tables(beam.logprobs), lora_request=None,
-                finish_reason=beam.finish_reason, stop_reason=beam.stop_reason))
+            sequences.append(SimpleNamespace(**vars(beam) | {
+                "tokens": tokens, "text": text, "cum_logprob": beam.cumulative_logprob,
+                "logprobs": self.tables(beam.logprobs, []), "lora_request": None}))
         return SimpleNamespace(sequences=sequences)
 
-    def tables(self, tables):
+    def tables(self, tables, told):
         """Log-probabilities, each with the text of its token."""
-        found, before = [], []
-        for table in tables or []:
-            found.append(table and {
-                token: Logprob(*each, self.text(token, before))
-                for token, each in table.items()})
-            before += [*(table or {})][:1]
-        return tables and found
+        for table in (tables or [])[len(told) :]:
+            before = [next(iter(each)) for each in told[-4:] if each]
+            told.append(table and {token: Logprob(*each, self.text(token, before))
+                                   for token, each in table.items()})
+        return tables and [*told]
 
-    def text(self, token, before, **options):
+    def text(self, token, before, skip_special_tokens=False):
         """The text of a token after others. A character that several tokens spell is
         the text of the last of them.
         """
-        if self.tokenizer is None:
-            return None
-        once, twice, start, both = (
-            self.tokenizer.decode(ids, **options) for ids in (
-                [token], [token] * 2, before[-4:], [*before[-4:], token]))
-        if "\ufffd" not in twice:
-            return twice[len(once) :]
-        return both.rstrip("\ufffd")[len(start.rstrip("\ufffd")) :]
+        reader = Detokenizer(self.tokenizer, before, [], skip_special_tokens)
+        reader.has_begun = True
+        reader.update([*before, token], final=False, may_stop=False)
+        return reader.text if self.tokenizer else None

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import as_vllm  # noqa: F401
 import torch
 import vllm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 from vllm import LLM, SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 from vllm_answers import answers
@@ -273,11 +273,77 @@ def check_names():
         tokens = [llm.generate(**each, sampling_params=params)[0].outputs[0].token_ids
                   for each in ({"prompts": "ROMEO:"}, {"prompt_token_ids": [ids]})]
         assert tokens == [output.token_ids] * 2
+    check_what_users_miss()
     check_structured_outputs()
     check_new_weights()
     check_another_tokenizer()
     check_refusals()
     print(f"{len(SCRIPTS)} kinds of scripts: run, or say what is not supported")
+
+
+def check_what_users_miss():
+    """Defaults, kinds of prompts, truncation, queues, and processors of both forms."""
+    with LLM(str(BUNDLED), num_blocks=64, dtype="float32",
+             generation_config="vllm") as llm:
+        assert llm.get_default_sampling_params().temperature == 1
+        assert llm.llm_engine.model_config.dtype == torch.float32
+        params = SamplingParams(temperature=0, max_tokens=8)
+        tokenizer = llm.get_tokenizer()
+        ids = tokenizer("But, soft! what light").input_ids
+
+        def run(prompt, params=params, **options):
+            return llm.generate(prompt, params, use_tqdm=False, **options)[0]
+
+        text = run("A").outputs[0].text
+        assert run({"prompt": "A", "multi_modal_data": None}).outputs[0].text == text
+        for prompt in ("But, soft! what light", {"prompt_token_ids": ids}):
+            cut = run(prompt, tokenization_kwargs={"truncate_prompt_tokens": 4})
+            assert cut.prompt_token_ids[-3:] == ids[-3:], cut
+            assert len(cut.prompt_token_ids) == 4
+            whole = run(prompt, tokenization_kwargs={"truncate_prompt_tokens": -1})
+            assert whole.prompt_token_ids == ids
+        names = llm.enqueue(["A", [5, 6]], params), llm.enqueue("B", params)
+        assert [*map(len, names)] == [2, 1]
+        found = llm.wait_for_completion()
+        assert [output.outputs[0].text for output in found] == [
+            run(prompt).outputs[0].text for prompt in ("A", [5, 6], "B")]
+
+        seen = []
+
+        class Tensors(LogitsProcessor):
+            def __call__(self, ids, logits):
+                seen.append(ids[0].tolist())
+                return logits
+
+        start = tokenizer("A").input_ids
+        for process, expected in (
+                (lambda ids, logits, *, k=5: seen.append(ids) or logits, []),
+                (Tensors(), start),
+                (lambda prompt, ids, logits: seen.append(prompt) or logits, start)):
+            seen.clear()
+            run("A", SamplingParams(max_tokens=3, logits_processors=[process]))
+            assert len(seen) == 3 and seen[0] == expected, seen
+        try:
+            llm.enqueue(["A", [10**6]], params)
+        except ValueError as error:
+            assert "prompts[1]" in str(error) and not llm.has_unfinished_requests()
+        else:
+            raise AssertionError("there is no such token")
+
+        def end_at_4(ids, logits):
+            if len(ids) >= 4:
+                logits[:] = -torch.inf
+                logits[tokenizer.eos_token_id] = 0
+            return logits
+
+        answer = run("ROMEO:", SamplingParams(
+            temperature=0, max_tokens=30, logits_processors=[end_at_4])).outputs[0]
+        assert len(answer.token_ids) == 5 and answer.finish_reason == "stop"
+        # A bad word that begins in the prompt is none.
+        first, *_ = run("ROMEO:").outputs[0].token_ids
+        word = tokenizer.decode([*tokenizer("ROMEO:").input_ids[-1:], first])
+        kept = run("ROMEO:", replace(params, bad_words=[word])).outputs[0].token_ids
+        assert kept[0] == first, (word, kept)
 
 
 def check_structured_outputs():
@@ -335,25 +401,22 @@ def check_new_weights():
             if name == "model.embed_tokens.weight":
                 try:
                     llm.chat([{"role": "user", "content": "Hi"}], params)
-                except RuntimeError as error:
+                except ValueError as error:
                     assert "layers.0.input_layernorm.weight" in str(error)
                 else:
                     raise AssertionError("the model has some of the weights only")
         assert llm.reset_prefix_cache() and logprobs() != old
         model.load_weights(policy.state_dict().items())
         assert logprobs() == old
-        try:
+        for wrong, word in (({"temperature": 0.5}, "temperature"),
+                            ({}, "_orig_mod.norm.weight")):
+            try:
+                llm.generate("ROMEO:", replace(params, **wrong))
+            except ValueError as error:
+                assert word in str(error), error
+            else:
+                raise AssertionError(f"{word} was not refused")
             model.load_weights([("_orig_mod.norm.weight", weight)])
-        except ValueError as error:
-            assert "_orig_mod.norm.weight" in str(error)
-        else:
-            raise AssertionError("this is not a weight of the model")
-        try:
-            llm.generate("ROMEO:", SamplingParams(temperature=0.5, logprobs=0))
-        except ValueError as error:
-            assert "temperature" in str(error)
-        else:
-            raise AssertionError("log-probabilities are not processed")
 
 
 def check_another_tokenizer():
@@ -372,6 +435,19 @@ def check_refusals():
     """What is missing is named, with the value."""
     for make, words in (
             (lambda: SamplingParams(flat_logprobs=True), "flat_logprobs True"),
+            (lambda: StructuredOutputsParams(choice="yes"), "choice yes"),
+            (lambda: StructuredOutputsParams(choice=["a", 5]), "choice 5"),
+            (lambda: StructuredOutputsParams(regex=5), "regex 5"),
+            (lambda: SamplingParams(structured_outputs={"choice": ["a"]}),
+             "structured_outputs StructuredOutputsParams"),
+            (lambda: SamplingParams(ignore_eos=True, structured_outputs=(
+                StructuredOutputsParams(regex="a"))), "ignore_eos structured_outputs"),
+            (lambda: SamplingParams(logits_processors=[print]).processors(None, 1),
+             "logits_processors"),
+            (lambda: vllm.LLM.beam_search(None, [], vllm.BeamSearchParams(
+                2, 4, include_stop_str_in_output=True)), "include_stop_str_in_output"),
+            (lambda: vllm.LLM.pairs(None, [], 5, {"add_special_tokens": False}),
+             "tokenization_kwargs add_special_tokens"),
             (lambda: SamplingParams(detokenize=False, stop=["a"]), "detokenize"),
             (lambda: LLM(str(BUNDLED), kv_cache_dtype="fp8"), "kv_cache_dtype fp8"),
             (lambda: LLM(str(BUNDLED), enable_lora=True), "enable_lora True"),

@@ -8,6 +8,7 @@ reported, and only the batch of the engine that was killed is computed again.
 
 import importlib.util
 import json
+import math
 import os
 import random
 import secrets
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import asdict
+from datetime import date
 from pathlib import Path
 
 # Ray reads these when it is imported. Without the token, others could run code here.
@@ -134,7 +136,21 @@ def check_answers(rows, expected, answered):
 
 
 def check_second_run(rows, expected, num_batches):
-    """It answers the rest, this time from a Parquet file."""
+    """It answers the rest, this time from a Parquet file, although the first run left
+    half a line. A column whose name the answers need is refused.
+    """
+    with open(ANSWERS, "a") as file:
+        file.write('{"row": 3, "prom')
+    taken = PROMPTS.with_name("taken.jsonl")
+    taken.write_text('{"prompt": "A", "row": 5}')
+    try:
+        solution.run(str(taken), str(ANSWERS), 1, OPTIONS, PARAMS, {})
+    except ValueError as error:
+        assert "row 0" in str(error), error
+    else:
+        raise AssertionError("the column was overwritten")
+    assert solution.as_json({"day": date(2026, 1, 1), "x": math.inf}) == (
+        '{"day": "2026-01-01", "x": "Infinity"}')
     table = pyarrow.Table.from_pylist(rows)
     pyarrow.parquet.write_table(table, PROMPTS.with_suffix(".parquet"))
     SECOND_RUN.touch()

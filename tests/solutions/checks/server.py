@@ -8,11 +8,13 @@ import importlib.util
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -169,6 +171,8 @@ SCHEMA = {"type": "object", "additionalProperties": False,
 
 def check_json(llm, client):
     """Sampled answers that keep to a schema, beside others that do not change."""
+    from structured import check_enforced
+
     alone = complete(client, "ROMEO:", max_tokens=80).choices[0].text
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(lambda: [complete(
@@ -181,11 +185,25 @@ def check_json(llm, client):
     assert all({*person} == {*SCHEMA["required"]} and type(person["age"]) is int
                and 0 <= person["age"] <= 99 and type(person["alive"]) is bool
                and len(person["name"]) <= 12 for person in people)
+    for schema in ENFORCED:
+        check_enforced(schema)
     print(f"{len(people)} answers keep to the schema, such as {people[0]}")
 
 
 # -- What a client may ask for ---------------------------------------------------------
 
+# What libraries write is enforced, and so it is accepted.
+ENFORCED = [
+    {"anyOf": [{"type": "integer", "minimum": 0}, {"type": "null"}], "default": None},
+    {"enum": ["a", "b"], "type": "string", "title": "A"},
+    {"const": 1, "type": "number"},
+    {"allOf": [{"$ref": "#/$defs/a"}], "description": "b", "$defs": {"a": SCHEMA}},
+    {"type": ["string", "null"], "maxLength": 3}, {"properties": {"a": {}}},
+    {"type": "array", "prefixItems": [{"type": "null"}], "uniqueItems": False},
+    {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+     "discriminator": {"propertyName": "kind"}, "$defs": {kind: {
+         "type": "object", "properties": {"kind": {"const": kind}},
+         "required": ["kind"]} for kind in ("a", "b")}}]
 FORM = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
 CALL = {"id": "a", "type": "function", "function": {
     "name": "say", "arguments": '{"text": "Who?"}'}}
@@ -325,24 +343,43 @@ def check_features(llm, client):
 
 def check_calls_in_texts():
     """However a template marks calls, and wherever a stream is cut."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))
-    from server_tools import read_calls
+    from server_tools import Calls
 
-    call = '{"name": "say", "arguments": {"a": "}"}}'
-    plain = '{"name": "Bob", "age": 3}'
+    call = '{"name": "say", "arguments": {"a": "}\\"<"}}'
+    other = call.replace("say", "sing")
+    plain, tag = '{"name": "Bob", "age": 3}', f"<tool_call>\n{call}\n</tool_call>"
+    unknown, broken = tag.replace("say", "sing"), f"<tool_call>{call[:-1]}"
+    thought = f"<think>{tag} or {broken}</think>"
     for text, content, count in (
-            (f"Well. <tool_call>\n{call}\n</tool_call>\n<tool_call>{call}</tool_call>",
-             "Well. ", 2), (f"[TOOL_CALLS] [{call}, {call}]", "", 2),
+            (f"Well. {tag}\n<tool_call>{call}</tool_call>", "Well. ", 2),
+            (f"[TOOL_CALLS] [{call}, {call}]", "", 2),
+            (f"[TOOL_CALLS] [{call}] and, ", " and, ", 1),
+            (f"[TOOL_CALLS] [{other}, {call}]", f"[TOOL_CALLS] [{other}, ]", 1),
             (call.replace("arguments", "parameters"), "", 1), (plain, plain, 0),
             (f"<|python_tag|>{call}; {call}", "", 2), ("1 <tool", "1 <tool", 0),
-            ('<tool_call>{"name": [5]}', '<tool_call>{"name": [5]}', 0)):
-        found, calls = read_calls(text, ["say"], True)
+            ('<tool_call>{"name": [5]}', '<tool_call>{"name": [5]}', 0),
+            (f"{tag} then, {tag}.", " then, .", 2), (thought + tag, thought, 1),
+            (f"{unknown}{tag}", unknown, 1), (f"{broken}{tag}, ", f"{broken}, ", 1)):
+        found, calls = Calls(["say"]).read(text, True)
         assert (found, len(calls)) == (content, count), (text, found, calls)
-        assert all(json.loads(each["function"]["arguments"]) == {"a": "}"}
+        assert all(json.loads(each["function"]["arguments"]) == {"a": '}"<'}
                    for each in calls)
-        for end in range(len(text)):
-            found, calls = read_calls(text[:end], ["say"], False)
-            assert content.startswith(found) and len(calls) <= count, (text, end, found)
+    assert Calls(["say"], thinks=True).read(f"{tag}</think>{tag}", True)[0] == (
+        f"{tag}</think>")
+
+    rng = random.Random(0)
+    pieces = {" I say, ": " I say, ", "1 < 2.": "1 < 2.", tag: "", thought: thought,
+              unknown: unknown, broken: broken, "[tool": "[tool"}
+    for _ in range(100):
+        parts = rng.choices([*pieces], k=rng.randrange(1, 9))
+        text, calls, said, at = "".join(parts), [], "", 0
+        parser = Calls(["say"])
+        while at < len(text):
+            at, before = at + rng.randrange(1, 21), at
+            content, new = parser.read(text[before:at], at >= len(text))
+            said, calls = said + content, calls + new
+        assert said == "".join(map(pieces.get, parts)), (text, said)
+        assert [each["index"] for each in calls] == [*range(parts.count(tag))], text
 
 
 def check_grammars(compilers):
@@ -369,19 +406,18 @@ def noted_compilers():
         xgrammar.GrammarCompiler = make
 
 
-def check_token_texts(llm, client):
+def check_token_texts(llm):
     """Every token has its own bytes and, in completions, its own text."""
     tokenizer, byte_of = llm.tokenizer, {c: b for b, c in bytes_to_unicode().items()}
-    chat = client.chat.completions.create(
-        model=NAME, messages=user("A"), max_tokens=1, logprobs=True, top_logprobs=512)
-    [row] = chat.choices[0].logprobs.content
+    answers = load_server().Answers(llm, SamplingParams(logprobs=512))
+    row = {id: Logprob(-1.0 - id, id + 1) for id in range(512)}
+    [said] = answers.chat_logprobs([row])["content"]
     names = tokenizer.convert_ids_to_tokens(range(512))
     known = [bytes(byte_of.get(c, 0) for c in name)
              for name in names if name not in tokenizer.all_special_tokens]
     known += [token.encode() for token in tokenizer.all_special_tokens]
-    assert sorted(bytes(top.bytes) for top in row.top_logprobs) == sorted(known)
-    [top] = complete(client, "A", max_tokens=1, logprobs=512).choices[
-        0].logprobs.top_logprobs
+    assert sorted(bytes(top["bytes"]) for top in said["top_logprobs"]) == sorted(known)
+    [top] = answers.text_logprobs([row])["top_logprobs"]
     assert len(top) == 512
     assert all(tokenizer.decode([id]) in top for id in range(512)
                if "\ufffd" not in tokenizer.decode([id]))
@@ -434,6 +470,8 @@ WRONG_TEXTS = [
     ({"n": 0},), ({"n": 10**6},), ({"n": True},), ({"seed": "x"},),
     ({"stop": 3, "stream": True},), ({"stop": [""]},), ({"stop": [3]},),
     ({"stop_token_ids": [99999]},), ({"logprobs": -2},), ({"logprobs": True},),
+    ({"logprobs": 21},), ({"prompt": "\ud800"},), ({"stop": "\udfff"},),
+    ({"prompt": ["A", "\ud800"]},),
     ({"presence_penalty": 3},), ({"frequency_penalty": math.inf},), (bias(5),),
     (bias({"a": 1}),), (bias({"5": math.nan}),), (bias({"5": math.inf}),),
     (bias({"5": "x"}),), (bias({"99999": 1}),), (bias({"-1": 1}),), ({"best_of": 2},),
@@ -459,7 +497,10 @@ WRONG_CHATS = [
         {"function": {"name": "a", "arguments": "5"}}]), "arguments"),
     ({"messages": [{"role": "user", "content": "long " * 5000}]},),
     ({"logprobs": 5},), ({"top_logprobs": 2}, "logprobs"),
-    ({"top_logprobs": -1, "logprobs": True},), ({"max_completion_tokens": 0},),
+    ({"top_logprobs": -1, "logprobs": True},), ({"add_special_tokens": True},),
+    ({"top_logprobs": 21, "logprobs": True},),
+    (message(role="user", content=[{"type": "text", "text": "\ud800"}]), "messages"),
+ ({"max_completion_tokens": 0},),
     ({"max_completion_tokens": "x"},), ({"tool_choice": "required"},),
     ({"modalities": ["audio"]},), ({"response_format": "json"},),
     (form(type="xml"),), (form(type="json_schema"),),
@@ -472,11 +513,24 @@ WRONG_CHATS = [
     *((form(type="json_schema", json_schema={"schema": schema}), word)
       for schema, word in (
           ({"type": "array", "uniqueItems": True}, "uniqueItems"),
-          ({"properties": {"a": {"not": {"const": 5}}}}, "not"),
+          ({"type": "object", "propertyNames": {"maxLength": 2}}, "propertyNames"),
+          ({"properties": {"a": {"not": {}}}}, "not"),
           ({"allOf": [{"type": "string"}, {"const": "a"}]}, "allOf"),
           ({"type": "string", "pattern": "a", "maxLength": 2}, "pattern"),
+          ({"type": "string", "pattern": "a", "format": "date"}, "pattern"),
           ({"type": "string", "format": "regex"}, "format"),
-          ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"))),
+          ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+          ({"maxLength": 3}, "maxLength without a type"),
+          ({"required": ["a"]}, "required"), ({"contains": {}}, "contains"),
+          ({"properties": {"a": {}}, "required": ["b"]}, "required 'b'"),
+          ({"enum": [1, 5], "minimum": 2}, "minimum beside enum"),
+          ({"enum": [1, "a"], "type": "string"}, "type beside enum"),
+          ({"anyOf": [{"type": "null"}], "multipleOf": 2}, "multipleOf beside anyOf"),
+          ({"$ref": "#/$defs/a", "type": "null", "$defs": {"a": {}}}, "type beside"),
+          ({"$ref": "http://localhost/a"}, "$ref"),
+          ({"oneOf": [{"type": "number"}, {"type": "integer"}]}, "oneOf"),
+          ({"properties": {"xa": {}}, "patternProperties": {"x": {"type": "null"}}},
+           "patternProperties"))),
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {
         "name": "sing"}}}, "tool_choice"), ({"tools": [{}]},), ({"tools": 5},),
     ({"tool_choice": "sometimes"},),
@@ -486,7 +540,8 @@ NO_OBJECTS = [b"", b"{", b"[]", b"5", b"[" * 10**5, b'{"prompt": "\xff"}']
 
 def post(client, path, data):
     """The status, and what the server says."""
-    request = urllib.request.Request(f"{client.base_url}{path}", data, headers={
+    url = urllib.parse.urljoin(str(client.base_url), path)
+    request = urllib.request.Request(url, data, headers={
         "Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=600) as answer:
@@ -505,6 +560,10 @@ def check_wrong_requests(llm, client):
             status, said = post(client, path, json.dumps(body).encode())
             word = words[0] if words else next(iter(wrong))
             assert status == 400 and word in said, (wrong, status, said)
+            error, field = json.loads(said)["error"], next(iter(wrong))
+            is_long = "number of prompt tokens" in said and "less than" in said
+            assert error["code"] == ("context_length_exceeded" if is_long else None)
+            assert error["param"] in (field, "tools", *words[-1:]), (wrong, said)
         for data in NO_OBJECTS:
             status, said = post(client, path, data)
             assert status == 400, (data[:20], status, said)
@@ -528,6 +587,9 @@ def check_errors(client):
         except urllib.error.HTTPError as error:
             said = json.load(error)["error"]
             assert error.code == status and word in said["message"], (path, said)
+            found = said["code"], said["param"]
+            assert found == (("model_not_found", "model") if word == "gpt" else
+                             (None, None)), said
         else:
             raise AssertionError(f"{path} was answered")
     used = root.rpartition(":")[2].strip("/")
@@ -556,15 +618,39 @@ def check_failed_step(llm, client):
     assert complete(client, "ROMEO:").choices[0].text
 
 
-def check_other_paths(client):
+def check_no_token_left(client):
+    """It is the request that is wrong, and others go on."""
+    beside = complete(client, "ROMEO:", stream=True, max_tokens=300)
+    for stream in False, True:
+        body = {"prompt": "A", "stream": stream, "logit_bias": dict.fromkeys(
+            range(512), -math.inf)}
+        status, said = post(client, "completions", json.dumps(body).encode())
+        assert status == (200 if stream else 400) and "logit_bias" in said, said
+        assert "invalid_request_error" in said, said
+    assert text_of([*beside])
+
+
+def check_other_paths(llm, client):
     root = str(client.base_url).removesuffix("v1/")
     with urllib.request.urlopen(root + "metrics") as answer:
         numbers = dict(line.split() for line in answer.read().decode().splitlines())
     assert numbers["nanopaged_blocks_total"] == "400" and len(numbers) > 8, numbers
-    question = urllib.request.Request(root + "tokenize", b'{"prompt": "ROMEO:"}', {
-        "Content-Type": "application/json"})
-    with urllib.request.urlopen(question) as answer:
-        assert len(json.load(answer)["tokens"]) > 1
+    for body, expected in (
+            ({"prompt": "ROMEO:"}, llm.tokenizer("ROMEO:").input_ids),
+            ({"prompt": "<|bos|>A", "add_special_tokens": False, "model": NAME},
+             llm.tokenizer("<|bos|>A", add_special_tokens=False).input_ids),
+            ({"messages": user("Who?"), "add_special_tokens": False},
+             llm.tokenizer("user:\nWho?\n").input_ids),
+            ({"prompt": "A", "model": "gpt"}, "gpt"),
+            ({"prompt": ["A", "B"]}, "prompt"), ({"prompt": "A", "echo": True}, "echo"),
+            ({"prompt": "A", "colour": 5}, "colour"),
+            ({"messages": user("A"), "add_special_tokens": True}, "add_special_tokens"),
+            ({"messages": user("A"), "max_tokens": 5}, "max_tokens")):
+        status, said = post(client, "/tokenize", json.dumps(body).encode())
+        if isinstance(expected, str):
+            assert status in (400, 404) and expected in said, (body, said)
+        else:
+            assert json.loads(said).get("tokens") == expected, (body, said)
     assert urllib.request.urlopen(root + "version").status == 200
 
 
@@ -585,6 +671,32 @@ def check_crowd(llm, client):
             chunks.close()
         # Each of the four prompts has one answer, whoever asks.
         assert len({(i % 4, "".join(text)) for i, text in enumerate(texts)}) == 4
+
+
+def check_schemas_of_those_gone(client):
+    """Nobody waits for large schemas of clients who have gone."""
+    schema = {"enum": [f"{i} {random.random()}" for i in range(3000)]}
+    body = {"messages": user("A"), "max_tokens": 1, "response_format": {
+        "type": "json_schema", "json_schema": {"schema": schema}}}
+
+    def leave(number):
+        schema["title"] = str(number)  # another, so that it is compiled
+        try:
+            client.with_options(timeout=0.5).chat.completions.create(
+                model=NAME, messages=user("A"), response_format=json.loads(
+                    json.dumps(body["response_format"])))
+        except openai.APITimeoutError:
+            return
+        raise AssertionError("so soon?")
+
+    with ThreadPoolExecutor(50) as pool:
+        assert len([*pool.map(leave, range(50))]) == 50
+    start = time.monotonic()
+    complete(client, "A", max_tokens=1)
+    response_format = {"type": "json_object"}
+    client.chat.completions.create(
+        model=NAME, messages=user("A"), max_tokens=1, response_format=response_format)
+    print(f"after 50 who have gone: {time.monotonic() - start:.1f} s")
 
 
 def check_eight_clients(llm, client):
@@ -653,13 +765,15 @@ if __name__ == "__main__":
             check_features(engine, openai_client)
             check_wrong_requests(engine, openai_client)
             check_options(engine, openai_client)
-            check_token_texts(engine, openai_client)
+            check_token_texts(engine)
             check_json(engine, openai_client)
             check_grammars(made)
             check_errors(openai_client)
-            check_other_paths(openai_client)
+            check_other_paths(engine, openai_client)
+            check_no_token_left(openai_client)
             check_failed_step(engine, openai_client)
             check_crowd(engine, openai_client)
+            check_schemas_of_those_gone(openai_client)
             check_eight_clients(engine, openai_client)
             check_that_nobody_is_left(engine, openai_client)
     print("server: ok")
