@@ -1,12 +1,13 @@
 """Extensions of the engine, as somebody who forks it would write them.
 
 Each is a patch in solutions/, and a script in solutions/checks/ shows that it works:
-five change the engine, one brings another family; a server and Ray need no patch. So a
+seven change the engine, one brings another family; a server and Ray need no patch. So a
 change of the engine that makes one of them impossible is noticed here. A patch that no
 longer applies has to be made anew.
 """
 
 import json
+import re
 import runpy
 from collections import Counter
 from importlib.util import find_spec
@@ -19,7 +20,8 @@ from test_ranks import TORCHRUN
 # How many lines of code each may add, and in how many files.
 SIZES = {
     "priorities": (15, 4), "speculation": (40, 5), "int8_kv": (36, 5),
-    "sliding_window": (18, 4), "state_cache": (45, 6)}
+    "sliding_window": (18, 4), "state_cache": (45, 6), "look_inside": (38, 8),
+    "int8_weights": (52, 4)}
 # Some patches do nothing unless an option is set.
 OPTIONS = {"speculation": {"num_speculative_tokens": 3},
            "int8_kv": {"kv_cache_dtype": "int8"}}
@@ -84,6 +86,13 @@ def lines_of_code(path):
     return Counter(lines[number - 1].partition("  #")[0] for number in numbers)
 
 
+def test_the_index_has_every_exercise_and_its_links_lead_somewhere():
+    links = re.findall(r"\]\(([^)]+)\)", (SOLUTIONS / "README.md").read_text("utf-8"))
+    assert all((SOLUTIONS / link).exists() for link in links)
+    exercises = [*SOLUTIONS.glob("*.md"), *SOLUTIONS.glob("*.patch")]
+    assert {path.name for path in exercises} - {*links} == {"README.md"}
+
+
 @pytest.mark.upstream  # a patch does not apply twice
 @pytest.mark.parametrize("name", SIZES)
 def test_it_takes_few_lines_in_few_files(extended, name):
@@ -112,6 +121,7 @@ def test_speculation_gives_the_same_tokens_in_fewer_steps(check, tmp_path):
     ("priorities", [30], "30 random runs"), ("int8_kv", [30], "30 random runs"),
     ("sliding_window", [30], "30 random runs"), ("moe", [], "moe: ok"),
     ("state_cache", [30], "30 random runs"),
+    ("look_inside", [12], "12 random runs"), ("int8_weights", [12], "12 random runs"),
     ("draft", [], "the same greedy tokens"),
     ("disaggregated", [], "12 runs of 30 requests"),
     ("rollouts", [8, 1], "rollouts: ok")])
@@ -182,8 +192,8 @@ MISTAKES = {
     "a state of later tokens": (
         "prefix_cache.py", "return [stop for", "return [stop + 1 for"),
     "a token that the state has seen is computed again": (
-        "scheduler.py", "prefix, num_cached, prefix_state",
-        "prefix, num_cached - bool(prefix), prefix_state"),
+        "scheduler.py", "prefix, num_cached, (None, prefix_state)",
+        "prefix, num_cached - bool(prefix), (None, prefix_state)"),
     "states are never dropped": (
         "prefix_cache.py", "len(self.states) > self.num_states", "False")}
 
