@@ -4,14 +4,17 @@
     python bench.py --vs transformers         # transformers too, and the ratio
     python bench.py --full                    # nano-vllm's workload; use a GPU for this
     python bench.py decode --vs transformers  # tokens/s by batch size, and for prompts
+    python bench.py serve                     # requests at random times: their waits
+    python bench.py serve --url http://localhost:8000  # a server with OpenAI's API
     python bench.py host                      # the time a step spends outside the model
     python bench.py prefix                    # a prompt whose beginning is cached
     python bench.py memory --plots DIR        # the paper's results, and ours, simulated
     python bench.py --threads 4 --engine '{"block_size": 32, "dtype": "float32"}'
     python bench.py decode --shape tiny --repeats 1 --json FILE  # a quick try
 
-On one core of a server, `decode` takes eight minutes, the default three, `prefix` two,
-`host` and `memory` half a minute each. --threads, --requests and --repeats change that.
+On two quiet cores of a server, `decode` takes eight minutes, the default three,
+`prefix` two, `serve` one, `host` and `memory` half a minute each; on a busy machine,
+three times as long. --threads, --requests and --repeats change that.
 
 Weights are random unless --engine says otherwise; trained ones would take as long. Each
 figure is the median of `--repeats` runs after a warm-up. Both sides of a ratio are
@@ -22,6 +25,7 @@ is measured by `tests/gpu/run.py`.
 import argparse
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -30,18 +34,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from shutil import which
 from statistics import median
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
+from urllib.request import Request, urlopen
 
 try:
     import torch
@@ -125,10 +132,11 @@ def sampling(length: int, temperature: float = 0.0, salt: str = "") -> SamplingP
         temperature=temperature, max_tokens=length, ignore_eos=True, cache_salt=salt)
 
 
-def generate(llm: LLM, requests: Requests, *more: Any) -> list[RequestOutput]:
+def generate(llm: LLM, requests: Requests, *more: Any, bar: bool = False
+             ) -> list[RequestOutput]:
     prompts: list[Any] = [prompt for prompt, _ in requests]
     params = [sampling(length, *more) for _, length in requests]
-    return llm.generate(prompts, params, use_tqdm=False)
+    return llm.generate(prompts, params, use_tqdm=bar)
 
 
 # -- the other engine ------------------------------------------------------------------
@@ -260,7 +268,7 @@ def serve(llm: LLM, requests: Requests, temperature: float) -> Figures:
     before = asdict(llm.stats())
     began = time.perf_counter()
     salt = str(began)  # a new one, so that nothing is cached
-    outputs = generate(llm, requests, temperature, salt)
+    outputs = generate(llm, requests, temperature, salt, bar=sys.stderr.isatty())
     seconds = time.perf_counter() - began
     spent = {name: now - before[name] for name, now in asdict(llm.stats()).items()}
 
@@ -288,28 +296,28 @@ def bench_decode(args: Args) -> Figures:
     vocab_size = llm.model_config.vocab_size
     random.seed(args.seed)
     prompts = [random_prompt(args.prompt_len, vocab_size) for _ in range(most)]
-    figures = {"nanopaged": measure_rates(args, prompts, partial(run_batch, llm))}
+    device, dtype = llm.engine.runner.device, llm.engine.runner.dtype
+    figures = {
+        "nanopaged": measure_rates(args, prompts, partial(run_batch, llm), device)}
     shares = {} if llm.engine.runner.is_gpu else {
         f"decode, batch {size}": time_shares(llm, prompts[:size], args.tokens)
         for size in args.batch_sizes} | {"prefill": time_shares(llm, prompts, 1)}
     kv_bytes = token_bytes(llm)
     llm.shutdown()
 
-    device, dtype = llm.engine.runner.device, llm.engine.runner.dtype
-    memory_speed = machine_limits(device, dtype)["bytes_per_s"]
     weights = sum(count_weights(llm.model_config)) * dtype.itemsize
     for size in args.batch_sizes:
         run = figures["nanopaged"][f"decode, batch {size}"]
         if "median" in run:
             steps = run["median"] / size  # per second
-            run["weights_share"] = weights * steps / memory_speed
+            run["weights_share"] = weights * steps / run["bytes_per_s"]
             keys = size * (args.prompt_len + args.tokens / 2)
-            least = (weights + keys * kv_bytes) / memory_speed  # seconds
+            least = (weights + keys * kv_bytes) / run["bytes_per_s"]  # seconds
             run["share_of_limit"] = least * steps
     if args.vs:
         args.temperature = 0.0
         peer = Transformers(args, llm)
-        figures["transformers"] = measure_rates(args, prompts, peer.run_batch)
+        figures["transformers"] = measure_rates(args, prompts, peer.run_batch, device)
         for name, run in figures["transformers"].items():
             if "median" in run:
                 run["ratio"] = figures["nanopaged"][name]["median"] / run["median"]
@@ -318,10 +326,8 @@ def bench_decode(args: Args) -> Figures:
              bar="median")
     if shares:  # the pieces of a step on a GPU: see `tests/gpu/run.py`
         show("nanopaged, where the time goes", shares)
-    print(f"\nWeights: {weights / 1e6:,.0f} MB. The memory reads "
-          f"{memory_speed / 1e9:.0f} GB/s.")
-    return figures | {"time_shares": shares, "weights_bytes": weights,
-                      "memory_bytes_per_s": memory_speed}
+    print(f"\nWeights: {weights / 1e6:,.0f} MB")
+    return figures | {"time_shares": shares, "weights_bytes": weights}
 
 
 def time_shares(llm: LLM, prompts: list[list[int]], length: int) -> Figures:
@@ -373,7 +379,9 @@ def run_batch(llm: LLM, prompts: list[list[int]], length: int) -> list[float]:
     return times
 
 
-def measure_rates(args: Args, prompts: list[list[int]], run_batch: RunBatch) -> Figures:
+def measure_rates(args: Args, prompts: list[list[int]], run_batch: RunBatch,
+                  device: torch.device) -> Figures:
+    """Tokens/s, and beside each figure how fast the memory was at that time."""
     def prefill(batch_size: int) -> float:
         began = time.perf_counter()
         times = run_batch(prompts[:batch_size], 1)
@@ -383,12 +391,12 @@ def measure_rates(args: Args, prompts: list[list[int]], run_batch: RunBatch) -> 
         times = run_batch(prompts[:batch_size], length)
         return batch_size * (length - 1) / (times[-1] - times[0])
 
-    figures = {}
-    for size in args.batch_sizes:
-        run, name = partial(decode, size), f"decode, batch {size}"
-        figures[name] = repeat(run, 4, args.tokens, args.repeats, name)
-    figures["prefill"] = repeat(prefill, 2, len(prompts), args.repeats, "prefill")
-    return figures
+    runs: dict[str, Any] = {
+        f"decode, batch {size}": (partial(decode, size), 4, args.tokens)
+        for size in args.batch_sizes}
+    runs["prefill"] = prefill, 2, len(prompts)
+    return {name: repeat(*run, args.repeats, name) | {
+        "bytes_per_s": memory_speed(device)} for name, run in runs.items()}
 
 
 class Watcher:
@@ -504,6 +512,166 @@ def bench_memory(args: Args) -> Figures:
     return figures
 
 
+# -- requests that come at random times ------------------------------------------------
+
+
+class Served(NamedTuple):
+    """When a request came, when its tokens did, in seconds, and how many there are: a
+    server may send several at once.
+    """
+
+    came: float
+    times: list[float]
+    num_tokens: int
+
+
+def bench_serve(args: Args) -> Figures:
+    """What users wait for, if requests come at random: with several budgets of tokens
+    a step, and in static batches, none of which begins before the last has ended.
+    """
+    size = args.vs_batch
+    ways = {f"{n:,} tokens a step": (n, 0) for n in args.budgets}
+    ways[f"static batches of {size}"] = size * args.input_len[1], size
+    if args.url:
+        ways = {args.url: (0, 0)}
+    requests = draw_requests(args, 256)  # ids that every tokenizer has
+    arrivals: list[float] = []
+    figures: Figures = {}
+    for name, (budget, static) in ways.items():
+        run: Callable[..., list[Served]] = partial(ask_server, args.url)
+        if not args.url:
+            llm = make_engine(args, max_num_seqs=size, max_num_batched_tokens=budget,
+                              enable_prefix_caching=False)
+            run = partial(serve_at, llm, static)
+        tell(name)
+        run(warm_up_requests(256), [0.0] * 4)
+        if not arrivals:
+            rate = args.rate or 0.8 * throughput(run(requests, [0.0] * len(requests)))
+            random.seed(args.seed)  # a Poisson process
+            arrivals = [*accumulate(random.expovariate(rate) for _ in requests)]
+        figures[name] = summary(run(requests, arrivals), *args.limits)
+        if not args.url:
+            llm.shutdown()
+    limits = [cell(limit, "limit_s") for limit in args.limits]
+    show(f"{len(requests)} requests, {rate:.3g} a second. Good: the first token after "
+         f"{limits[0]}, the others {limits[1]}, or sooner", figures, "good_per_s")
+    show_percentiles(figures)
+    return figures | {"rate": rate}
+
+
+def serve_at(llm: LLM, static: int, requests: Requests, arrivals: list[float]
+             ) -> list[Served]:
+    """Serve each request when it comes. Or, if `static` is not 0, wait for the last
+    batch's end, then take up to so many at once, pad their prompts to the longest, and
+    compute until the longest answer is complete.
+    """
+    served = [Served(came, [], length)
+              for came, (_, length) in zip(arrivals, requests, strict=True)]
+    owners: dict[str, Served] = {}
+    waiting: list[int] = []
+    num_come, began = 0, time.perf_counter()
+    while num_come < len(requests) or waiting or owners:
+        now = time.perf_counter() - began
+        while num_come < len(requests) and arrivals[num_come] <= now:
+            waiting.append(num_come)
+            num_come += 1
+        taken = [] if static and owners else waiting[: static or len(waiting)]
+        waiting = waiting[len(taken) :]
+        batch = [requests[number] for number in taken]
+        for number, (prompt, length) in zip(taken, batch, strict=True):
+            if static:
+                width = max(len(other) for other, _ in batch)
+                prompt = [0] * (width - len(prompt)) + prompt
+                length = max(length for _, length in batch)
+            owners[llm.add_request(prompt, sampling(length))] = served[number]
+        if not owners:
+            time.sleep(max(0, arrivals[num_come] - now))
+        for output in llm.step():
+            owner = owners[output.request_id]
+            if len(owner.times) < owner.num_tokens:  # what follows is padding
+                owner.times.append(time.perf_counter() - began)
+            if output.finished:
+                del owners[output.request_id]
+    return served
+
+
+def ask_server(url: str, requests: Requests, arrivals: list[float]) -> list[Served]:
+    """The same of a server with OpenAI's API, with a thread for each request."""
+    try:
+        answer = urlopen(f"{url}/v1/models")
+    except OSError as error:
+        sys.exit(f"bench.py: {url} does not answer: {error}")
+    with answer:
+        common = {"model": json.load(answer)["data"][0]["id"], "stream": True,
+                  "stream_options": {"include_usage": True},
+                  "temperature": 0, "ignore_eos": True}
+    began = time.perf_counter()
+
+    def ask(came: float, prompt: list[int], length: int) -> Served:
+        body = common | {"prompt": prompt, "max_tokens": length}
+        request = Request(f"{url}/v1/completions", json.dumps(body).encode(),
+                          {"Content-Type": "application/json"})
+        time.sleep(max(0, came - (time.perf_counter() - began)))
+        times, count = [], 0
+        with urlopen(request) as lines:
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    chunk = json.loads(line[6:])
+                    if chunk["choices"]:
+                        times.append(time.perf_counter() - began)
+                    count = (chunk.get("usage") or {}).get("completion_tokens", count)
+        return Served(came, times, count or len(times))
+
+    with ThreadPoolExecutor(len(requests)) as pool:
+        return [*pool.map(ask, arrivals, *zip(*requests, strict=True))]
+
+
+def throughput(served: list[Served]) -> float:
+    """Requests per second, from the first arrival to the last token."""
+    seconds = max(each.times[-1] for each in served) - min(each.came for each in served)
+    return len(served) / seconds
+
+
+def summary(served: list[Served], first_limit: float, next_limit: float) -> Figures:
+    """Percentiles of the time to first token (TTFT), of the time per output token
+    after it (TPOT), and of single gaps between tokens. Goodput: the requests per
+    second for which both times were within their limits.
+    """
+    rate = throughput(served)
+    ttft = [each.times[0] - each.came for each in served]
+    tpot = [(times[-1] - times[0]) / max(1, n - 1) for _, times, n in served]
+    gaps = [after - before for each in served
+            for before, after in zip(each.times, each.times[1:], strict=False)]
+    good = sum(first <= first_limit and rest <= next_limit
+               for first, rest in zip(ttft, tpot, strict=True)) / len(served)
+    return {
+        f"{name}_p{p}_s": percentile(values, p)
+        for name, values in {"ttft": ttft, "tpot": tpot}.items() for p in (50, 90, 99)
+    } | {
+        "gap_p99_s": percentile(gaps, 99),
+        "tokens_per_s": rate * sum(each.num_tokens for each in served) / len(served),
+        "good_per_s": rate * good}
+
+
+def percentile(values: list[float], percent: int) -> float:
+    """The smallest value that at least so many percent do not exceed."""
+    return sorted(values)[cdiv(percent * len(values), 100) - 1] if values else 0.0
+
+
+def show_percentiles(figures: Figures) -> None:
+    """A line for each row, from 1 ms to 10 s on a logarithmic scale."""
+    for kind in ("ttft", "tpot"):
+        print(f"\n{kind.upper()}: 5 is the median, 9 the 90th percentile, * the 99th")
+        for name, row in figures.items():
+            marks = [" "] * 49
+            for mark, p in zip("59*", (50, 90, 99), strict=True):
+                place = 12 * math.log10(max(1e-9, row[f"{kind}_p{p}_s"]) / 1e-3)
+                marks[min(48, max(0, round(place)))] = mark
+            print(f"  {name:24.24}|{''.join(marks)}|")
+        print(" " * 26 + "".join(f"{text:<12}" for text in
+                                 ("1 ms", "10 ms", "100 ms", "1 s", "10 s")).rstrip())
+
+
 # -- what the machine can do -----------------------------------------------------------
 #
 # A step cannot be faster than its bytes over the memory's bandwidth, nor than its
@@ -513,28 +681,33 @@ def bench_memory(args: Args) -> Figures:
 
 
 def machine_limits(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """Bytes/s and FLOP/s, measured.
-
-    Bytes: the sum of a buffer of 1 GiB, which no cache can hold, or a copy of it, the
-    faster of the two. Operations: many rows times a large matrix, the engine's own
-    `Linear`, which is packed as in the engine.
+    """Bytes/s and FLOP/s, measured. Operations: many rows times a large matrix, the
+    engine's own `Linear`, which is packed as in the engine.
     """
     tell("measuring the machine")
-    buffer = torch.ones(2**27, dtype=torch.int64, device=device)
-    other = torch.empty_like(buffer)
     batch = 1024 if device.type == "cpu" else 8192
     rows, columns = 8192, 2048
     linear = Linear(columns, rows=rows).to(device, dtype)
     linear.requires_grad_(False).weight.normal_()
     if products:
-        products.pack(linear)
+        products.pack(linear, batch_invariant=False)
     x = torch.randn(batch, columns).to(device, dtype)
-    byte_s = min(fastest(buffer.sum, device),  # a copy reads and writes
-                 fastest(lambda: other.copy_(buffer), device) / 2) / buffer.nbytes
     product_s = fastest(lambda: linear(x), device)
     return {
-        "bytes_per_s": 1 / byte_s,
+        "bytes_per_s": memory_speed(device),
         "flops_per_s": 2 * batch * rows * columns / product_s}
+
+
+def memory_speed(device: torch.device) -> float:
+    """Bytes/s: the sum of a buffer of 1 GiB, which no cache can hold, or a copy of it,
+    the faster of the two. (The memory of some machines changes its speed every few
+    minutes, so this is measured beside each figure.)
+    """
+    buffer = torch.ones(2**27, dtype=torch.int64, device=device)
+    other = torch.empty_like(buffer)
+    seconds = min(fastest(buffer.sum, device),  # a copy reads and writes
+                  fastest(lambda: other.copy_(buffer), device) / 2)
+    return buffer.nbytes / seconds
 
 
 def count_weights(config: Any) -> tuple[int, int]:
@@ -604,7 +777,7 @@ def time_floor(
 
 COMMANDS = {
     "workload": bench_workload, "decode": bench_decode, "host": bench_host,
-    "prefix": bench_prefix, "memory": bench_memory,
+    "prefix": bench_prefix, "memory": bench_memory, "serve": bench_serve,
 }
 
 
@@ -615,7 +788,8 @@ LABELS = {
     "bytes_per_s": "speed of the memory", "flops_per_s": "speed of products",
     "share_of_limit": "share of the limit", "weights_share": "share of memory's speed",
     "step_s": "in all", "sequence_s": "for each sequence",
-    "first_token_s": "first token"}
+    "first_token_s": "first token", "tokens_per_s": "tokens/s",
+    "good_per_s": "good requests/s"}
 
 
 def tell(phase: str) -> None:
@@ -713,7 +887,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter)
     number = partial(parser.add_argument, type=at_least(1))
     parser.add_argument("command", nargs="?", choices=COMMANDS, default="workload")
-    parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
+    parser.add_argument("--shape", choices=SHAPES, help="by default "
+                        "qwen3-0.6b, and for serve the bundled model's")
     parser.add_argument("--model", help="directory with a config.json")
     parser.add_argument("--engine", type=options, default={}, metavar="JSON",
                         help="keyword arguments of LLM")
@@ -725,9 +900,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help="nano-vllm's workload")
     parser.add_argument("--temperature", type=at_least(0, float), default=0.6)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--url", help="for serve: a server with OpenAI's API")
+    parser.add_argument("--rate", type=at_least(0, float), default=0, help="requests/s "
+                        "for serve; by default 80%% of what can be served")
+    parser.add_argument("--limits", nargs=2, type=at_least(0, float), metavar="S",
+                        default=(0.2, 0.02), help="for serve: TTFT and TPOT, seconds")
+    number("--budgets", nargs="+", default=[1024, 256, 64], help="of serve's steps")
     number("--threads", help="for torch and the Numba kernel")
     number("--repeats", default=3, help="number of measured runs")
-    number("--vs-batch", default=16, help="batch size of transformers")
+    number("--vs-batch", default=16, help="size of static batches, and of serve's")
     number("--requests", default=32)
     number("--input-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
     number("--output-len", nargs=2, default=(16, 128), metavar=("MIN", "MAX"))
@@ -736,6 +917,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     number("--prompt-len", default=128, help="for decode, host")
     number("--tokens", type=at_least(8), default=64, help="for decode, host")
     number("--prefix-len", default=1024)
+    if "serve" in (sys.argv if argv is None else argv):
+        parser.set_defaults(requests=120, input_len=(16, 768))
     args = parser.parse_args(argv)
     if args.full:
         args.requests = 256
@@ -767,7 +950,11 @@ def main(argv: list[str] | None = None) -> int:
           f"commit {found['commit']}; "
           + ", ".join(f"{name} {number}" for name, number in found["versions"].items()))
     with tempfile.TemporaryDirectory() as args.folder:
-        args.model = args.model or write_config(args.folder, SHAPES[args.shape])
+        if not args.model and (args.shape or args.command != "serve"):
+            shape = SHAPES[args.shape or "qwen3-0.6b"]
+            args.model = write_config(args.folder, shape)
+        if not args.model:  # the bundled one is faster so, on a CPU
+            args.engine = {"dtype": "float32"} | args.engine
         report[args.command] = COMMANDS[args.command](args)
     text = json.dumps(report, indent=1, default=str)
     if args.json:

@@ -33,6 +33,8 @@ def main() -> None:
     logger = logging.getLogger("nanopaged")
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler(sys.stderr))
+    # It would repeat for each try that the hub cannot be reached. We say so once.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
     print("Loading the model ...", file=sys.stderr, flush=True)
@@ -100,13 +102,15 @@ def utf8(argument: str) -> str:
 
 
 def will_compile() -> bool:
-    """Whether a CPU computes, and Numba has kept no compiled loops for it."""
+    """Whether a CPU computes, and Numba has kept no compiled loops of this version."""
     try:
         import torch  # not before something is printed: it takes seconds
 
-        from nanopaged.cpu.kernels import store
+        from nanopaged.cpu import kernels, threads
 
-        kept = Path(store.stats.cache_path or "").glob("*.nbi")
+        loop = threads.loop(kernels.store, parallel=False)
+        name = f"*.{loop.py_func.__qualname__}-*.nbi"
+        kept = Path(loop.stats.cache_path or "").glob(name)
     except (ImportError, AttributeError):  # without Numba, or with it disabled
         return False
     return not torch.cuda.is_available() and not any(kept)
@@ -167,9 +171,9 @@ def show_prefix_cache(
         (output,) = llm.generate([token_ids], one_token, use_tqdm=False)
         seconds = time.perf_counter() - started
         print(
-            f"A prompt of {len(token_ids)} tokens, sent for the {attempt} time: "
-            f"{output.num_cached_tokens} of them are in the\ncache, and the first "
-            f"new token takes {1000 * seconds:.1f} ms."
+            f"The text above as a prompt of {len(token_ids)} tokens, for the {attempt} "
+            f"time: {output.num_cached_tokens} of them\nare in the cache already, and "
+            f"the first new token takes {1000 * seconds:.1f} ms."
         )
 
 
@@ -178,8 +182,12 @@ def show_pool(
 ) -> None:
     """Ask for two answers to each prompt, stop halfway, and look at the pool of blocks.
     """
-    for prompt in prompts:
-        llm.add_request(prompt, replace(params, n=2))
+    try:
+        for prompt in prompts:
+            llm.add_request(prompt, replace(params, n=2))
+    except ValueError:
+        print("The pool is too small for two answers to a prompt at once.")
+        return
     for _ in range(20):
         llm.step()
 

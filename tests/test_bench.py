@@ -1,5 +1,6 @@
 """bench.py and example.py, with models so small that each command takes seconds."""
 
+import io
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ def bench(monkeypatch):
 
     rates = {"bytes_per_s": 1e6, "flops_per_s": 1e9}
     monkeypatch.setattr(bench, "machine_limits", lambda *_: rates)
+    monkeypatch.setattr(bench, "memory_speed", lambda _: rates["bytes_per_s"])
     return bench
 
 
@@ -86,6 +88,27 @@ def test_host_tells_the_parts_of_a_step_apart(bench, run):
 def test_prefix_computes_only_what_is_not_cached(run):
     figures, _ = run("prefix --prefix-len 64")
     assert [run["computed_tokens"] for run in figures.values()] == [64 + 32, 32]
+
+
+def test_serve_measures_what_users_wait_for(bench, run):
+    figures, text = run("serve --requests 3 --rate 99 --budgets 32 --output-len 2 9")
+    assert {*figures} == {"rate", "32 tokens a step", "static batches of 16"}
+    assert "ttft p99" in text and "TPOT: 5" in text
+    found = bench.summary([bench.Served(n, [n + 1, n + 2, n + 2 * last], 3)
+                           for n, last in enumerate([1, 2, 9])], 1, 2)
+    times = {"tpot_p50_s": 1.5, "tpot_p90_s": 8.5, "gap_p99_s": 16, "ttft_p99_s": 1}
+    assert times.items() <= found.items()
+    assert found["good_per_s"] == pytest.approx(2 / 20)  # the last gap was too long
+
+
+def test_serve_asks_any_server(bench, monkeypatch):
+    """A chunk may bring several tokens."""
+    lines = (b'data: {"choices": [{"text": "a b"}]}\n\ndata: [DONE]\ndata: {"choices": '
+             b'[], "usage": {"completion_tokens": 2}}\n')
+    monkeypatch.setattr(bench, "urlopen", lambda request: io.BytesIO(
+        b'{"data": [{"id": ""}]}' if isinstance(request, str) else lines))
+    (served,) = bench.ask_server("http://localhost", [([1], 2)], [0.0])
+    assert (len(served.times), served.num_tokens) == (1, 2)
 
 
 @pytest.mark.slow
@@ -185,6 +208,7 @@ def test_the_example_ends_when_its_reader_does(script, monkeypatch):
     "bench.py --input-len 9 8": "--output-len: MIN must be at most MAX",
     'bench.py --engine {"block":16}': "unexpected keyword argument 'block'",
     "bench.py --model nowhere": "--model: there is no config.json in nowhere",
+    "bench.py serve --url http://localhost:9": "http://localhost:9 does not answer",
     "example.py ": "max_model_len=1024, got 0",  # an empty prompt
     f"example.py {'to be ' * 999}": "max_model_len=1024, got ",
     "example.py --trace nowhere/run.html": "nowhere/run.html cannot be written: ",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager, FreeList, Moves
 from nanopaged.scheduler import Scheduler
-from nanopaged.sequence import Sequence, SequenceGroup, State
+from nanopaged.sequence import Sequence, SequenceGroup
 from nanopaged.tour.kinds import KINDS
 from nanopaged.tour.observers import Observer, WatchedScheduler
 
@@ -202,11 +202,10 @@ class TracedManager(BlockManager):
             self.events.say("beam", sentence, f"@{request_id}.{number} continues the "
                             f"old {key(parent)}")
 
-    def mark_computed(self, seq: Sequence, end: int, state: State | None = None
-                      ) -> None:
+    def mark_computed(self, seq: Sequence, end: int) -> None:
         contents = self.prefix_cache.contents
         old = [contents[id] for id in seq.block_table]
-        super().mark_computed(seq, end, state)
+        super().mark_computed(seq, end)
         for block_id, content in zip(seq.block_table, old, strict=True):
             if contents[block_id] is not content:
                 self.events.say(

@@ -52,8 +52,6 @@ RATE = 0.5 * 312e12
 PARAMETERS = 13e9  # 2 bytes each, and 2 operations per token
 LONGEST = 2048  # tokens in and out together: OPT's context
 SLOTS = 12 * GIB // MODELS["OPT-13B"].bytes_per_token  # what is left for K and V
-
-
 def token_bytes(llm: Any) -> int:
     """What the pool of a running engine has for the K and V of a token."""
     return int(llm.engine.runner.kv_caches[:, 0].nbytes) // int(llm.config.block_size)

@@ -8,6 +8,7 @@ outlive it.
 
 import inspect
 import textwrap
+from importlib.resources import files
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,7 +21,9 @@ def find(symbol: str) -> Any:
 
 
 def source(symbol: str) -> str:
-    """The source of a function or class, at indentation 0."""
+    """The source of a function or class, at indentation 0, or a file's text."""
+    if symbol.endswith(".py"):  # which may need a package that is not installed
+        return files("nanopaged").joinpath(symbol).read_text("utf-8")
     code = inspect.getsource(inspect.unwrap(find(symbol)))
     return textwrap.dedent(code).rstrip()
 

@@ -17,7 +17,7 @@ from markupsafe import escape
 
 from helpers import ROOT, SOLUTIONS, apply_patch
 from nanopaged import BeamSearchParams, SamplingParams, attention
-from nanopaged.batch import Batch
+from nanopaged.batch import Work
 from nanopaged.paper.figures import USE, standalone
 from nanopaged.paper.simulation import Workload, simulate
 from nanopaged.paper.workloads import DATA_SETS, draw_lengths
@@ -32,7 +32,7 @@ from test_tour_browser import SIZES, check_all_players, open_page  # noqa: F401
 PACKAGE = ROOT / "nanopaged"
 CHAPTERS = [chapter.name for chapter in guide.CHAPTERS]
 TEXTS = {name: guide.read_chapter(name) for name in ["opening", *CHAPTERS]}
-MANUAL = (SOLUTIONS / "README.md").read_text("utf-8")
+MANUALS = {path.stem: path.read_text("utf-8") for path in SOLUTIONS.glob("*.md")}
 
 # What breaks the engine, in chapter "build": file, old line, new line, test.
 MUTANTS = re.findall(
@@ -101,9 +101,11 @@ def test_a_tree_joins_each_token_with_the_one_that_it_continues():
 
 # Numbers that are names: of models, of formats, of a decade, of parts of the paper.
 NAMED = re.compile(
-    r"vLLM 0\.32\.0|v1|SHA-256|Llama-\d-\d+B|Llama \d|OPT-\d+B|A100|70B model"
-    r"|float\d\d|\d+s|40 GB"
-    r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes|[Pp]ow2|1% of the pool|Qwen3")
+    r"p\d\d|vLLM 0\.32\.0|v[01]|SHA-256|Llama-\d-\d+B|Llama \d|OPT-\d+B|[AH]100"
+    r"|70B model"
+    r"|float\d\d|\d+s|[48]0 GB|FP8"
+    r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes|[Pp]ow2|1% of the pool"
+    r"|Qwen3(-0\.6B)?")
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -116,7 +118,8 @@ def test_every_number_in_the_text_is_computed(name):
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("text", [*TEXTS.values(), MANUAL], ids=[*TEXTS, "solutions"])
+@pytest.mark.parametrize(
+    "text", [*TEXTS.values(), *MANUALS.values()], ids=[*TEXTS, *MANUALS])
 def test_every_symbol_and_quote_in_the_text_exists(text):
     paths = [*PACKAGE.rglob("*.py"), *SOLUTIONS.rglob("*.py"),
              *SOLUTIONS.glob("*.patch")]
@@ -134,7 +137,7 @@ def test_every_symbol_and_quote_in_the_text_exists(text):
 @pytest.mark.upstream
 def test_a_run_of_a_and_b_is_the_story_that_the_files_tell():
     first, second = lessons.loop(), lessons.step()
-    told = re.sub(" = ", "=", f"{Sequence.__doc__}{Batch.__doc__}{attention.__doc__}")
+    told = re.sub(" = ", "=", f"{Sequence.__doc__}{Work.__doc__}{attention.__doc__}")
     listing = re.sub("<[^>]+>", "", html.unescape(second["message"])).strip()
     run = listing.replace(" = ", "=").splitlines()
     run += [f"{name}={second[name]}" for name in ("positions", "slots")]
@@ -215,6 +218,18 @@ def test_paging_sustains_a_rate_that_overloads_orca():
                     for system in ("nanopaged", "Orca (oracle)"))
     assert ours.latency < paper.LIMIT < oracle.latency
     assert oracle.usage["tokens"] < 45 and ours.usage["tokens"] > 60
+
+
+def test_what_was_measured_is_what_the_results_say():
+    served, gpu = (json.loads((ROOT / f"tests/results/{name}.json").read_text("utf-8"))
+                   for name in ("cpu-serve", "gpu-h100"))
+    assert paper.MEASURED["serve"] == served["serve"]
+    assert paper.MEASURED["limits"] == served["arguments"]["limits"]
+    tasks, h100 = gpu["parts"]["step"]["tasks"], dict(paper.MEASURED["h100"])
+    for size, row in h100.pop("steps").items():
+        found = tasks[f"step of {size}"] | tasks[f"kernels of {size}"]
+        assert row == {name: found[name] for name in row}
+    assert h100 == {name: tasks["limits"][name] for name in h100}
 
 
 def test_a_name_without_a_value_is_an_error():

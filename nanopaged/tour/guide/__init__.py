@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanopaged.tour.guide import figures, lessons
+from nanopaged.tour.guide import figures, lessons, paper
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Html, render
 from nanopaged.tour.page import page
@@ -43,10 +43,11 @@ CHAPTERS = [
     Chapter("step", "What is one step?", 11),
     Chapter("attention", "How is attention paged?", 12),
     Chapter("ranks", "Several GPUs?", 6),
+    Chapter("gpu", "What a GPU adds"),
     Chapter("results", "What does it buy?", 9),
+    Chapter("measure", "How is a server measured?"),
     Chapter("today", "vLLM today", 10),
     Chapter("build", "Break it, then build it"),
-    Chapter("gpu", "Appendix: what a GPU adds"),
     Chapter("glossary", "Glossary"),
 ]
 Progress = Callable[[int, int, str], None]
@@ -74,7 +75,7 @@ def make_page(progress: Progress) -> str:
     for number, chapter in enumerate(CHAPTERS, start=1):
         progress(number, len(CHAPTERS), chapter.title)
         values: Values = getattr(lessons, chapter.name, dict)()
-        text = render(read_chapter(chapter.name), values)
+        text = render(read_chapter(chapter.name), paper.MEASURED | values)
         sections.append({"chapter": chapter, "html": text})
     opening = render(read_chapter("opening"), lessons.opening())
     style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8") + figures.style()

@@ -13,22 +13,14 @@ import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import locate, slot_mapping
-from nanopaged.batch import SENT, Batch
+from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
+from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
+from nanopaged.ranks import SENT
 from nanopaged.tour import kv
-from nanopaged.tour.guide import blockwise, figures, paper
-from nanopaged.tour.guide.lab import (
-    SPEECH,
-    STORY,
-    Run,
-    Values,
-    engine,
-    fastest,
-    greedy,
-    others,
-    watch,
-)
+from nanopaged.tour.guide import blockwise, figures, lab, paper
+from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
 from nanopaged.tour.kv import BANDWIDTH, PARAMETERS, RATE
 from nanopaged.tour.page import TEMPLATES
@@ -111,8 +103,9 @@ def batch() -> Values:
     with engine() as llm:
         weight_bytes = sum(each.nbytes for each in llm.engine.runner.model.parameters())
     buffer = torch.ones(2**25)  # no cache can hold it
-    bandwidth = buffer.nbytes / fastest(buffer.sum, buffer.device)
+    bandwidth = buffer.nbytes / lab.fastest(buffer.sum, buffer.device)
     rate, gpu_bandwidth, parameters = RATE, BANDWIDTH, PARAMETERS
+    large, lengths = kv.MODELS["Llama-3-8B"], paper.MEAN_LENGTHS
     room = paper.RESULTS["running"]["nanopaged"]["requests"]
     step_ms = {str(n): 2000 * PARAMETERS * max(1 / BANDWIDTH, n / RATE)
                for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}
@@ -143,7 +136,7 @@ def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
 
 
 def blocks() -> Values:
-    prompts = ["ROMEO:\n", SPEECH]
+    prompts = ["ROMEO:\n", lab.SPEECH]
     params = [ends_early(prompts[0], 14, 24), ends_early(prompts[1], 6, 20)]
     requests = prompts, params
     with engine(num_blocks=16) as llm:
@@ -214,7 +207,7 @@ def listing(batch: Batch) -> Html:
 def attention() -> Values:
     with engine(block_size=16, num_blocks=32) as llm:
         params = SamplingParams(n=2, max_tokens=24, seed=1, ignore_eos=True)
-        expected, given = blockwise.compare(llm, ["ROMEO:\n", SPEECH], params)
+        expected, given = blockwise.compare(llm, ["ROMEO:\n", lab.SPEECH], params)
         config = llm.model_config
     example = query_over_blocks()
     overhead, block_size = paper.OVERHEAD, 16
@@ -230,12 +223,12 @@ def query_over_blocks() -> dict[str, Any]:
         # These leave the free blocks in disorder.
         llm.generate(["ROMEO:\n" * 8, "JULIET:\n" * 4], [greedy(3), greedy(20)],
                      use_tqdm=False)
-        return blockwise.example(llm, SPEECH * 2)
+        return blockwise.example(llm, lab.SPEECH * 2)
 
 
 def schedule() -> Values:
     budget = 8
-    requests = (["ROMEO:\n", "JULIET:\n", "\n".join([SPEECH] * 2)],
+    requests = (["ROMEO:\n", "JULIET:\n", "\n".join([lab.SPEECH] * 2)],
                 [greedy(12), greedy(12), greedy(4)])
     with engine(num_blocks=32, max_num_batched_tokens=budget) as llm:
         run = watch(llm, f"Two short requests and a long one; {budget} tokens a step",
@@ -309,7 +302,7 @@ def looked_up(run: Run) -> Iterator[Values]:
 
 def fork() -> Values:
     with engine(num_blocks=16) as llm:
-        samples = watch(llm, "One prompt, three answers", [SPEECH[:22]],
+        samples = watch(llm, "One prompt, three answers", [lab.SPEECH[:22]],
                         SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
     copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
@@ -320,8 +313,8 @@ def beam_search() -> Values:
     with engine(num_blocks=20) as llm:
         params = SamplingParams(
             temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-        [greedily] = llm.generate(SPEECH[:22], params, use_tqdm=False)
-        run = watch(llm, "", [SPEECH[:22]],
+        [greedily] = llm.generate(lab.SPEECH[:22], params, use_tqdm=False)
+        run = watch(llm, "", [lab.SPEECH[:22]],
                     BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))
     most_likely, best = greedily.outputs[0], run.outputs[0].outputs[0]
     columns = [(frame["step"], list(state["seqs"].values()))
@@ -355,9 +348,8 @@ def full() -> Values:
 
 
 def results() -> Values:
-    rates, blocks = paper.RESULTS["rates"], paper.RESULTS["blocks"]
-    return {"limit": paper.LIMIT, "default_size": EngineConfig().block_size,
-            "rates": rates, "blocks": blocks,
+    return paper.RESULTS | {
+            "limit": paper.LIMIT, "default_size": EngineConfig().block_size,
             "running": paper.running(paper.RESULTS["running"]),
             "latency": paper.latency(paper.RESULTS["latency"])}
 
@@ -365,6 +357,11 @@ def results() -> Values:
 def gpu() -> Values:
     samples = step()["second"].sample_entries
     return {"pending": [-1 - number for number in range(len(samples))]}
+
+
+def measure() -> Values:
+    """The table in the docstring of the detokenizer."""
+    return {"table": str(detokenizer.__doc__).split("example:\n\n")[1].rstrip()}
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -387,7 +384,7 @@ def preempted(pool: int, mode: str) -> Values:
 
 def ranks() -> Values:
     with engine(num_blocks=24) as llm:
-        run = watch(llm, "", ["ROMEO:\n", SPEECH, "JULIET:\n"], greedy(6))
+        run = watch(llm, "", ["ROMEO:\n", lab.SPEECH, "JULIET:\n"], greedy(6))
         config = llm.model_config
     defaults = EngineConfig()
     table = run.scheduled()[1]["seqs"]["0.0"]["table"]

@@ -12,6 +12,9 @@ from nanopaged.tour.guide.figures import Figure, Rows, bars, lines
 
 RESULTS: dict[str, Any] = json.loads(
     files("nanopaged.tour.guide").joinpath("results.json").read_text("utf-8"))
+# What an H100 did, and what `bench.py serve` printed: from tests/results.
+MEASURED: dict[str, Any] = json.loads(
+    files("nanopaged.tour.guide").joinpath("measured.json").read_text("utf-8"))
 SECONDS = 360  # that were simulated for the figures below
 
 LIMIT = 0.1  # s: latency per token up to which a server sustains a rate
