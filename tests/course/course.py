@@ -19,6 +19,7 @@ import ast
 import json
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
@@ -233,6 +234,9 @@ def write_tour(copy):
         return "".join(lines[node.lineno - 1 : node.end_lineno])
 
     def part_or_all(symbol, first, last):
+        if symbol.endswith(".py") and first not in (
+                copy / "nanopaged" / symbol).read_text("utf-8"):
+            return "(Some lines are missing here: they are for you to write.)"
         try:
             return part(symbol, first, last)
         except ValueError:  # these lines are for the student to write
@@ -252,18 +256,27 @@ def write_tour(copy):
 
 def make(args):
     copy_project(args.folder)
-    (args.folder / "README.md").write_text(README, "utf-8")
+    (args.folder / "README.md").write_text(readme_of(args.milestone), "utf-8")
     for number in args.milestone:
         for function in MILESTONES[number][2].split():
             for each in [function, *ALSO_EMPTIED.get(function, [])]:
                 replace_body(args.folder, each, "raise NotImplementedError")
-    for number, name in enumerate(draw_faults(args.seed), 1):
+    for number, name in enumerate(draw_faults(args.seed) * (8 in args.milestone), 1):
         file, broken = break_file(name)
         path = args.folder / f"broken_{number}_{Path(file).name}"
         path.write_text(broken, "utf-8")
     print("Writing the tour takes up to a minute ...", flush=True)
     write_tour(args.folder)
     print(f"The course is in {args.folder}. Its README.md has the milestones.")
+
+
+def readme_of(milestones):
+    """The README of a copy, which lists only its own milestones."""
+    text = README
+    for number in MILESTONES.keys() - {*milestones}:
+        text = re.sub(rf"(?m)^\| {number} \|.*\n", "", text)
+        text = re.sub(rf"(?ms)^## {number}\. .*?(?=^## |\Z)", "", text)
+    return text
 
 
 def grade(args):
