@@ -42,11 +42,11 @@ def own_settings(device: torch.device, num_threads: int = 0) -> Iterator[None]:
     the process: the first that comes here notes the caller's, and each puts them back.
     """
     torch_fills: Any = torch.utils.deterministic
+    is_default = torch.get_default_device().type == "cpu"
+    is_gpu = device.type == "cuda"
     with LOCK:
         callers = torch.get_num_threads(), torch_fills.fill_uninitialized_memory
         CALLERS.append(CALLERS[0] if CALLERS else callers)
-    is_default = torch.get_default_device().type == "cpu"
-    is_gpu = device.type == "cuda"
     try:
         torch_fills.fill_uninitialized_memory = False
         torch.set_num_threads(num_threads or CALLERS[0][0])

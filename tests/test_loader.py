@@ -1,5 +1,6 @@
 """From files to weights: checkpoints of every form, and the memory."""
 
+import itertools
 import json
 import shutil
 
@@ -59,10 +60,14 @@ def test_our_kernel_reads_the_blocks_of_onednn():
         weight = torch.randn(num_outputs, size, dtype=torch.bfloat16)
         pairs = weight.view(-1, 64, size // 2, 2).transpose(1, 2).contiguous()
         blocks = bits(pairs).view("uint32")[..., 0]
-        for shape in ((1, size), (2, size), (1, 2, size), (2, 1, size)):
-            x, bias = torch.randn(shape), torch.randn(num_outputs)
+        for dtype, shape in itertools.product((torch.float32, torch.bfloat16), (
+                (1, size), (2, size), (1, 2, size), (2, 1, size))):
+            x, bias = (torch.randn(each).to(dtype) for each in (shape, num_outputs))
             found = packed_product(x, None, bias, blocks, batch_invariant=False)
-            torch.testing.assert_close(found, x @ weight.float().T + bias)
+            expected = x.float() @ weight.float().T + bias.float()
+            tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
+            torch.testing.assert_close(found, expected.to(dtype), rtol=tolerance,
+                                       atol=10 * tolerance)
 
 
 # -- Files of every form ---------------------------------------------------------------
