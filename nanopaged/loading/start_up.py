@@ -191,13 +191,13 @@ def free_memory() -> int:
     """How many bytes this process can still get, of the machine and of its container.
     Only Linux tells.
     """
-    def number(file: str, pattern: str) -> int:
+    def number(file: str, pattern: str, missing: int = 2**62) -> int:
         text = Path(file).read_text(errors="replace") if Path(file).exists() else ""
         found = re.search(pattern, text)
-        return int(found[1]) if found else 2**62  # no limit
+        return int(found[1]) if found else missing
 
     available = number("/proc/meminfo", r"MemAvailable:\s+(\d+) kB") << 10
-    resident = number("/proc/self/status", r"VmRSS:\s+(\d+) kB") << 10
+    resident = number("/proc/self/status", r"VmRSS:\s+(\d+) kB", 0) << 10
     return min(available, number("/sys/fs/cgroup/memory.max", r"(\d+)") - resident)
 
 
