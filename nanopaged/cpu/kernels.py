@@ -1,6 +1,6 @@
 """What a CPU computes besides attention in plain loops, compiled by Numba.
 
-Numbers in bfloat16 are passed as their bits (uint16; in products, two in one uint32).
+Numbers in bfloat16 are passed as their bits (uint16; of weights, two in one uint32).
 """
 # mypy: ignore-errors
 
@@ -16,8 +16,8 @@ from nanopaged.paged_attention import FASTMATH, prefetch, rounded, to_float32
 
 @njit(nogil=True, fastmath=FASTMATH)
 def add_norm(token, out, x, residual, weight, eps):
-    """As in `nanopaged/fused.py`, but rounded only at the end, and the sum replaces the
-    residual.
+    """As in `nanopaged/fused.py`, but the sum replaces the residual, and the rest is
+    rounded only at the end.
     """
     x, residual, out = x[token], residual[token], out[token]
     for i in range(len(weight)):

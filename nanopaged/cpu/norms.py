@@ -1,4 +1,4 @@
-"""The operations of `nanopaged/fused.py`, where loops compute them faster."""
+"""The operations of `nanopaged/fused.py` that a CPU computes in another way."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Matrix products on CPUs, as fast as the weights can be read from memory."""
+"""Matrix products on CPUs: for few rows, as fast as memory delivers the weights."""
 
 import ctypes
 from functools import partial
@@ -14,8 +14,8 @@ from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
 from nanopaged.model import Linear
 
-# Endings of the names of linear layers whose weight nothing else reads. (Mamba reads
-# that of its dt_proj itself.)
+# Endings of the names of linear layers to pack. (Mamba itself reads the weight of its
+# dt_proj. Embeddings that are tied to a head keep theirs.)
 PACKED = ("proj", "lm_head", "dense", "fc1", "fc2", "embed_out")
 
 
@@ -58,13 +58,13 @@ def pack(linear: nn.Linear, batch_invariant: bool) -> None:
 
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Any,
                    batch_invariant: bool) -> Tensor:
-    """The product of a weight that oneDNN has reordered, 1.3 to 4 times as fast. For
-    one or two rows, our kernel reads the same memory still faster.
+    """x W^T, with W as oneDNN has reordered it: 1.3 to 4 times as fast as before. For
+    one or two rows, our kernel reads the same memory faster still.
 
     (These operators are private to torch, so they appear only in this file. Where they
     are missing, nothing changes.)
     """
-    num_rows = x.shape[-2]
+    num_rows = x.shape[:-1].numel()
     if batch_invariant and num_rows == 1:
         # oneDNN gives a row the same bits for any number of rows, except for one alone.
         padded = F.pad(x, (0, 0, 0, 1))

@@ -11,7 +11,7 @@ own requests. If a step breaks off, the engine's state may be half-changed. Then
 `_step_unfinished` stays True, and the next step resets the engine instead: every
 request that has started is aborted, no matter who made it, and still reported. With
 several ranks that is impossible, because each of them may be anywhere in the step. In
-that case every later call fails.
+that case every later call that needs a step fails.
 """
 
 import os
@@ -282,7 +282,7 @@ class LLM(AbstractContextManager["LLM"]):
 
     def reset_prefix_cache(self) -> bool:
         """Empty the prefix cache and reset the statistics. If requests are unfinished,
-        do nothing and return False.
+        keep both and return False.
         """
         with self._exclusive():
             self._run(self.engine.reset_if_idle)

@@ -16,8 +16,8 @@ from nanopaged.sequence import SequenceGroup
 
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dict
-# Where a chat template asks for the text of a part (but documents have one, too), and
-# where it asks whether something is a string.
+# In a chat template: `for p in content ... p.text` (but documents have a text, too), or
+# `content[0].text`; and `content is string`.
 PARTS = re.compile(r"""(?sx)\bfor\s+(\w+)\s+in\s+(?!documents\b) .*?
                    \b\1 (?:\.|\[['"]|\.get\(['"]) text\b
                    | \[\d\] (?:\.|\[['"]) text\b | \battribute\s*=\s*['"]text\b""")
@@ -86,8 +86,8 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Any]:
 def takes(template: str) -> tuple[type, ...]:
     """What the content of a message may be: a string, a list of parts, or either.
 
-    A template that takes a list asks its parts for their text. Unless it also asks what
-    is a string, it would take one for a list of characters.
+    A template that asks parts for their text takes lists. It takes strings, too, if it
+    asks whether anything but a part is one.
     """
     parts = PARTS.search(template)
     asks = parts and any(name != parts[1] for name in STRING.findall(template))

@@ -28,7 +28,7 @@ from nanopaged.sequence import NO_STATES
 
 FAMILY = ("a family that remembers earlier tokens by attention, or by a state in "
           "transformers' cache, and lets attention be exchanged")
-# Arguments of attention that change nothing here: Q and K are rotated already.
+# Arguments of attention that change nothing here. (Q and K are rotated already.)
 HARMLESS = ("dropout", "position_ids", "use_cache", "output_attentions")
 
 
@@ -143,7 +143,7 @@ class AnyDecoder(nn.Module):
         """
         size, vocab_size = runner.config.block_size, self.sizes.vocab_size
         longest = runner.longest_sequence
-        # Few tokens, but several blocks: two chunks of several tokens, and 4 decodes.
+        # Few tokens, in several blocks if blocks are small: two chunks, and decodes.
         length = min(max(2 * size + 2, 10), 66, longest)
         half = max((length - 4) // 2, 1)
         ids = torch.arange(2 * length, device=runner.device).view(2, -1) % vocab_size
@@ -171,8 +171,8 @@ class AnyDecoder(nn.Module):
         is_used = types is None or "sliding_attention" in types
         if window and is_used and window not in self.shared.windows:
             longest = min(longest, window)
-        # In 16 bits, rounding may even send a token to another expert. But a lost state
-        # changes results less than lost keys do: by 0.16, or by 0.04 if all is right.
+        # In 16 bits, rounding may even send a token to another expert, so 0.2 passes. A
+        # lost state changes results by 0.16, and there rounding changes them by 0.04.
         tolerance = 0.05 if self.stateful else 0.2
         if runner.dtype == torch.float32:
             tolerance = 1e-3

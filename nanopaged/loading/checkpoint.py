@@ -43,13 +43,14 @@ COPIED = (
     "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
     "layer_types", "num_attention_heads", "num_key_value_heads", "head_dim", "dtype",
     "sliding_window", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
-    "attention_bias", "mlp_bias", "tie_word_embeddings", "eos_token_id")
+    "attention_bias", "mlp_bias", "tie_word_embeddings")
 
 
 class ModelConfig(SimpleNamespace):
     """What the engine reads from a model's config.json: the fields in `COPIED`. And the
-    `source`, a directory or an id of the hub; `hf_config`, as transformers read it; and
-    `model_impl`, which says whose modules compute the model.
+    `source`, a directory or an id of the hub; `hf_config`, as transformers read it;
+    `model_impl`, which says whose modules compute the model; and `longest_sequence`,
+    which the start adds.
     """
 
 
@@ -68,9 +69,7 @@ OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("si
 
 
 def load_config(config: EngineConfig) -> ModelConfig:
-    """The model's config; ValueError if neither our own decoder nor transformers'
-    modules can compute the model here.
-    """
+    """The model's config; ValueError if what `model_impl` names cannot compute it."""
     name: str | Path = BUNDLED if config.model is None else config.model
     if str(name).startswith("~"):
         name = Path(name).expanduser()
@@ -111,7 +110,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
 
 def read_sizes(text: Any, **more: Any) -> ModelConfig:
     """The fields in `COPIED`, whatever a family leaves out."""
-    # Let sizes be read even if they differ between layers: an `AnyDecoder` refuses it.
+    # Let sizes be read even if they differ between layers: `attend` pads K and V.
     text.allow_global_per_layer_attribute_access = True
     sizes = ModelConfig(**more, **{name: getattr(text, name, None) for name in COPIED})
     # Without attention (Mamba) there are no heads, and there is no longest sequence.
@@ -121,7 +120,7 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
     # Multi-head latent attention (DeepSeek) rotates a part of each head.
     mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
     sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
-    for layer in text.per_layer_config:  # the largest shape of K and V is that of all
+    for layer in text.per_layer_config:  # the pool has the largest shape of K and V
         for name in ("head_dim", "num_key_value_heads"):
             most = max(getattr(sizes, name), getattr(layer, name, None) or 0)
             setattr(sizes, name, most)
@@ -145,7 +144,7 @@ def load_tokenizer(name: str | Path) -> Any:
             name, clean_up_tokenization_spaces=False)
         file = find_file(name, "tokenizer.json")
         plain: Any = Tokenizer.from_file(str(file)) if file else None
-    if plain:  # lengths are the caller's business
+    if plain:  # whole texts are compared
         plain.no_padding()
         plain.no_truncation()
     # A wrong tokenizer_class replaces rules of tokenizer.json with its own.

@@ -96,8 +96,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
 def longest_sequence(config: EngineConfig, model_config: ModelConfig) -> int:
     """The most tokens a sequence may have; ValueError if more are asked for."""
     longest = model_config.max_position_embeddings
-    # With these two ways to rotate Q and K, it may be the length that the model had
-    # before its positions were stretched by `factor`.
+    # With these two ways to rotate Q and K, config.json may give the length before the
+    # positions were stretched by `factor`.
     rope = model_config.rope_parameters or {}
     if rope.get("rope_type") in ("linear", "yarn"):
         original = rope.get("original_max_position_embeddings") or longest
@@ -221,8 +221,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The dtype of weights, K and V. "auto" is the model's if it has 16 bits and is not
-    slow here, and else float32.
+    """The dtype of weights, K and V. "auto" is float32, except for a model in 16 bits
+    where a dtype of 16 bits, perhaps the other one, is fast.
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]

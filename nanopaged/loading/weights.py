@@ -46,7 +46,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
-    # Matrices, K and V have backend.dtype; norms and activations have compute_dtype.
+    # In ours, matrices, K and V have backend.dtype, and all else has compute_dtype.
     compute_dtype = backend.dtype
     if products:
         compute_dtype = products.compute_dtype(compute_dtype, backend.device)
@@ -63,10 +63,10 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
         load = make_pretrained if is_dummy else load_pretrained
-        model = load(model_config, backend.dtype)
-        for parameter in model.parameters():  # its file may change, and it must not
-            parameter.data = parameter.data.clone()
-        model = AnyDecoder(model, model_config, backend)
+        model = AnyDecoder(load(model_config, backend.dtype), model_config, backend)
+        if backend.device.type == "cpu":
+            for parameter in model.parameters():  # or it would change with its file
+                parameter.data = parameter.data.clone()
     model.requires_grad_(False)
     if is_dummy:
         generator = torch.Generator(backend.device).manual_seed(config.seed)
@@ -219,7 +219,7 @@ def fill(config: EngineConfig, model: CausalLM, tensors: dict[str, Tensor],
         stacked = getattr(module, "stacked", {own_name: len(target)})
         shares = [share(tensors[name.replace(own_name, each)], module, ranks)
                   for each in stacked]
-        if target.is_mkldnn:  # it is packed, and only a new one can be
+        if target.is_mkldnn:  # packed: it cannot be written to
             module.weight = nn.Parameter(
                 torch.cat(shares).to(target.dtype), requires_grad=False)
             products.pack(module, config.batch_invariant)
