@@ -32,8 +32,9 @@ SENT = [field.name for field in fields(Work)]
 class Ranks:
     """This process among the ranks of an engine."""
 
-    def __init__(self, size: int = 1, rank: int = 0) -> None:
+    def __init__(self, size: int = 1, rank: int = 0, batch_group: Any = None) -> None:
         self.size, self.rank = size, rank
+        self.batch_group = batch_group  # connections of their own, for batches
 
     def all_reduce(self, x: Tensor, operator: str = "SUM") -> Tensor:
         """The sum of all ranks' tensors, or their "MIN"; it overwrites `x`."""
@@ -41,10 +42,10 @@ class Ranks:
             dist.all_reduce(x, getattr(dist.ReduceOp, operator))
         return x
 
-    def broadcast(self, x: Tensor) -> Tensor:
+    def broadcast(self, x: Tensor, group: Any = None) -> Tensor:
         """The tensor of rank 0; it overwrites `x`."""
         if self.size > 1:
-            dist.broadcast(x, 0)
+            dist.broadcast(x, 0, group)
         return x
 
     def send(self, batch: Batch) -> None:
@@ -54,20 +55,21 @@ class Ranks:
         """
         if self.size > 1:
             numbers = [np.array(getattr(batch, name), np.int64) for name in SENT]
-            self.broadcast(torch.from_numpy(np.array([each.size for each in numbers])))
-            self.broadcast(torch.from_numpy(np.concatenate(numbers, axis=None)))
+            sizes = np.array([each.size for each in numbers])
+            for message in (sizes, np.concatenate(numbers, axis=None)):
+                self.broadcast(torch.from_numpy(message), self.batch_group)
 
     def serve(self, run: Callable[[Batch], object]) -> None:
         """Run what rank 0 sends, until it leaves. On rank 0, return at once."""
         while self.rank > 0:  # which never changes
             sizes = torch.empty(len(SENT), dtype=torch.int64, device="cpu")
             try:
-                self.broadcast(sizes)
+                self.broadcast(sizes, self.batch_group)
             except RuntimeError:  # rank 0 has left the group
                 os._exit(0)  # a normal exit would make NCCL wait for recorded graphs
-            numbers = self.broadcast(sizes.new_empty(int(sizes.sum())))
+            numbers = sizes.new_empty(int(sizes.sum()))
+            self.broadcast(numbers, self.batch_group)
             pieces = map(Tensor.tolist, numbers.split(sizes.tolist()))
             batch = Batch(**dict(zip(SENT, pieces, strict=True)))
-            flat: Any = batch.moves
-            batch.moves = list(zip(flat[::2], flat[1::2], strict=True))
+            batch.moves = [(old, new) for old, new in np.reshape(batch.moves, (-1, 2))]
             run(batch)

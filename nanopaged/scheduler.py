@@ -155,11 +155,11 @@ class Scheduler:
                 self.end_live(group)
             elif group.beam_params:
                 seq.candidates = output.logprobs[i]
-                if seq is group.live[-1]:  # all beams have their candidates now
-                    is_over = advance_beams(group, self.block_manager)
-                    if is_over:
-                        group.sequences = group.complete_beams
-                        self.end_live(group)  # the beams that are not complete
+                # With the last beam's, all have their candidates: the search goes on,
+                # or is over.
+                if seq is group.live[-1] and advance_beams(group, self.block_manager):
+                    group.sequences = group.complete_beams
+                    self.end_live(group)  # the beams that are not complete
             else:
                 seq.append(token, output.logprobs.get(i))
                 if reason := seq.end_reason():

@@ -120,6 +120,8 @@ def test_ranks_say_what_one_says(
 ENDING = """
 import json, os, sys
 from pathlib import Path
+from datetime import timedelta
+from torch.distributed import distributed_c10d
 from nanopaged import LLM, SamplingParams
 from nanopaged.model_runner import ModelRunner
 
@@ -132,6 +134,8 @@ def run_or_fail(self, batch):
     return run(self, batch)
 
 run, ModelRunner.run = ModelRunner.run, run_or_fail
+# Gloo may miss that a machine has gone. Then this is how long a step waits for it.
+distributed_c10d.default_pg_timeout = timedelta(seconds=20)
 llm = LLM(path, tensor_parallel_size=2, **json.loads(options))
 params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 (output,) = llm.generate([5, 6, 7], params, use_tqdm=False)

@@ -94,9 +94,8 @@ def load_config(config: EngineConfig) -> ModelConfig:
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
     fits = all(facts.get(field) in known for field, known in OURS.items())
-    impl = config.model_impl
-    if impl == "auto":
-        impl = "nanopaged" if fits else "transformers"
+    best = "nanopaged" if fits else "transformers"
+    impl = best if config.model_impl == "auto" else config.model_impl
     limits = OURS | {"layer_types": ATTENTION} if impl == "nanopaged" else {}
     for field, known in (KNOWN | limits).items():
         value = facts.get(field)

@@ -2,12 +2,12 @@
 
 When rank 0's script ends, for whatever reason, its process leaves the process group. By
 then the other ranks are waiting for the next batch. Instead of a batch they get an
-error, and exit. If any rank fails or is killed, torchrun stops all the others.
+error, and exit. If any rank fails or is killed, torchrun stops those that it started.
+On other machines the ranks get an error in the step that they compute.
 """
 
 import os
 import weakref
-from copy import copy
 from datetime import timedelta
 
 import torch
@@ -24,7 +24,7 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 
 def divide(model_config: ModelConfig, num_ranks: int) -> ModelConfig:
     """The config of one rank's share of the model."""
-    share = copy(model_config)
+    share = ModelConfig(**vars(model_config))
     for name in DIVIDED if num_ranks > 1 else ():
         size = getattr(model_config, name)
         check(size % num_ranks == 0, "tensor_parallel_size",
@@ -43,26 +43,31 @@ def join(config: EngineConfig) -> Ranks:
           "of processes (torchrun starts several)", size)
     backend = "gloo"
     if config.device != "cpu" and torch.cuda.is_available():
-        backend = "cpu:gloo,cuda:nccl"  # batches are sent by gloo
+        backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
-    # An engine may be idle for a long time, so waiting for the next batch has no
-    # timeout. If a rank dies, torchrun notices.
-    dist.init_process_group(backend, timeout=timedelta(days=365))
+    dist.init_process_group(backend)
+    # An engine may be idle for a long time, so the others wait for rank 0's next batch
+    # without a timeout. Within a step, all have torch's own, of 10 or 30 minutes: gloo
+    # does not always notice that a connection was closed.
+    rank = dist.get_rank()
+    timeout = timedelta(days=365) if rank > 0 else None
+    ranks = Ranks(size, rank, dist.new_group(backend="gloo", timeout=timeout))
     # At exit, `ModelRunner.free` must run before `leave`. Finalizers run from the
     # newest to the oldest, and this one is registered before the model is made. (What
     # is registered with `atexit` would run before both.) A finalizer belongs to an
     # object: here to the module torch.distributed, which lives until exit.
-    weakref.finalize(dist, leave)
-    return Ranks(size, dist.get_rank())
+    weakref.finalize(dist, leave, ranks)
+    return ranks
 
 
-def leave() -> None:
-    """Leave the process group. NCCL would wait for the other ranks; `abort` does not.
+def leave(ranks: Ranks) -> None:
+    """Leave the other ranks. NCCL would wait for them; `abort` does not.
 
     Gloo's threads must end before Python does: they need the GIL to release tensors.
     """
     if dist.is_initialized():
+        del ranks.batch_group
         dist.group.WORLD.abort()
         dist.destroy_process_group()

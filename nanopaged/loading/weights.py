@@ -52,10 +52,9 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
         compute_dtype = products.compute_dtype(compute_dtype, backend.device)
     is_ours = model_config.model_impl == "nanopaged"
     is_dummy = config.load_format == "dummy"
-    model: Any
     if is_ours:
         with backend.device, local_torch_dtype(compute_dtype), no_init_weights():
-            model = CausalLM(model_config, backend, ops, ranks)
+            model: Any = CausalLM(model_config, backend, ops, ranks)
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.to(backend.dtype)
@@ -134,10 +133,9 @@ def load_pretrained(model_config: ModelConfig, dtype: torch.dtype | None = None)
     check_names(source, info["missing_keys"], info["unexpected_keys"])
     for name, found, expected in sorted(info["mismatched_keys"]):
         check(found == expected, f"the shape of {name}", [*expected], [*found])
-    for name, _ in model.named_parameters():
-        if name in stored:
-            check(stored[name].dtype in FLOATS, f"the dtype of {name}",
-                  f"one of {FLOATS}", stored[name].dtype)
+    for name in sorted(stored.keys() & dict(model.named_parameters())):
+        check(stored[name].dtype in FLOATS, f"the dtype of {name}",
+              f"one of {FLOATS}", stored[name].dtype)
     return model
 
 
