@@ -3,12 +3,14 @@
     python tests/course/course.py make DIR [--milestone N ..] [--seed S]
     python tests/course/course.py grade DIR [--milestone N ..] [--seed S] [--json FILE]
     python tests/course/course.py pack FILE.zip [--milestone N ..] [--seed S]
+    python tests/course/course.py notebook DIR/starter.ipynb [--milestone N ..]
 
 `make` writes a copy of the project in which the functions of the milestones have only
 their docstrings. `grade` takes from such a copy only the bodies of these functions. It
 puts those of one milestone at a time into the whole engine, so that a mistake costs
 only its own milestone, and runs the milestone's tests there. `pack` writes an
-autograder for Gradescope, which grades in the same way.
+autograder for Gradescope, which grades in the same way. `notebook` puts a notebook into
+a copy, in which the functions are written and tested.
 
 `COURSE.md` is the teacher's page. What follows its line "<!-- README -->" becomes the
 README of the copy. That has the table of all milestones, which is read here, too.
@@ -16,6 +18,7 @@ README of the copy. That has the table of all milestones, which is read here, to
 
 import argparse
 import ast
+import inspect
 import json
 import os
 import random
@@ -28,7 +31,7 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 from unittest import mock
 from xml.etree import ElementTree
 
@@ -40,6 +43,7 @@ README = PAGE.partition("<!-- README -->\n")[2]
 # {number: [name, points, functions, tests]}, from the table
 ROWS = [line.strip("| ").replace("`", "").split(" | ") for line in README.splitlines()]
 MILESTONES = {int(row[0]): row[1:] for row in ROWS if row[0].isdigit()}
+FIRST = [4, 5]  # they depend on nothing else, so a notebook begins with them
 NO_PROJECT = (".*", "__pycache__", "nanopaged-tour")
 NOT_FOR_STUDENTS = (*NO_PROJECT, "solutions", "hidden", "course", "chapters",
                     "mutants.py")
@@ -275,8 +279,13 @@ def readme_of(milestones):
     text = README
     for number in MILESTONES.keys() - {*milestones}:
         text = re.sub(rf"(?m)^\| {number} \|.*\n", "", text)
-        text = re.sub(rf"(?ms)^## {number}\. .*?(?=^## |\Z)", "", text)
+        text = text.replace(section(number), "")
     return text
+
+
+def section(number):
+    """What the README says about a milestone."""
+    return re.search(rf"(?ms)^## {number}\. .*?(?=^## |\Z)", README)[0]
 
 
 def grade(args):
@@ -332,15 +341,90 @@ def pack(args):
         shutil.make_archive(str(args.folder.with_suffix("")), "zip", folder)
 
 
-COMMANDS = {"make": make, "grade": grade, "pack": pack}
+# -- The notebook ----------------------------------------------------------------------
+
+OPENING = """\
+# Build an LLM engine
+
+Open this notebook where it is: in a copy of the engine in which some functions have
+lost their bodies. You write them here. A cell that begins with `%%write` puts the body
+of its function into the copy (your comments stay here), and `check` runs the tests. The
+rules, and all milestones, are in `README.md`. Run this cell first:
+"""
+
+
+def write(function, cell):
+    """Put the body of the function in this cell into the copy around the notebook."""
+    (node,) = ast.parse(cell).body
+    body = node.body[ast.get_docstring(node) is not None :]
+    replace_body(Path.cwd(), function, ast.unparse(ast.Module(body, [])))
+
+
+def check(tests):
+    """Run tests in the copy, until three have failed."""
+    command = [sys.executable, "-m", *shlex.split(tests), "--maxfail=3", "--tb=short"]
+    print(subprocess.run(command, text=True, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT).stdout)
+
+
+SET_UP_CELL = """\
+import ast, shlex, subprocess, sys
+from pathlib import Path
+from textwrap import indent
+
+
+{}
+
+get_ipython().register_magic_function(write, "cell")"""
+
+
+def notebook(args):
+    """Write a notebook with a copy's empty functions, of some milestones."""
+    parts = map(inspect.getsource, (find, replace_body, write, check))
+    cells = [cell("markdown", OPENING),
+             cell("code", SET_UP_CELL.format("\n\n".join(parts)))]
+    written = set()
+    for number in args.milestone:
+        _, _, functions, tests = MILESTONES[number]
+        cells.append(cell("markdown", section(number)))
+        for function in functions.split():
+            if function not in written:  # milestone 7 goes on with the code of 4
+                code = empty_function(args.folder.parent, function)
+                cells.append(cell("code", f"%%write {function}\n{code}"))
+        written.update(functions.split())
+        cells.append(cell("code", f"check({tests!r})"))
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    whole = {"nbformat": 4, "nbformat_minor": 4, "metadata": {"kernelspec": kernel},
+             "cells": cells}
+    args.folder.write_text(json.dumps(whole, indent=1), "utf-8")
+
+
+def cell(kind, text):
+    """A cell of a notebook, in version 4.4 of its format."""
+    results = {"execution_count": None, "outputs": []} if kind == "code" else {}
+    source = text.strip().splitlines(keepends=True)
+    return {"cell_type": kind, "metadata": {}, "source": source, **results}
+
+
+def empty_function(copy, function):
+    """The source of a function that `make` has emptied."""
+    path, node = find(copy, function)
+    if ast.unparse(node.body[1:]) != "raise NotImplementedError":
+        sys.exit(f"{copy} is no fresh copy: {function} has a body. Begin with `make`.")
+    lines = path.read_text("utf-8").splitlines()
+    return dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+
+
+COMMANDS = {"make": make, "grade": grade, "pack": pack, "notebook": notebook}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--milestone", type=int, choices=MILESTONES, nargs="+",
-                        default=list(MILESTONES))
+    parser.add_argument("--milestone", type=int, choices=MILESTONES, nargs="+")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path(os.devnull))
     args = parser.parse_args()
+    if args.milestone is None:
+        args.milestone = FIRST if args.command == "notebook" else list(MILESTONES)
     COMMANDS[args.command](args)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -170,6 +171,52 @@ def test_the_autograder_has_two_scripts_and_the_whole_project(tmp_path):
     assert "--seed 7 --milestone 4 5" in (tmp_path / "run_autograder").read_text()
     packed_course = tmp_path / "project/tests/course/course.py"
     assert packed_course.read_bytes() == Path(course.__file__).read_bytes()
+
+
+# -- The notebook ----------------------------------------------------------------------
+
+
+def run_cells(cells):
+    """What Jupyter does with the cells of code, one after the other."""
+    names = {"get_ipython": mock.Mock()}
+    for each in cells:
+        code = "".join(each["source"])
+        magic, _, rest = code.partition("\n")
+        if magic.startswith("%%write "):
+            names["write"](magic.split()[1], rest)
+        else:
+            exec(compile(code, "cell", "exec"), names)
+
+
+def with_our_body(each):
+    """A cell in which a student has written a function as we did."""
+    magic, *lines = each["source"]
+    node = ast.parse("".join(lines)).body[0]
+    whole = course.find(ROOT, magic.split()[1])[1].body[1:]
+    node.body[1:] = whole
+    return {"source": [magic, ast.unparse(node)]}
+
+
+def test_the_cells_of_a_notebook_fail_until_the_functions_are_written(
+        student, monkeypatch, capfd):
+    path = student / "starter.ipynb"
+    course.notebook(argparse.Namespace(folder=path, milestone=[SAMPLING]))
+    notebook = json.loads(path.read_text("utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 4)
+    assert all(each["metadata"] == {} for each in notebook["cells"])
+    texts = [each for each in notebook["cells"] if each["cell_type"] == "markdown"]
+    assert "".join(texts[-1]["source"]) == course.section(SAMPLING).strip()
+    cells = [each for each in notebook["cells"] if each["cell_type"] == "code"]
+    assert all(each["outputs"] == [] for each in cells)
+    monkeypatch.chdir(student)
+    run_cells(cells)
+    assert "NotImplementedError" in capfd.readouterr().out
+    set_up, *empty, tests = cells
+    run_cells([set_up, *map(with_our_body, empty), tests])
+    printed = capfd.readouterr().out
+    assert " passed" in printed and "failed" not in printed
+    with pytest.raises(SystemExit, match="has a body"):
+        course.notebook(argparse.Namespace(folder=path, milestone=[SAMPLING]))
 
 
 # -- Grades ----------------------------------------------------------------------------
