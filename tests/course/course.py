@@ -4,13 +4,14 @@
     python tests/course/course.py grade DIR [--milestone N ..] [--seed S] [--json FILE]
     python tests/course/course.py pack FILE.zip [--milestone N ..] [--seed S]
     python tests/course/course.py notebook DIR/starter.ipynb [--milestone N ..]
+    python tests/course/course.py slides FILE.html
 
 `make` writes a copy of the project in which the functions of the milestones have only
 their docstrings. `grade` takes from such a copy only the bodies of these functions. It
 puts those of one milestone at a time into the whole engine, so that a mistake costs
 only its own milestone, and runs the milestone's tests there. `pack` writes an
 autograder for Gradescope, which grades in the same way. `notebook` puts a notebook into
-a copy, in which the functions are written and tested.
+a copy, in which the functions are written and tested. `slides` writes slides.
 
 `COURSE.md` is the teacher's page. What follows its line "<!-- README -->" becomes the
 README of the copy. That has the table of all milestones, which is read here, too.
@@ -415,7 +416,15 @@ def empty_function(copy, function):
     return dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
 
 
-COMMANDS = {"make": make, "grade": grade, "pack": pack, "notebook": notebook}
+def slides(args):
+    """Write the slides. They run the whole engine, so this imports it."""
+    import slides
+
+    slides.write(args.folder)
+
+
+COMMANDS = {"make": make, "grade": grade, "pack": pack, "notebook": notebook,
+            "slides": slides}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(usage=__doc__)

@@ -219,6 +219,26 @@ def test_the_cells_of_a_notebook_fail_until_the_functions_are_written(
         course.notebook(argparse.Namespace(folder=path, milestone=[SAMPLING]))
 
 
+# -- The slides ------------------------------------------------------------------------
+
+
+def test_slides_compute_their_numbers_and_need_no_network(tmp_path):
+    course.slides(argparse.Namespace(folder=tmp_path / "slides.html"))
+    text = (tmp_path / "slides.html").read_text("ascii")
+    assert not re.search(r"(?:src|href)=.https?:|url\(|@import|\{[{%]", text)
+    slides = text.split('<section class="slide"')[1:]
+    assert len(slides) == 10 and "</html>" in slides[-1]
+    token, weights = 2 * 32 * 8 * 128 * 2, 2 * 8.03e9
+    num_blocks = int((0.9 * 80e9 - weights - 2e9) / (16 * token))
+    for number, expected in {
+            2: f"bends at {312 / 2.0:.0f} tokens", 4: f"{token:,} bytes",
+            3: f"{1000 * (weights + 1000 * token) / 2.0e12:.1f} ms",
+            5: f"{num_blocks:,} blocks of 16 tokens",
+            9: f"{64 * 4096 * 2:,} bytes"}.items():
+        assert expected in slides[number - 1]
+    assert "np-player" in slides[6]
+
+
 # -- Grades ----------------------------------------------------------------------------
 
 @pytest.mark.slow
