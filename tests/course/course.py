@@ -344,15 +344,6 @@ def pack(args):
 
 # -- The notebook ----------------------------------------------------------------------
 
-OPENING = """\
-# Build an LLM engine
-
-Open this notebook where it is: in a copy of the engine in which some functions have
-lost their bodies. You write them here. A cell that begins with `%%write` puts the body
-of its function into the copy (your comments stay here), and `check` runs the tests. The
-rules, and all milestones, are in `README.md`. Run this cell first:
-"""
-
 
 def write(function, cell):
     """Put the body of the function in this cell into the copy around the notebook."""
@@ -364,39 +355,30 @@ def write(function, cell):
 def check(tests):
     """Run tests in the copy, until three have failed."""
     command = [sys.executable, "-m", *shlex.split(tests), "--maxfail=3", "--tb=short"]
-    print(subprocess.run(command, text=True, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT).stdout)
+    print(subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout)
 
 
-SET_UP_CELL = """\
-import ast, shlex, subprocess, sys
-from pathlib import Path
-from textwrap import indent
-
-
-{}
-
-get_ipython().register_magic_function(write, "cell")"""
+IMPORTS = ("import ast, shlex, subprocess, sys\n"
+           "from pathlib import Path\nfrom textwrap import indent\n")
+REGISTER = 'get_ipython().register_magic_function(write, "cell")'
 
 
 def notebook(args):
-    """Write a notebook with a copy's empty functions, of some milestones."""
+    """Write a notebook into a copy, with its empty functions."""
     parts = map(inspect.getsource, (find, replace_body, write, check))
-    cells = [cell("markdown", OPENING),
-             cell("code", SET_UP_CELL.format("\n\n".join(parts)))]
-    written = set()
+    opening = Path(__file__).with_name("notebook.md").read_text("utf-8")
+    cells = [cell("markdown", opening),
+             cell("code", "\n\n".join([IMPORTS, *parts, REGISTER]))]
+    written = []  # milestone 7 goes on with the code of 4
     for number in args.milestone:
         _, _, functions, tests = MILESTONES[number]
-        cells.append(cell("markdown", section(number)))
-        for function in functions.split():
-            if function not in written:  # milestone 7 goes on with the code of 4
-                code = empty_function(args.folder.parent, function)
-                cells.append(cell("code", f"%%write {function}\n{code}"))
-        written.update(functions.split())
-        cells.append(cell("code", f"check({tests!r})"))
-    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
-    whole = {"nbformat": 4, "nbformat_minor": 4, "metadata": {"kernelspec": kernel},
-             "cells": cells}
+        new = [each for each in functions.split() if each not in written]
+        written += new
+        cells += [cell("markdown", section(number)),
+                  *(empty_function(args.folder.parent, each) for each in new),
+                  cell("code", f"check({tests!r})")]
+    metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3"}}
+    whole = dict(nbformat=4, nbformat_minor=4, metadata=metadata, cells=cells)
     args.folder.write_text(json.dumps(whole, indent=1), "utf-8")
 
 
@@ -408,12 +390,12 @@ def cell(kind, text):
 
 
 def empty_function(copy, function):
-    """The source of a function that `make` has emptied."""
+    """A cell with a function that `make` has emptied."""
     path, node = find(copy, function)
-    if ast.unparse(node.body[1:]) != "raise NotImplementedError":
+    lines = path.read_text("utf-8").splitlines()[node.lineno - 1 : node.end_lineno]
+    if lines[-1].strip() != "raise NotImplementedError":
         sys.exit(f"{copy} is no fresh copy: {function} has a body. Begin with `make`.")
-    lines = path.read_text("utf-8").splitlines()
-    return dedent("\n".join(lines[node.lineno - 1 : node.end_lineno]))
+    return cell("code", f"%%write {function}\n" + dedent("\n".join(lines)))
 
 
 def slides(args):

@@ -17,7 +17,6 @@ HERE = Path(__file__).parent
 # From the data sheets: bytes/s of the memory, operations/s in bfloat16, and the bytes/s
 # of all links to other GPUs, in one direction.
 GPUS = {"A100": (2.0e12, 312e12, 300e9), "H100": (3.35e12, 990e12, 450e9)}
-PARAMETERS = 8.03e9  # of Llama-3-8B
 
 
 def write(path):
@@ -39,5 +38,5 @@ def values():
         "TFLOP/s that can be reached, by the tokens in a step.", reached,
         "Calculated for Llama-3-8B in bfloat16: only its weights are read.",
         "tokens that a step computes (twice as many each time)", y_label="TFLOP/s")
-    return {"roofline": roofline, "gpus": GPUS, "parameters": PARAMETERS,
-            "large": MODELS["Llama-3-8B"], "width": 4096, "config": EngineConfig()}
+    return {"roofline": roofline, "gpus": GPUS, "large": MODELS["Llama-3-8B"],
+            "config": EngineConfig()}
