@@ -16,7 +16,7 @@ from jinja2 import UndefinedError
 from markupsafe import escape
 
 from helpers import ROOT, SOLUTIONS, apply_patch
-from nanopaged import BeamSearchParams, SamplingParams, attention
+from nanopaged import SamplingParams, attention
 from nanopaged.batch import Work
 from nanopaged.paper.figures import USE, standalone
 from nanopaged.paper.simulation import Workload, simulate
@@ -74,27 +74,6 @@ def test_blockwise_attention_is_the_plain_formula():
     blocks[3, :, 2:] = np.nan  # what is after the last key is not read
     np.testing.assert_allclose(blockwise.attend(query, blocks, [4, 1, 3], 10),
                                weights @ values / weights.sum())
-
-
-def test_a_tree_joins_each_token_with_the_one_that_it_continues():
-    with lab.engine() as llm:
-        run = lab.watch(llm, "", [lab.SPEECH], BeamSearchParams(3, 8))
-    beams = [(frame["step"], list(state["seqs"].values()))
-             for frame, state in zip(run.frames, run.states(), strict=True)
-             if frame["phase"] == "updated"]
-    best = run.outputs[0].outputs[0].text
-    texts = {48: ("", True)}  # in the column before, by the height of its node
-    for column, (_, seqs) in zip(
-            re.findall("(?s)<g>.*?</g>", figures.beam_tree(beams, best)), beams,
-            strict=True):
-        texts = {int(y): (texts[int(parent)][0] + token, is_best == "name")
-                 for parent, y, is_best, token in re.findall(
-                     r'd="M\S+ (\d+) L\S+ (\d+)"(?s:.*?)<text[^>]*?(?: class="(name)")?'
-                     r">(.*?)</text>", html.unescape(column))}
-        shown = sorted(text for text, _ in texts.values())
-        assert shown == sorted("".join(seq["tokens"]).replace("\n", "\u21b5").replace(
-            " ", "\u00b7") for seq in seqs)
-        assert sum(is_best for _, is_best in texts.values()) == 1
 
 
 # -- The text --------------------------------------------------------------------------
