@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanopaged.tour import kv
 from nanopaged.tour.guide import figures, lessons, paper
 from nanopaged.tour.guide.lab import Values
 from nanopaged.tour.guide.markdown import Html, render
@@ -78,7 +79,7 @@ def make_page(progress: Progress) -> str:
     for number, chapter in enumerate(CHAPTERS, start=1):
         progress(number, len(CHAPTERS), chapter.title)
         values: Values = getattr(lessons, chapter.name, dict)()
-        text = render(read_chapter(chapter.name), paper.MEASURED | values)
+        text = render(read_chapter(chapter.name), paper.MEASURED | kv.EXAMPLE | values)
         sections.append({"chapter": chapter, "html": text})
     opening = render(read_chapter("opening"), lessons.opening())
     style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8") + figures.style()
