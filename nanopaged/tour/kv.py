@@ -56,13 +56,15 @@ LONGEST = 2048  # tokens in and out together: OPT's context
 SLOTS = 12 * GIB // MODELS["OPT-13B"].bytes_per_token  # what is left for K and V
 
 # The tour's own example, wherever no figure of the paper's is reproduced: Llama-3-8B in
-# bfloat16 on a GPU with 80 GB. Of an A100, we assume the same shares as above.
+# bfloat16 on a GPU with 80 GB, and room for so many tokens. Of an A100, we assume the
+# same shares as above.
 LLAMA = MODELS["Llama-3-8B"]
 WEIGHTS = 2 * 8.03e9  # bytes; and as many operations per token
-SHARE = EngineConfig().gpu_memory_utilization
+DEFAULTS = EngineConfig()
+SHARE = DEFAULTS.gpu_memory_utilization
 EXAMPLE: dict[str, Any] = {
-    "llama": LLAMA, "weights": WEIGHTS, "gpu_bytes": 80e9, "share": SHARE,
-    "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),  # tokens
+    "defaults": DEFAULTS, "share": SHARE, "llama": LLAMA, "weights": WEIGHTS,
+    "gpu_bytes": 80e9, "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),
     "a100": {"bytes_per_s": 0.8 * 2.039e12, "flops_per_s": 0.5 * 312e12},
 }
 
