@@ -408,7 +408,8 @@ class Watcher:
         self.last = 0.0
         self.sent: list[int] = []  # bytes that would go to another rank
         self.ranks = copy(llm.engine.runner.ranks)
-        vars(self.ranks).update(size=2, broadcast=lambda x: self.sent.append(x.nbytes))
+        vars(self.ranks).update(
+            size=2, broadcast=lambda x, _: self.sent.append(x.nbytes))
         observers(llm).append(self.observe)
         model: Any = llm.engine.runner.model
         model.register_forward_pre_hook(lambda *_: self.note("inputs_s"))
