@@ -35,11 +35,12 @@ def process(logits: Tensor, batch: Batch, last_tokens: Tensor, ops: Any) -> Tens
 
     logits: [num_samples, vocab_size]; last_tokens: see `fill_pending`
     """
-    seqs, places = batch.receivers, batch.sample_positions
+    seqs, positions = batch.receivers, batch.sample_positions
     params = [seq.group.params for seq in seqs]
     # What is added to the logits. Before `min_tokens`, no stop token may be sampled.
     edits = [(i, token, -torch.inf) for i, seq in enumerate(seqs)
-             if places[i] < seq.group.min_len for token in seq.group.banned_token_ids]
+             if positions[i] < seq.group.min_len
+             for token in seq.group.banned_token_ids]
     edits += [(i, *pair) for i, each in enumerate(params) if each.logit_bias
               for pair in each.logit_bias.items()]
     if not edits and not any(each.changes_logits for each in params):

@@ -81,8 +81,8 @@ def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tens
     if any(p.has_limits for p in drawing):
         logits = keep_likely(logits, params, draws, ops)
     if chosen is None or logits is not raw:
-        is_mixed = len(drawing) < len(raw)
-        chosen = choose(logits, draws, ops, is_mixed, bool(drawing))
+        any_greedy = len(drawing) < len(raw)
+        chosen = choose(logits, draws, ops, any_greedy, bool(drawing))
 
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     reports = report_logprobs(
