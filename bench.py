@@ -29,6 +29,7 @@ import math
 import os
 import random
 import re
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -407,7 +408,8 @@ class Watcher:
         self.last = 0.0
         self.sent: list[int] = []  # bytes that would go to another rank
         self.ranks = copy(llm.engine.runner.ranks)
-        vars(self.ranks).update(size=2, broadcast=lambda x: self.sent.append(x.nbytes))
+        vars(self.ranks).update(
+            size=2, broadcast=lambda x, _: self.sent.append(x.nbytes))
         observers(llm).append(self.observe)
         model: Any = llm.engine.runner.model
         model.register_forward_pre_hook(lambda *_: self.note("inputs_s"))
@@ -605,9 +607,12 @@ def ask_server(url: str, requests: Requests, arrivals: list[float]) -> list[Serv
         common = {"model": json.load(answer)["data"][0]["id"], "stream": True,
                   "stream_options": {"include_usage": True},
                   "temperature": 0, "ignore_eos": True}
+    # Whatever the server has in its prefix cache, these prompts begin otherwise.
+    start = [secrets.randbelow(256) for _ in range(8)]
     began = time.perf_counter()
 
     def ask(came: float, prompt: list[int], length: int) -> Served:
+        prompt = (start + prompt)[: len(prompt)]
         body = common | {"prompt": prompt, "max_tokens": length}
         request = Request(f"{url}/v1/completions", json.dumps(body).encode(),
                           {"Content-Type": "application/json"})

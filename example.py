@@ -34,10 +34,13 @@ def main() -> None:
     logger.setLevel(logging.INFO)
     logger.addHandler(logging.StreamHandler(sys.stderr))
     # It would repeat for each try that the hub cannot be reached. We say so once.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     sys.stdout.reconfigure(errors="replace")  # "?" for what the terminal cannot show
 
     print("Loading the model ...", file=sys.stderr, flush=True)
+    if args.model and not os.path.exists(args.model):
+        print("(from the Hugging Face hub. Without a network, this gives up after half "
+              "a minute)", file=sys.stderr, flush=True)
     if args.chat and not args.model:
         print("The bundled model has only read Shakespeare. For answers, add "
               "--model Qwen/Qwen3-0.6B", file=sys.stderr)

@@ -1,10 +1,11 @@
 """nanopaged: the engine of the PagedAttention paper, written to be read.
 
-This folder is the engine. Read it in this order: engine, sequence, block_manager,
-prefix_cache, batch, scheduler, beam_search, attention, model_runner, paged_attention,
-model, fused, sampler, logits, config, stats, checks, ranks.
+The files of this folder and of gpu/ are the engine. Read them in this order: engine,
+sequence, block_manager, prefix_cache, batch, scheduler, beam_search, attention,
+model_runner, paged_attention, model, fused, sampler, logits, config, stats, checks,
+ranks; then gpu/.
 
-The folders could be left out, apart from loading/:
+One could leave out any folder but loading/:
 
     gpu/        attention in Triton, CUDA graphs
     cpu/        faster attention, norms and matrix products

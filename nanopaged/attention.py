@@ -8,7 +8,7 @@ chunk of a prompt, later chunks, the rest after a cached prefix, and decodes.
 Shapes, here and everywhere:
 
     num_tokens     tokens of the flat batch, one sequence after the other
-    num_seqs       entries in the batch: each belongs to one sequence
+    num_seqs       sequences in the batch, each with one entry
     num_heads      query heads; group_size of them share one of the num_kv_heads
     q              [num_tokens, num_heads, head_dim]
     k, v           [num_tokens, num_kv_heads, head_dim] each
@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# Queries are computed this many at a time: their mask is small, and within a window
-# they see few keys.
+# So many queries are computed at once: few, so that their mask is small, and that with
+# a window few keys are gathered.
 QUERIES_AT_ONCE = 256
 
 
@@ -174,7 +174,7 @@ class TorchAttention:
     def mask(self, q: Tensor, num_keys: int, window: int | None, sinks: Tensor | None
              ) -> Tensor:
         """What is added to the scores: 0 where a query sees a key, and -inf elsewhere.
-        The last query sees the last key. A sink's K is zero: its whole score is here.
+        The last query sees the last key. A sink's K is zero: its score is added here.
 
         q: [num_heads, num_queries, head_dim] -> [num_queries, num_keys], or with sinks
         [num_heads, num_queries, num_keys + 1]

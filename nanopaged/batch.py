@@ -36,9 +36,9 @@ class Work:
         token_ids = [t0, q4, q5]   counts = [1, 2]   ends = [7, 6]
         block_ids = [0, 1, 0, 2]   sample_entries = [0, 1, 1]
 
-    The next step decodes all three sequences, after moves=[(2, 3)]. If the tokens of
-    this step are still pending then, its token_ids are [-1, -2, -3]: samples 0, 1 and 2
-    of this step.
+    The next step decodes all three sequences, after moves=[(2, 3)]. If these samples
+    are still pending then, it has token_ids = [-1, -2, -3]: samples 0, 1 and 2 of the
+    step before.
     """
 
     token_ids: list[int] = field(default_factory=list)  # of one entry after another
@@ -64,8 +64,8 @@ class Batch(Work):
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # If all known tokens are computed, it is the turn of the pending one, which the
-        # step in flight samples. (This step's own is added later, by `add_sample`.)
+        # If no known token is left, it is the turn of the pending one, which the step
+        # in flight samples. (This step's own is added later, by `add_sample`.)
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)

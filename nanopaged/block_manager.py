@@ -110,12 +110,12 @@ class BlockManager:
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
             # The usual case, decided fast. A lone sequence, or a leader before the
-            # fork, shares only full blocks, and never writes into those.
+            # fork, shares only full blocks, and never writes into those: no copies.
             return True
         # Of those that share a block that is not full, all but the last to write get a
-        # copy. So the group needs the blocks that each sequence writes, less those that
-        # they hold already, each counted once. For example, two siblings that share
-        # such a block need 2 and hold 1. (Different groups share only full blocks.)
+        # copy. So add up the blocks that each sequence writes, and subtract those that
+        # they hold already, each once. Two siblings that share such a block write 2 and
+        # hold 1, so they take 1. (Different groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -145,8 +145,8 @@ class BlockManager:
         return self._swap(seqs, self.free_swap_blocks)
 
     def swap_in(self, seqs: list[Sequence]) -> Moves:
-        """Move their blocks back. The blocks have new ids, and the cache does not know
-        what they hold, so the next `mark_computed` publishes them again.
+        """Move their blocks back. The blocks have new ids, and the prefix cache does
+        not know what they hold, so the next `mark_computed` publishes them again.
         """
         return self._swap(seqs, self.free_blocks)
 
@@ -164,13 +164,14 @@ class BlockManager:
 
     def mark_computed(self, seq: Sequence, end: int) -> None:
         """Count all tokens before position `end` as computed, and publish the blocks
-        that are now full. The step will fill the state after these tokens, if any.
+        that are now full.
 
         So a request that is admitted later in this step finds blocks whose K and V have
         not been written yet. That is safe, because in every layer the step stores all
         new K and V before it reads any, and a GPU runs steps in the order in which they
-        are launched. If a step fails, the whole cache is forgotten.
+        are launched. If a step fails, the whole prefix cache is forgotten.
         """
+        # (The step fills the new state, if the model has any.)
         seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)

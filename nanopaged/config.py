@@ -90,10 +90,9 @@ class SamplingParams(Checked):
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """For draws: temperature, top_k (larger than any vocabulary if all may stay),
-        top_p (2 if all must stay: rounded sums may reach 1) and min_p.
+        top_p and min_p.
         """
-        top_p = self.top_p if self.top_p < 1 else 2
-        return self.temperature, self.top_k or 2**31, top_p, self.min_p
+        return self.temperature, self.top_k or 2**31, self.top_p, self.min_p
 
     @cached_property
     def has_limits(self) -> bool:
@@ -142,15 +141,16 @@ class EngineConfig(Checked):
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
     num_blocks: None means as many as can be in use at once and fit into the GPU's
-        `gpu_memory_utilization`, or on a CPU into half of the memory that the process
-        can still allocate, and 4 GiB.
+        `gpu_memory_utilization`, or on a CPU into 4 GiB, and into half of the memory
+        that the process can still allocate.
     max_model_len: the length of the longest sequence, with its prompt. None means what
         the model allows. What the pool can hold is a limit, too, and for a few families
         the sliding window, if our attention cannot see it.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
-    max_num_batched_tokens: how many tokens one step may compute. A step with a chunk of
-        a long prompt holds up all others. None means 8192 on a GPU, and 256 on a CPU.
+    max_num_batched_tokens: how many tokens one step may compute. All answers wait for
+        the chunk of a long prompt in their step, and no longer than for that. None
+        means 8192 on a GPU, and 256 on a CPU.
     gpu_memory_utilization: how much of the GPU's memory may be in use, by anyone.
     swap_space: GiB of CPU memory for blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests that begin alike share blocks. Families whose

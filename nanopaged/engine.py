@@ -69,9 +69,9 @@ class Engine:
     # -- Requests come and go ----------------------------------------------------------
 
     def check_fits(self, group: SequenceGroup) -> None:
-        """ValueError if a request would not fit even into an empty pool. It runs as a
-        whole, so all its sequences must fit at their longest. (For a beam search,
-        `params.n` is beam_width.)
+        """Call this before `add`. ValueError if a request would not fit even into an
+        empty pool: it runs as a whole, so all its sequences must fit at their longest.
+        (For a beam search, `params.n` is beam_width.)
         """
         manager = self.block_manager
         needed = manager.max_blocks(

@@ -31,15 +31,16 @@ def to_device(numbers: Any, device: torch.device, dtype: Any = np.int64) -> Tens
 
 def process(logits: Tensor, batch: Batch, last_tokens: Tensor, ops: Any) -> Tensor:
     """The logits as the requests change them: first by their logits processors, then by
-    biases, penalties and bans. If nothing changes them, these are the same logits.
+    biases and bans, then by penalties. If nothing changes them, these are the same.
 
     logits: [num_samples, vocab_size]; last_tokens: see `fill_pending`
     """
-    seqs, places = batch.receivers, batch.sample_positions
+    seqs, positions = batch.receivers, batch.sample_positions
     params = [seq.group.params for seq in seqs]
     # What is added to the logits. Before `min_tokens`, no stop token may be sampled.
     edits = [(i, token, -torch.inf) for i, seq in enumerate(seqs)
-             if places[i] < seq.group.min_len for token in seq.group.banned_token_ids]
+             if positions[i] < seq.group.min_len
+             for token in seq.group.banned_token_ids]
     edits += [(i, *pair) for i, each in enumerate(params) if each.logit_bias
               for pair in each.logit_bias.items()]
     if not edits and not any(each.changes_logits for each in params):
@@ -78,8 +79,9 @@ def call_processors(seq: Sequence, row: Tensor) -> None:
 def count_tokens(seqs: list[Sequence], vocab_size: int, last_tokens: Tensor, ops: Any
                  ) -> Tensor:
     """How often each token is in each sequence that has penalties: [num_samples,
-    vocab_size]. One of the answer counts 1, and one of the prompt 2**-24: more than 0,
-    for the repetition penalty, and dropped by `floor` for the others.
+    vocab_size]. A token of the answer counts 1, and one of the prompt 2**-24. So
+    the repetition penalty sees more than 0 for both, and the others, which round down,
+    see only the answer.
     """
     # (The last pending token is the one to be sampled now.)
     rows = [[*seq.token_ids, *seq.pending[:-1]]
@@ -105,8 +107,8 @@ def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
 
 
 def mark(tokens: Tensor, logits: Tensor) -> Tensor:
-    """The tokens, but -1 for each row of logits that has a NaN, or nothing but
-    infinite ones.
+    """The tokens, but -1 for each row of logits that has a NaN, nothing but -inf, or
+    nothing but HIGHEST (what +inf was cut to).
     """
     low, high = logits.aminmax(dim=-1)
     return tokens.where(high.isfinite() & (low < HIGHEST), -1)
@@ -140,8 +142,8 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     own = logprobs.gather(1, tokens[:, None])
     own_ranks = 1 + (logprobs > own).sum(-1, keepdim=True)
     likely = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-    # For each value, how many are higher: its place among the negated values, which
-    # ascend. Logits 5, 3, 3, 1 give 0, 1, 1, 3: tied tokens share a rank.
+    # How many values are higher than each: logits 5, 3, 3, 1 give 0, 1, 1, 3, so tied
+    # tokens share a rank. (`searchsorted` needs ascending values, hence negative ones.)
     num_higher = torch.searchsorted(-likely.values, -likely.values)
     ids = torch.cat((tokens[:, None], likely.indices), 1).tolist()
     values = torch.cat((own, likely.values), 1).tolist()

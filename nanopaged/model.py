@@ -51,7 +51,7 @@ class Attention(nn.Module):
         size, head_dim = config.hidden_size, config.head_dim
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
-        # Which families read this field. (Qwen2 always has biases for Q, K and V.)
+        # Only these families read it. (Qwen2 always has biases for Q, K and V.)
         has_bias = bool(config.attention_bias) and config.model_type in (
             "llama", "qwen3")
         self.qkv_proj = Linear(
@@ -122,7 +122,7 @@ class DecoderLayer(nn.Module):
 class CausalLM(nn.Module):
     """The decoder and its output head.
 
-    config: a `ModelConfig`, with the sizes of this rank's share
+    config: what `loading/checkpoint.py` has read, with the sizes of this rank's share
     """
 
     def __init__(self, config: Any, backend: TorchAttention, ops: Any, ranks: Ranks

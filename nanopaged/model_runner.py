@@ -30,37 +30,6 @@ from nanopaged.logits import score_prompts
 from nanopaged.ranks import Ranks
 from nanopaged.sampler import SamplerOutput, draw_table, sample
 
-LOCK = threading.Lock()
-CALLERS: list[tuple[int, bool]] = []
-
-
-@contextmanager
-def own_settings(device: torch.device, num_threads: int = 0) -> Iterator[None]:
-    """Torch's settings while an engine is made, and while it computes. The caller may
-    have set others: autocast, for example, or another default device. Two of them, how
-    many threads there are (0: the caller's) and whether new memory is filled, belong to
-    the process: the first that comes here notes the caller's, and each puts them back.
-    """
-    torch_fills: Any = torch.utils.deterministic
-    is_default = torch.get_default_device().type == "cpu"
-    is_gpu = device.type == "cuda"
-    with LOCK:
-        callers = torch.get_num_threads(), torch_fills.fill_uninitialized_memory
-        CALLERS.append(CALLERS[0] if CALLERS else callers)
-    try:
-        torch_fills.fill_uninitialized_memory = False
-        torch.set_num_threads(num_threads or CALLERS[0][0])
-        with (torch.inference_mode(), torch.autocast(device.type, enabled=False),
-              torch.accelerator.device_index(device.index),
-              nullcontext() if is_default else torch.device("cpu"),
-              torch.compiler.set_stance("default") if is_gpu else nullcontext()):
-            yield
-    finally:
-        with LOCK:
-            num_threads, fills = CALLERS.pop()
-            torch.set_num_threads(num_threads)
-            torch_fills.fill_uninitialized_memory = fills and not CALLERS
-
 
 class ModelRunner:
     """A rank's share of the model and of the pool.
@@ -80,9 +49,9 @@ class ModelRunner:
         self.num_threads = torch.get_num_threads()
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
-        # Room for a step's inputs: at most 15 numbers for each token (its id, position
-        # and slot, 6 in a plan, 6 of a sample), the block tables, and what else a plan
-        # has. `gpu/graphs.py` pads a step by at most max_num_seqs tokens.
+        # Room for a step's inputs: at most 15 numbers for each token (id, position and
+        # slot; 6 in a plan; 6 of a sample: its index and its draw), the block tables,
+        # and what else a plan has. `gpu/graphs.py` adds at most max_num_seqs tokens.
         num_tokens = config.budget + config.max_num_seqs
         num_inputs = 15 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
@@ -98,10 +67,10 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # The device's pool has one block more than the manager knows: the padding of
-        # trial steps and of recorded ones goes there, and no move touches it.
+        # One block more than the manager knows, for the padding of recorded steps and
+        # of those that `loading/start_up.py` tries. No move touches it.
         self.padding_block = num_blocks
-        # (Others may want to write into the pools. Inference tensors would refuse it.)
+        # (Not in inference mode: other programs may want to write into the pools.)
         with self.settings(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
@@ -140,7 +109,6 @@ class ModelRunner:
     def _block(self, block_id: int) -> Tensor:
         """A view of this block in every layer: [num_layers, 2, num_kv_heads,
         block_size, head_dim]. Blocks in CPU memory are numbered after the device's.
-        (So `num_blocks` is the first of them. The padding block is never moved.)
         """
         if block_id < self.num_blocks:
             return self.kv_caches[:, block_id]
@@ -175,7 +143,7 @@ class ModelRunner:
         it comes after that step.
         """
         sizes = [array.size for array in arrays.values()]
-        # (torch keeps this memory for later steps, but not before the copy is done.)
+        # (torch gives this memory to a later step, but only once the copy is done.)
         flat = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.is_gpu)
         np.concatenate([*arrays.values()], axis=None, out=flat.numpy())
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)
@@ -198,3 +166,35 @@ class ModelRunner:
         if self.graphs:
             self.graphs.free()
         self.kv_caches = self.swapped_kv = self.last_tokens[:0]
+
+
+LOCK = threading.Lock()
+CALLERS: list[tuple[int, bool]] = []
+
+
+@contextmanager
+def own_settings(device: torch.device, num_threads: int = 0) -> Iterator[None]:
+    """Torch's settings while an engine is made, and while it computes. The caller may
+    have set others: autocast, for example, or another default device. Two belong to the
+    process: how many threads there are (0: as before) and whether new memory is filled.
+    The first to come in notes the caller's. Each restores the threads, the last both.
+    """
+    torch_fills: Any = torch.utils.deterministic
+    is_default = torch.get_default_device().type == "cpu"
+    is_gpu = device.type == "cuda"
+    with LOCK:
+        callers = torch.get_num_threads(), torch_fills.fill_uninitialized_memory
+        CALLERS.append(CALLERS[0] if CALLERS else callers)
+    try:
+        torch_fills.fill_uninitialized_memory = False
+        torch.set_num_threads(num_threads or CALLERS[0][0])
+        with (torch.inference_mode(), torch.autocast(device.type, enabled=False),
+              torch.accelerator.device_index(device.index),
+              nullcontext() if is_default else torch.device("cpu"),
+              torch.compiler.set_stance("default") if is_gpu else nullcontext()):
+            yield
+    finally:
+        with LOCK:
+            num_threads, fills = CALLERS.pop()
+            torch.set_num_threads(num_threads)
+            torch_fills.fill_uninitialized_memory = fills and not CALLERS

@@ -52,7 +52,7 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
 
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
-    # Neighbours are different queries, so a thread gets short and long sequences.
+    # Successive programs take different queries, so threads get short and long ones.
     kv_head, query = divmod(program, len(tokens))
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]

@@ -16,7 +16,7 @@ from nanopaged.sequence import Sequence
 class Content:
     """What a full block holds: its own tokens, after those of the blocks before it.
 
-    Blocks that hold the same share one Content object. A Content equals only itself
+    While it is published, all blocks that hold the same share it. It equals only itself
     (`eq=False`), so comparing `before` takes one step, however long the prefix.
     """
 
@@ -56,7 +56,7 @@ class PrefixCache:
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
         first = num_full
-        # Skip the blocks that have a content already. (After a swap, none has.)
+        # Go back to the last block that has a content. (After a swap, none has.)
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
         before: Any = seq.group.params.cache_salt
@@ -74,8 +74,8 @@ class PrefixCache:
         return before, tuple(seq.token_ids[start : start + self.block_size])
 
     def can_find(self, block_id: int) -> bool:
-        """Whether `match` can find this block. If several hold the same, it finds the
-        newest, which usually lives longest.
+        """Whether this block is the one that is listed for what it holds. If several
+        hold the same, that is the newest, which usually lives longest.
         """
         content = self.contents[block_id]
         return content is not None and content.block_id == block_id

@@ -66,7 +66,7 @@ class Ranks:
             try:
                 self.broadcast(sizes, self.batch_group)
             except RuntimeError:  # rank 0 has left the group
-                os._exit(0)  # a normal exit would make NCCL wait for recorded graphs
+                os._exit(0)  # a normal exit would make NCCL wait for CUDA graphs
             numbers = sizes.new_empty(int(sizes.sum()))
             self.broadcast(numbers, self.batch_group)
             pieces = map(Tensor.tolist, numbers.split(sizes.tolist()))

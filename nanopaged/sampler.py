@@ -34,15 +34,15 @@ class SamplerOutput:
                  marked: Tensor | None = None) -> None:
         self.token_ids = token_ids  # [num_samples]
         self.logprobs = logprobs  # by sample, for requests that want them
-        # For the host: the tokens, or what `mark` makes of them. This copy is queued
-        # before the next step, so `read` waits for this step alone.
+        # For the host: the tokens, or -1 where the logits are of no use (`mark`). This
+        # copy is queued before the next step, so `read` waits for this step alone.
         marked = token_ids if marked is None else marked
         self.host_ids = marked.to("cpu", non_blocking=True)
         if token_ids.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
-        """Wait for the tokens. (Otherwise the host waits for the device only for
+        """Wait for the tokens. (Otherwise the engine waits for the device only for
         log-probabilities, for swaps, and for logits processors.)
         """
         if self.token_ids.is_cuda:
@@ -69,8 +69,8 @@ def draw_table(batch: Batch) -> Any:
 
 def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tensor,
            chosen: Tensor | None = None) -> SamplerOutput:
-    """A token for each sample of a step. (A step that only computes first chunks of
-    prompts has none.)
+    """A token for each sample of a step. (If no prompt is complete and nothing decodes,
+    there is none, and these tensors have no rows.)
 
     raw: logits, [num_samples, vocab_size]; draws: what `draw_table` gives; chosen: what
     `choose` gives for these, if a recorded step has called it
@@ -81,8 +81,8 @@ def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tens
     if any(p.has_limits for p in drawing):
         logits = keep_likely(logits, params, draws, ops)
     if chosen is None or logits is not raw:
-        is_mixed = len(drawing) < len(raw)
-        chosen = choose(logits, draws, ops, is_mixed, bool(drawing))
+        any_greedy = len(drawing) < len(raw)
+        chosen = choose(logits, draws, ops, any_greedy, bool(drawing))
 
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
     reports = report_logprobs(
@@ -97,7 +97,7 @@ def choose(logits: Tensor, draws: Tensor, ops: Any, any_greedy: bool = True,
     numbers, temperature = draws[:2, :, None]  # [num_samples, 1] each
     if not any_drawn:
         return logits.max(-1).indices  # same as argmax, but three times as fast
-    # (Greedy rows are drawn, too, as NaN if their temperature is 0, and not used.)
+    # (Greedy rows are drawn, too, but not used: their probabilities may be NaN.)
     drawn: Tensor = ops.draw(logits, temperature, numbers)
     if not any_greedy:
         return drawn
@@ -132,8 +132,8 @@ def search(probs: Tensor, numbers: Tensor) -> Tensor:
 
 def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Where the running sum of each row first exceeds its number, and what is left of
-    the number for that place: [num_rows, 1] each. (A GPU rounds each sum differently,
-    so one may seem to grow where the weight is 0: such a place is never found.)
+    the number for that place: [num_rows, 1] each. (A GPU's rounding may let a sum
+    grow where the weight is 0: such a place is never found.)
     """
     sums = weights.cumsum(-1)
     # (A number may be rounded up to the last sum, which none exceeds.)
@@ -155,8 +155,8 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
     _, temperature, top_k, top_p, min_p = draws.unsqueeze(-1)
-    # How far below the highest logit a token may be: -inf without min_p, and NaN at
-    # temperature 0, which masks nothing.
+    # How far below the highest logit a token may be: -inf without min_p. (A greedy row
+    # may have NaN, which masks nothing.)
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only rows with top_k or top_p are sorted.
@@ -194,6 +194,6 @@ def lowest_kept(values: Tensor, lowest: Tensor, temperature: Tensor, top_k: Tens
     is_out = (place >= top_k) | (values < lowest)
     scaled = (values.float() - values[:, :1]) / temperature.float()
     probs = scaled.masked_fill(is_out, -torch.inf).softmax(-1)
-    last = search(probs, top_p * (1 - RESOLUTION))  # (a sum may equal top_p)
+    last = search(probs, top_p * (1 - RESOLUTION))  # (to reach top_p is enough)
     all_left = values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)
     return torch.where(top_p < 1, values.gather(1, last), all_left)

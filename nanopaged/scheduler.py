@@ -30,7 +30,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # All groups by request id, oldest first. `running` is always a beginning of it:
+        # All groups by request id, oldest first. `running` always has the oldest ones:
         # the oldest waiting group is admitted next, and the youngest running one is
         # preempted first. Other threads may add to `unfinished` and to `aborted`.
         self.unfinished: dict[str, SequenceGroup] = {}
@@ -51,7 +51,7 @@ class Scheduler:
             if len(batch.token_ids) == budget:
                 break  # it is used up
             # After a preemption no group is admitted in this step: the pool was full.
-            # (And the preempted group could not start over: tokens may be pending.)
+            # (The preempted one has to wait anyway: its last token may be pending.)
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # Preempt the youngest (which have no entry in the batch yet, because they
@@ -85,7 +85,7 @@ class Scheduler:
         receivers = [seq]
         if not group.forked:
             # The prompt is computed, so now all share the leader's blocks. (Those that
-            # had an answer before a preemption compute it again, and sample later.)
+            # had an answer before a preemption must compute it before they sample.)
             for sibling in group.live[1:]:
                 manager.fork(seq, sibling)
             receivers = [each for each in group.live if each.computable_end == end]
@@ -97,8 +97,8 @@ class Scheduler:
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
         """Put a group into `running`, if enough blocks are free for its sequences at
         their present lengths. While others run, 1% of the pool must stay free, too (the
-        watermark), because they may soon need a block. A cached prefix, and what was
-        swapped out, takes its blocks here. `grow` takes the rest.
+        watermark), because they may soon need a block. This takes the blocks of a
+        cached prefix, or for what was swapped out. `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -155,8 +155,8 @@ class Scheduler:
                 self.end_live(group)
             elif group.beam_params:
                 seq.candidates = output.logprobs[i]
-                # With the last beam's, all have their candidates: the search goes on,
-                # or is over.
+                # When the last beam has its candidates, all have them: the search goes
+                # on, or is over.
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
                     group.sequences = group.complete_beams
                     self.end_live(group)  # the beams that are not complete
@@ -187,8 +187,8 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort the groups that have started, which a failed step may have left
-        half-changed, or that an interrupt has left half-ended. The others wait.
+        """Abort the groups that have started (a failed step may have half-changed
+        them), and those that an interrupt has left half-ended. The others wait.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

@@ -51,9 +51,10 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# What modules without K and V remember, such as Mamba's, by the module's number. Only
-# the model fills it and looks inside; `loading/states.py` explains it.
+# What modules such as Mamba's remember, by the module's number. Only the model fills it
+# and looks inside (`loading/states.py`).
 State = dict[int, Any]
+# Of a sequence: before its last step, from which the step starts, and after it.
 States = tuple[State | None, State | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -80,7 +81,7 @@ class Sequence:
         # Only the block manager changes these three.
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
-        self.states = NO_STATES  # before its last step, and after it
+        self.states = NO_STATES
         # A negative number for each pending token, oldest first. There are at most two:
         # from the step in flight, and from the one just scheduled. See `batch.py`.
         self.pending: list[int] = []
@@ -102,8 +103,8 @@ class Sequence:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        Before the fork, a leader stops at the end of the prompt. After it, a sequence
-        computes all its tokens, and the pending one, which is sampled before that step
+        Before a fork, the leader stops at the end of the prompt. All others compute
+        their last token, too, even if it is pending: it is sampled before their step
         runs.
         """
         group = self.group
@@ -162,7 +163,7 @@ class SequenceGroup:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.beam_params = beam_params  # None: this is not a beam search
-        # Tokens that end a sequence, and tokens that `min_tokens` forbids.
+        # `min_tokens` bans EOS tokens even if they would not end the sequence.
         own = set(params.stop_token_ids or [])
         self.banned_token_ids = own | set(eos_token_ids)
         self.stop_token_ids = own if params.ignore_eos else self.banned_token_ids
@@ -174,7 +175,7 @@ class SequenceGroup:
         self.needs_last_token = bool(beam_params or params.logits_processors)
         self.has_started = False  # whether it has ever run
         # With prompt_logprobs, the whole prompt must be computed, so its group takes no
-        # blocks from the prefix cache, and leaves none there.
+        # blocks from the prefix cache. (To keep it simple, it leaves none there, too.)
         self.uses_prefix_cache = params.prompt_logprobs is None
         self.num_cached_tokens = 0  # of the prompt: found in the prefix cache
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
@@ -186,8 +187,8 @@ class SequenceGroup:
 
     @property
     def forked(self) -> bool:
-        """Whether its sequences go their own ways: each has computed the prompt, at
-        least by sharing the leader's blocks. A single one always does.
+        """Whether each sequence goes its own way: the prompt is computed, and all share
+        the leader's blocks, or there is only one.
         """
         return len(self.live) == 1 or self.live[-1].num_computed_tokens > 0
 

@@ -9,7 +9,9 @@ import json
 import os
 import random
 from collections import namedtuple
+from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,17 +45,30 @@ pytest.register_assert_rewrite("helpers")
 
 def mend_interpreter():
     """Let the interpreter of Triton before 3.7 run with numpy 2.4 or later: it takes an
-    array of one number for a number, which numpy no longer allows.
+    array of one number for a number, which numpy no longer allows. And let all of them
+    be twice as fast: they compute whether integers overflow, and forget what they have
+    found; and they prepare Triton's modules for each call of a kernel's own functions,
+    where once for a launch is enough.
     """
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
+    patch_tensor, patch_lang = interpreter._patch_lang_tensor, interpreter._patch_lang
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
 
     def patch(tensor, *scope):
         patch_tensor(tensor, *scope)
         tensor.__index__ = lambda self: self.handle.data.item()
 
+    def patch_once(function):
+        if not tl.core.is_builtin(tl.core.load):
+            return SimpleNamespace(restore=lambda: None)
+        modules = {"tl": tl, "core": tl.core}
+        return patch_lang(SimpleNamespace(__globals__=modules))
+
     interpreter._patch_lang_tensor = patch
+    interpreter._patch_lang = patch_once
 
 
 if find_spec("triton"):

@@ -57,15 +57,15 @@ def test_an_unknown_part_is_an_error_and_so_is_no_gpu(report, capsys):
 
 @pytest.mark.slow
 def test_parts_may_fail_in_any_way_and_each_other_is_complete(report):
-    """test_gpu_lease.py has those that fail here."""
+    """test_gpu_lease.py has those that fail here, and all that are left out."""
+    names = "ranks", "kernels", "tokens", "speed", "nano"
     code, parts = report(
-        run.PARTS, "--seconds", "6000",  # for a busy machine
+        names, "--seconds", "6000",  # for a busy machine
         kernels="os._exit(3)", tokens="task('injected', lambda: 1 / 0)",
         speed="import atexit; atexit.register(time.sleep, 10_000)")  # but it must end
     failed = {name for name, found in parts.items() if found["state"] == "failed"}
-    assert code == 1 and parts.keys() == run.PARTS.keys()
-    assert failed == {"kernels", "tokens"}
-    for name in parts.keys() - failed:
+    assert code == 1 and failed == {"kernels", "tokens"}
+    for name in {*names} - failed:
         assert parts[name]["state"] == "complete"
         assert len(parts[name]["tasks"]) > 1 and "failed" not in str(parts[name])
     assert str(ROOT) not in json.dumps(parts) and "parts.py" in json.dumps(parts)

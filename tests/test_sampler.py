@@ -16,13 +16,7 @@ from transformers import MinPLogitsWarper
 
 from helpers import OPS, chi_square, floats, new_group, sample_for
 from nanopaged import SamplingParams
-from nanopaged.sampler import (
-    RESOLUTION,
-    draw,
-    highest_logits,
-    keep_likely,
-    lowest_kept,
-)
+from nanopaged.sampler import RESOLUTION, draw, highest_logits, keep_likely, lowest_kept
 
 INF = math.inf
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]

@@ -47,7 +47,8 @@ class TritonAttention(TorchAttention):
         # (The scores of more than 128 keys would need too many registers.)
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # How many programs run at once for each KV head (4 in the example of `plan`).
+        # How many programs run at once for each KV head, each with a part of a tile's
+        # keys (4 in the example of `plan`).
         self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
@@ -62,8 +63,8 @@ class TritonAttention(TorchAttention):
         return self.many_rows if is_large else self.few_rows
 
     def limit_parts(self, rows: int) -> tuple[int, int]:
-        """How many parts a step with tiles of so many rows aims at, so that all run at
-        once, and how many a single tile may have. (A program of `merge_parts` loads a
+        """How many parts a step aims at, so that all run at once (large tiles: a third
+        as many), and how many one tile may have. (A program of `merge_parts` loads a
         row of all parts of a tile, and has registers for 2^14 numbers.)
         """
         target = self.target_parts if rows <= 64 else cdiv(self.target_parts, 3)
@@ -110,9 +111,9 @@ class TritonAttention(TorchAttention):
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
         # An item is full if it has `part_keys` keys. That is at least 1 / target of all
-        # keys, so at most `target` items are full. Each tile ends in at most one that
-        # is not. So a step has at most len(tiles) + target items, and its cut tiles,
-        # each with a full item, have at most 2 * target of these.
+        # keys, so at most `target` items are full. A tile has at most one other, its
+        # last: that makes len(tiles) + target items in all. A cut tile has a full item,
+        # so cut tiles have at most 2 * target items.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -135,8 +136,8 @@ class TritonAttention(TorchAttention):
         items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
         out = q.new_empty(q.shape)
         # If its tile is cut, the result of item i goes to parts[i]. (Cut tiles come
-        # first in the plan, and `plan` says how many items they have. This does not
-        # depend on the keys, so trial steps take as much memory as others.)
+        # first, and have at most 2 * target items: see `plan`. That is so for any keys,
+        # so trial steps take as much memory as others.)
         target, most = self.limit_parts(rows)
         max_parts = 2 * target
         shape = max_parts, self.num_kv_heads, rows
@@ -150,7 +151,7 @@ class TritonAttention(TorchAttention):
             q, kv_cache, metadata.block_tables, items, sinks, out, parts, log_sums,
             scale, q.stride(0), window, *sizes, self.block_size, self.keys_per_round,
             num_warps=num_warps, launch_pdl=self.uses_pdl)
-        some_rows = 2**14 // self.dim // most  # of one program
+        some_rows = 2**14 // self.dim // most  # per program: see `limit_parts`
         num_rows = min(rows, self.group_size * int(metadata.counts.max()))
         grid = min(len(items), max_parts), self.num_kv_heads, cdiv(num_rows, some_rows)
         kernels.merge_parts[grid](

@@ -56,7 +56,7 @@ class Graphs:
         self.runner = runner
         self.recorded: dict[int, tuple[Any, ...]] = {}  # by number of sequences
         largest = runner.config.max_num_seqs
-        logits: Any = None  # of the largest step, and then of all: one piece of memory
+        logits: Any = None  # of the largest step, whose memory all others use, too
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # Freeing a graph also frees cuBLAS's memory for its stream, so each engine
         # records on a stream of its own.

@@ -27,10 +27,10 @@ TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END, COLUMNS = map(constexpr, range
 @triton.jit
 def wait_for_results(PDL: constexpr):
     """With programmatic dependent launch (PDL, from Hopper on), a kernel starts before
-    the one before it has ended. Here it waits for that end, and lets the next one start
-    likewise. All programs must come here, even those that have nothing to do: what
-    follows relies on it. Before that, a program may only read the step's inputs (items
-    and slots), and never what another kernel has written.
+    the one before it has ended. Here it waits for that end, and then lets the next one
+    start. Every program must call this, even an idle one: the next kernel relies on it.
+    Until then, a program may read only the step's inputs (items and slots), and never
+    what another kernel has written.
     """
     if PDL:
         gdc_wait()
@@ -73,7 +73,7 @@ def place_tile(tensor, item_at, stride, GROUP: constexpr, HEAD_DIM: constexpr,
 
     A tile has a row for each query of each head of the group: the row's number is
     query * GROUP + head. All rows use the same K and V, which are read only once. The
-    tile's last query sees its num_keys keys, so it has num_keys - position queries.
+    last query sees num_keys keys, so a tile has num_keys - position queries.
     """
     token = tl.load(item_at + TOKEN)
     num_queries = tl.load(item_at + NUM_KEYS) - tl.load(item_at + POSITION)
@@ -108,8 +108,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
                   keys of a part. That sum is the weight of its result
 
     WINDOW is how many keys a query sees, up to its own; None: all of them. An item that
-    ends before the window adds no key: its log_sum stays at -1e30, which is no weight,
-    or in a first part it is the sink's score.
+    ends before the window adds no key: its log_sum stays at -1e30, a weight of 0 (or at
+    the sink's score, in a first part).
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -147,8 +147,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(start, end, KEYS):
         # Find each key by its block: this is what paging costs. `vector` is its number
-        # among all vectors, in [num_blocks, 2, num_kv_heads, block_size]. (Ids of
-        # blocks have 64 bits, so addresses have them, too.)
+        # among all K and V of the pool, [num_blocks, 2, num_kv_heads, block_size]. (Ids
+        # of blocks have 64 bits, so addresses have them, too.)
         vector = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM

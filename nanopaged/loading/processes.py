@@ -49,7 +49,7 @@ def join(config: EngineConfig) -> Ranks:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
     dist.init_process_group(backend)
     # An engine may be idle for a long time, so the others wait for rank 0's next batch
-    # without a timeout. Within a step, all have torch's own, of 10 or 30 minutes: gloo
+    # without a timeout. All other waits have torch's own, half an hour, because gloo
     # does not always notice that a connection was closed.
     rank = dist.get_rank()
     timeout = timedelta(days=365) if rank > 0 else None

@@ -15,6 +15,7 @@ the new states.
 
 import inspect
 from copy import copy, deepcopy
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -24,18 +25,17 @@ from torch import Tensor, nn
 
 # The tensors of a layer of a cache: a dict of each kind.
 KINDS = ("conv_states", "recurrent_states")
+source_of = cache(inspect.getsource)  # it parses the whole file, each time
 
 
 def keeps_state(code: Any) -> bool:
     """Whether a class, or a file, keeps a state in transformers' cache."""
-    return "cache.update_conv_state(" in inspect.getsource(code)
+    return "cache.update_conv_state(" in source_of(code)
 
 
 def find_stateful(model: nn.Module) -> list[Any]:
     """The modules that keep a state."""
-    kinds = {type(module) for module in model.modules()}
-    stateful = tuple(kind for kind in kinds if keeps_state(kind))
-    return [module for module in model.modules() if type(module) in stateful]
+    return [module for module in model.modules() if keeps_state(type(module))]
 
 
 def plug_in_states(modules: list[Any], config: Any, shared: Any) -> None:
@@ -90,7 +90,7 @@ class Stateful:
         self.compute, self.layer_idx = module.forward, module.layer_idx
         self.names = [*inspect.signature(module.forward).parameters]
         # Transformers' Mamba 1 starts a chunk of several tokens without its state.
-        self.by_token = "mamba_selective_scan(" in inspect.getsource(type(module))
+        self.by_token = "mamba_selective_scan(" in source_of(module.__class__)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """What the module returns for a flat batch: [1, num_tokens, ...], or several

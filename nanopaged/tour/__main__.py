@@ -1,8 +1,8 @@
 """Write the guided tour of nanopaged, in which you learn how LLMs are served: in a
-quarter of an hour, or in two hours. It is one HTML page that needs no network.
+quarter of an hour, or in three hours. It is one HTML page that needs no network.
 
 All runs on it are real. They are made while the page is written, on this machine, with
-the small model that comes with the code. That takes some ten seconds and needs no GPU.
+the small model that comes with the code. That takes ten to thirty seconds, and no GPU.
 
 With --serve, you try prompts and settings of your own in a browser instead.
 """

@@ -8,6 +8,8 @@
 
 from typing import Any, NamedTuple
 
+from nanopaged.config import EngineConfig
+
 GIB = 2**30
 ELEMENT_BYTES = 2  # in float16 and bfloat16
 
@@ -52,6 +54,21 @@ RATE = 0.5 * 312e12
 PARAMETERS = 13e9  # 2 bytes each, and 2 operations per token
 LONGEST = 2048  # tokens in and out together: OPT's context
 SLOTS = 12 * GIB // MODELS["OPT-13B"].bytes_per_token  # what is left for K and V
+
+# The tour's own example, wherever no figure of the paper's is reproduced: Llama-3-8B in
+# bfloat16 on a GPU with 80 GB, and room for so many tokens. Of an A100, we assume the
+# same shares as above.
+LLAMA = MODELS["Llama-3-8B"]
+WEIGHTS = 2 * 8.03e9  # bytes; and as many operations per token
+DEFAULTS = EngineConfig()
+SHARE = DEFAULTS.gpu_memory_utilization
+EXAMPLE: dict[str, Any] = {
+    "defaults": DEFAULTS, "share": SHARE, "llama": LLAMA, "weights": WEIGHTS,
+    "gpu_bytes": 80e9, "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),
+    "a100": {"bytes_per_s": 0.8 * 2.039e12, "flops_per_s": 0.5 * 312e12},
+}
+
+
 def token_bytes(llm: Any) -> int:
     """What the pool of a running engine has for the K and V of a token."""
     return int(llm.engine.runner.kv_caches[:, 0].nbytes) // int(llm.config.block_size)

@@ -238,7 +238,7 @@ def test_each_milestone_is_graded_alone(student):
     "import sys; sys.exit(0)", "while True: pass", "import time; time.sleep(10**6)",
     FORGED], ids=["exit", "loop", "wait", "lie"])
 def test_hostile_code_gets_nothing(code, student, monkeypatch):
-    monkeypatch.setattr(course, "SECONDS", 30)
+    monkeypatch.setattr(course, "SECONDS", 12 if "sleep" in code else 30)
     monkeypatch.setattr(course, "CPU_SECONDS", 15)
     solve(student, SAMPLING)
     course.replace_body(student, DRAW, code)

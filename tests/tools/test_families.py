@@ -12,14 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import families
-from helpers import (
-    complete,
-    counters,
-    draw_requests,
-    greedy,
-    message_of,
-    serve,
-)
+from helpers import complete, counters, draw_requests, greedy, message_of, serve
 from nanopaged.loading.any_decoder import AnyDecoder
 from nanopaged.loading.weights import load_model
 from nanopaged.ranks import Ranks

@@ -122,23 +122,5 @@ def lines(title: str, rows: Rows, caption: str, x_label: str, top: float = 0,
     return plot.figure(title, rows, caption)
 
 
-def beam_tree(columns: list[tuple[int, list[Any]]], best: str) -> Html:
-    """The beams of a search, a column for each step with the states of its sequences.
-    Every token is joined with the one that it continues, and those of the best answer
-    stand out. Below each token are the number of its beam and the log-probability.
-    """
-    drawn: list[tuple[int, list[tuple[str, int, bool, str]]]] = []
-    rows: dict[tuple[str, ...], int] = {(): 0}
-    for step, seqs in columns:
-        beams = [tuple(seq["tokens"]) for seq in seqs]
-        order = sorted(range(len(beams)), key=lambda number: rows[beams[number][:-1]])
-        drawn.append((step, [
-            (beams[number][-1], rows[beams[number][:-1]],
-             best.startswith("".join(beams[number])),
-             f"0.{number}: {seqs[number]['score']:.1f}") for number in order]))
-        rows = {beams[number]: row for row, number in enumerate(order)}
-    return Html(TEMPLATES.get_template("tree.svg").render(columns=drawn))
-
-
 def style() -> str:
     return files("nanopaged.tour.guide").joinpath("figures.css").read_text("utf-8")

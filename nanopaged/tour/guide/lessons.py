@@ -22,7 +22,7 @@ from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, lab, paper
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.kv import BANDWIDTH, PARAMETERS, RATE
+from nanopaged.tour.kv import PARAMETERS, RATE
 from nanopaged.tour.page import TEMPLATES
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
@@ -98,25 +98,33 @@ def timed(llm: LLM, prompt: list[int], count: int) -> tuple[float, list[int]]:
 
 
 def batch() -> Values:
-    some, most = 8, 32
+    some, most, long = 8, 32, 2048
     speeds = tokens_per_second((1, some, most))
     with engine() as llm:
         weight_bytes = sum(each.nbytes for each in llm.engine.runner.model.parameters())
     buffer = torch.ones(2**25)  # no cache can hold it
     bandwidth = buffer.nbytes / lab.fastest(buffer.sum, buffer.device)
-    rate, gpu_bandwidth, parameters = RATE, BANDWIDTH, PARAMETERS
-    large, lengths = kv.MODELS["Llama-3-8B"], paper.MEAN_LENGTHS
-    room = paper.RESULTS["running"]["nanopaged"]["requests"]
-    step_ms = {str(n): 2000 * PARAMETERS * max(1 / BANDWIDTH, n / RATE)
-               for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)}
+    chat = paper.HALF_ANSWERED
+    paper_room = paper.RESULTS["running"]["nanopaged"]["requests"]
     modelled = figures.lines(
         "Milliseconds per step, by the number of sequences in its batch.",
-        {"as calculated": step_ms, "with room in its memory":
-         {n: ms for n, ms in step_ms.items() if int(n) <= room}},
-        "Modelled: OPT-13B on an A100 that reaches four fifths of the bytes/s on its "
-        "data sheet, and half of the operations/s.",
+        {"without K and V": step_ms(0), f"chats of {chat:.0f} tokens": step_ms(chat),
+         f"texts of {long:,} tokens": step_ms(long)},
+        "Modelled: Llama-3-8B on an A100, with four fifths of the bytes/s on its data "
+        "sheet and half of the operations/s. A line ends where 80 GB are full.",
         "sequences that decode together (twice as many each time)", y_label="ms")
     return locals()
+
+
+def step_ms(length: float) -> dict[str, float]:
+    """What a step takes on the A100, by the number of sequences, of this length."""
+    reads, computes = kv.EXAMPLE["a100"].values()
+    return {
+        str(size): 1000 * max(
+            (kv.WEIGHTS + size * length * kv.LLAMA.bytes_per_token) / reads,
+            size * kv.WEIGHTS / computes)
+        for size in (2**power for power in range(10))
+        if size * length <= kv.EXAMPLE["room"]}
 
 
 def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:
@@ -152,8 +160,7 @@ def blocks() -> Values:
     position = 2 * size + 1
     seen = step + 1
     assert run.scheduled()[seen - 1]["seqs"]["0.0"]["computed"] > position
-    defaults, opt = EngineConfig(), kv.MODELS["OPT-13B"]
-    slots, longest, parameters = kv.SLOTS, kv.LONGEST, PARAMETERS
+    slots, longest = kv.SLOTS, kv.LONGEST
     mean_in, mean_out = paper.MEAN_LENGTHS
     memory = paper.use_of_memory(paper.RESULTS["memory"])
     return locals()
@@ -247,7 +254,6 @@ def schedule() -> Values:
                    key=lambda row: int(row["budget"]))
     default_budget = EngineConfig().budget
     small = default_budget // 16
-    small_s, large_s = (2 * PARAMETERS * n / RATE for n in (small, default_budget))
     return locals()
 
 
@@ -314,13 +320,10 @@ def beam_search() -> Values:
         params = SamplingParams(
             temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
         [greedily] = llm.generate(lab.SPEECH[:22], params, use_tqdm=False)
-        run = watch(llm, "", [lab.SPEECH[:22]],
-                    BeamSearchParams(beam_width=3, max_tokens=8, ignore_eos=True))
-    most_likely, best = greedily.outputs[0], run.outputs[0].outputs[0]
-    columns = [(frame["step"], list(state["seqs"].values()))
-               for frame, state in zip(run.frames, run.states(), strict=True)
-               if frame["phase"] == "updated"]
-    tree = figures.beam_tree(columns, best.text)
+        [found] = llm.generate(
+            lab.SPEECH[:22], BeamSearchParams(3, max_tokens=8, ignore_eos=True),
+            use_tqdm=False)
+    most_likely, best = greedily.outputs[0], found.outputs[0]
     sharing = paper.RESULTS["sharing"]
     return locals()
 
@@ -349,9 +352,9 @@ def full() -> Values:
 
 def results() -> Values:
     return paper.RESULTS | {
-            "limit": paper.LIMIT, "default_size": EngineConfig().block_size,
-            "running": paper.running(paper.RESULTS["running"]),
-            "latency": paper.latency(paper.RESULTS["latency"])}
+        "limit": paper.LIMIT, "context": 8192, "chat": paper.HALF_ANSWERED,
+        "running": paper.running(paper.RESULTS["running"]),
+        "latency": paper.latency(paper.RESULTS["latency"])}
 
 
 def gpu() -> Values:
