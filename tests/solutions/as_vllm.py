@@ -251,7 +251,7 @@ NAMES |= {each.__name__: each for each in (
 NAMES |= {
     "FlexibleArgumentParser": ArgumentParser, "TextPrompt": dict, "TokensPrompt": dict,
     "GuidedDecodingParams": vllm_options.StructuredOutputsParams,
-    "__version__": VERSION}
+    "__version__": VERSION, "resolve_chat_template": resolve_hf_chat_template}
 NAMES |= dict.fromkeys((
     "cleanup_dist_env_and_memory", "destroy_distributed_environment",
     "destroy_model_parallel"), clean_up)
