@@ -59,7 +59,7 @@ SLOTS = 12 * GIB // MODELS["OPT-13B"].bytes_per_token  # what is left for K and 
 # bfloat16 on a GPU with 80 GB, and room for so many tokens. Of an A100, we assume the
 # same shares as above.
 LLAMA = MODELS["Llama-3-8B"]
-WEIGHTS = 2 * 8.03e9  # bytes; and whatever is multiplied, takes 2 operations a token
+WEIGHTS = 2 * 8.03e9  # bytes; for a token, as many operations where it is multiplied
 EMBEDDING = 2 * 128_256 * 4096  # bytes: looked up, never multiplied
 HEAD = EMBEDDING  # which makes the logits: only where a token is sampled
 DECODED = WEIGHTS - EMBEDDING  # what a decode reads, and multiplies
