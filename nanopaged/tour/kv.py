@@ -59,14 +59,39 @@ SLOTS = 12 * GIB // MODELS["OPT-13B"].bytes_per_token  # what is left for K and 
 # bfloat16 on a GPU with 80 GB, and room for so many tokens. Of an A100, we assume the
 # same shares as above.
 LLAMA = MODELS["Llama-3-8B"]
-WEIGHTS = 2 * 8.03e9  # bytes; and as many operations per token
+WEIGHTS = 2 * 8.03e9  # bytes; for a token, as many operations where it is multiplied
+EMBEDDING = 2 * 128_256 * 4096  # bytes: looked up, never multiplied
+HEAD = EMBEDDING  # which makes the logits: only where a token is sampled
+DECODED = WEIGHTS - EMBEDDING  # what a decode reads, and multiplies
+LAYERS = DECODED - HEAD  # what every token of a prompt is multiplied with
 DEFAULTS = EngineConfig()
 SHARE = DEFAULTS.gpu_memory_utilization
 EXAMPLE: dict[str, Any] = {
     "defaults": DEFAULTS, "share": SHARE, "llama": LLAMA, "weights": WEIGHTS,
     "gpu_bytes": 80e9, "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),
     "a100": {"bytes_per_s": 0.8 * 2.039e12, "flops_per_s": 0.5 * 312e12},
+    "decoded": DECODED, "layers": LAYERS, "embedding": EMBEDDING,
 }
+
+
+def step_ms(gpu: dict[str, float], seqs: int, length: float, kv_share: float = 1.0
+            ) -> float:
+    """A decode of so many sequences: its products wait for the weights, or for the
+    operations. In each layer, attention comes after them, and waits for K and V.
+    """
+    products = max(DECODED / gpu["bytes_per_s"], seqs * DECODED / gpu["flops_per_s"])
+    num_bytes = kv_share * seqs * length * LLAMA.bytes_per_token
+    return 1000 * (products + num_bytes / gpu["bytes_per_s"])
+
+
+def prompt_ms(gpu: dict[str, float], tokens: int) -> tuple[float, float]:
+    """The products of a prompt, and its attention: a token sees half of the others."""
+    scores = tokens * tokens / 2 * LLAMA.layers * LLAMA.heads * LLAMA.head_dim
+    return (1000 * tokens * LAYERS / gpu["flops_per_s"],
+            1000 * 4 * scores / gpu["flops_per_s"])
+
+
+EXAMPLE |= {"step_ms": step_ms, "prompt_ms": prompt_ms}
 
 
 def token_bytes(llm: Any) -> int:

@@ -108,23 +108,19 @@ def batch() -> Values:
     paper_room = paper.RESULTS["running"]["nanopaged"]["requests"]
     modelled = figures.lines(
         "Milliseconds per step, by the number of sequences in its batch.",
-        {"without K and V": step_ms(0), f"chats of {chat:.0f} tokens": step_ms(chat),
-         f"texts of {long:,} tokens": step_ms(long)},
+        {"without K and V": steps_ms(0), f"chats of {chat:.0f} tokens": steps_ms(chat),
+         f"texts of {long:,} tokens": steps_ms(long)},
         "Modelled: Llama-3-8B on an A100, with four fifths of the bytes/s on its data "
         "sheet and half of the operations/s. A line ends where 80 GB are full.",
         "sequences that decode together (twice as many each time)", y_label="ms")
     return locals()
 
 
-def step_ms(length: float) -> dict[str, float]:
+def steps_ms(length: float) -> dict[str, float]:
     """What a step takes on the A100, by the number of sequences, of this length."""
-    reads, computes = kv.EXAMPLE["a100"].values()
-    return {
-        str(size): 1000 * max(
-            (kv.WEIGHTS + size * length * kv.LLAMA.bytes_per_token) / reads,
-            size * kv.WEIGHTS / computes)
-        for size in (2**power for power in range(10))
-        if size * length <= kv.EXAMPLE["room"]}
+    return {str(size): kv.step_ms(kv.EXAMPLE["a100"], size, length)
+            for size in (2**power for power in range(10))
+            if size * length <= kv.EXAMPLE["room"]}
 
 
 def tokens_per_second(batch_sizes: tuple[int, ...]) -> dict[int, float]:

@@ -28,6 +28,8 @@ Html: TypeAlias = Markup
 
 FOLDED = 45  # lines: longer source is closed at first
 FOLD = re.compile(r"^::: (.+?)\n(.*?)^:::$", re.MULTILINE | re.DOTALL)
+PLAIN = re.compile(  # names and signs: guide.css gives them no colour
+    '<span class="(?:n|p|o|bp|nb|nd|nn|w)">(.*?)</span>', re.DOTALL)
 LEXERS = {"python": PythonLexer(stripnl=False), "diff": DiffLexer()}
 
 
@@ -100,7 +102,7 @@ def colour(code: str, language: str, _: str) -> str:
     if language not in LEXERS:
         return html.escape(code)
     coloured: str = highlight(code, LEXERS[language], HtmlFormatter(nowrap=True))
-    return coloured
+    return PLAIN.sub(r"\1", coloured)
 
 
 def fold(title: str, body: str, is_open: bool = False) -> Html:
