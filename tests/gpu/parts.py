@@ -438,7 +438,9 @@ def time_prompts(llm, prompt, count, decodes):
 
 
 def ranks(task, quick):
-    """Two: their tokens, an end without `shutdown`, and a rank that is killed."""
+    """Two: their tokens, an end without `shutdown`, and a rank that is killed. Quick:
+    only the last, as test_ranks.py has every end.
+    """
     from conftest import write_model
     from helpers import generate, greedy
     from test_ranks import OPTIONS, check_end
@@ -455,7 +457,7 @@ def ranks(task, quick):
         check_end(how, str(path), options, expected, Path(tempfile.mkdtemp()))
         return {"all ranks": "have ended"}
 
-    for how in ("the end of the script", "kill -9 of rank 1"):
+    for how in ("the end of the script", "kill -9 of rank 1")[quick:]:
         task(how, partial(check, how))
 
 
