@@ -298,8 +298,7 @@ def code_lines(source):
 def copy_package(folder, *more):
     """Copy the engine, with what is compiled, without the tour and the simulation."""
     ignored = shutil.ignore_patterns("tour", "paper", *more)
-    return shutil.copytree(
-        ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
+    return shutil.copytree(ROOT / "nanopaged", folder / "nanopaged", ignore=ignored)
 
 
 def apply_patch(name, folder):

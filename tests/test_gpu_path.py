@@ -273,8 +273,7 @@ def count_variants(calls):
     return counts
 
 
-@pytest.mark.parametrize("num_steps", [
-    80, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [80, pytest.param(400, marks=pytest.mark.slow)])
 def test_serving_compiles_nothing_that_the_start_has_not(
         make_model, engine, num_steps):
     """In 16 bits, because whatever changes logits computes in 32."""
@@ -431,8 +430,7 @@ def test_kernels_compile_for_gpus_and_fit_into_them(arch, make_model, engine, tm
                 more = dict(zip(jit.arg_names, kinds, strict=True))
                 more |= {"sinks": more["q"], "WINDOW": ("constexpr", 128)}
                 jobs.append((arch, jit.__name__, [*more.values()], options))
-    assert {name for _, name, *_ in jobs} == {
-        "store", "paged_attention", "merge_parts"}
+    assert {name for _, name, *_ in jobs} == {"store", "paged_attention", "merge_parts"}
     for job, usage in zip(jobs, compile_kernels(jobs, tmp_path), strict=True):
         _, name, kinds, options = job
         registers, spills, shared = usage
@@ -530,8 +528,7 @@ def empty(*sizes, dtype=torch.bfloat16):
 # Builds with CUDA would start its driver.
 fake_tensor.init_gpu_context = torch.cuda._lazy_init = lambda *_: None
 torch.accelerator.is_available = lambda: False
-backend = aot_autograd(fw_compiler=count_launches,
-                       decompositions=select_decomp_table())
+backend = aot_autograd(fw_compiler=count_launches, decompositions=select_decomp_table())
 torch._inductor.config.triton.enable_pdl = True
 for place in (CudaInterface, CudaInterface.Worker, torch.cuda):
     place.get_device_properties = staticmethod(lambda *_: H200)

@@ -62,8 +62,7 @@ def answers(make_model):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("block_size", [
-    16, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block_size", [16, pytest.param(4, marks=pytest.mark.slow)])
 def test_answers_are_the_same_to_the_bit_in_every_batch(answers, dtype, block_size):
     options = {"dtype": dtype, "block_size": block_size, "batch_invariant": True}
     alone = answers("alone", **options)

@@ -280,8 +280,7 @@ def test_random_weights_depend_on_the_seed_alone(llama, tmp_path, monkeypatch):
      {"temperature": 0, "top_p": 1e-6}),
     ({"do_sample": True, "repetition_penalty": 1.0, "pad_token_id": 5}, [3], {}),
     ({"repetition_penalty": 1.1}, [3], {"repetition_penalty": 1.1}),
-    ({"max_new_tokens": 99, "length_penalty": 1.1}, [3], {"max_tokens": 99})],
-    ids=str)
+    ({"max_new_tokens": 99, "length_penalty": 1.1}, [3], {"max_tokens": 99})], ids=str)
 def test_the_generation_config_names_eos_tokens_and_defaults(
         fields, eos_ids, params, llama, edit_model):
     path = edit_model(llama)

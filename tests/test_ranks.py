@@ -74,8 +74,7 @@ FAMILIES = {
     "qwen2": {"num_attention_heads": 14, "tie_word_embeddings": True,
               "hidden_size": 112, "intermediate_size": 90, "num_hidden_layers": 2,
               "num_key_value_heads": 2, "vocab_size": 161,
-              "max_position_embeddings": 128},
-    "qwen3": {"attention_bias": True}}
+              "max_position_embeddings": 128}, "qwen3": {"attention_bias": True}}
 
 
 @linux
