@@ -3,7 +3,7 @@
 The files of this folder and of gpu/ are the engine. Read them in this order: engine,
 sequence, block_manager, prefix_cache, batch, scheduler, beam_search, attention,
 model_runner, paged_attention, model, fused, sampler, logits, config, stats, checks,
-ranks; then gpu/.
+ranks. Then comes gpu/.
 
 One could leave out any folder but loading/:
 

@@ -37,8 +37,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# So many queries are computed at once: few, so that their mask is small, and that with
-# a window few keys are gathered.
+# So many queries are computed at once: few, for a small mask, and for few gathered keys
+# if there is a window.
 QUERIES_AT_ONCE = 256
 
 
@@ -174,7 +174,7 @@ class TorchAttention:
     def mask(self, q: Tensor, num_keys: int, window: int | None, sinks: Tensor | None
              ) -> Tensor:
         """What is added to the scores: 0 where a query sees a key, and -inf elsewhere.
-        The last query sees the last key. A sink's K is zero: its score is added here.
+        The last query sees the last key. A sink's K is zero: the mask brings its score.
 
         q: [num_heads, num_queries, head_dim] -> [num_queries, num_keys], or with sinks
         [num_heads, num_queries, num_keys + 1]

@@ -3,11 +3,13 @@
 Running ahead. On a CPU, a step's tokens are read as soon as it has run. On a GPU, the
 next step is scheduled and launched before the tokens of this one are read, so the GPU
 has work while Python reads them. Where a token is not known yet, the batch has a
-negative number, which the GPU replaces with the token. Therefore:
+negative number, which the GPU replaces with the token. This changes no token: it is
+there before the GPU needs it, and a group whose next step needs it in Python waits
+(`needs_last_token`). Therefore:
 
   - the next step may have an entry for a sequence that has ended. Its new token is
-    ignored. Its K and V do no harm: whoever takes the block that they are written to,
-    in a later step, writes each slot before reading it
+    ignored. Its K and V do no harm: whoever takes their block, in a later step, writes
+    each slot before reading it
   - if all sequences wait for tokens to be read, the batch is empty
   - after the last request has ended, one launched step is left. It is read with the
     next request, and its tokens are ignored
@@ -54,8 +56,8 @@ class Work:
 
 @dataclass(kw_only=True)
 class Batch(Work):
-    """A step as the scheduler plans it: its work, and whom that is for. On other ranks
-    both of these are empty.
+    """A step as the scheduler plans it: its work, and whom that is for. Only rank 0
+    fills the two lists that are added here.
     """
 
     seqs: list[Sequence] = field(default_factory=list)  # the sequence of each entry

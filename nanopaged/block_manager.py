@@ -112,10 +112,10 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those: no copies.
             return True
-        # Of those that share a block that is not full, all but the last to write get a
-        # copy. So add up the blocks that each sequence writes, and subtract those that
-        # they hold already, each once. Two siblings that share such a block write 2 and
-        # hold 1, so they take 1. (Different groups share only full blocks.)
+        # Each sequence writes to blocks of its own. Those that they hold are not taken
+        # anew: the last to write into a shared one keeps it. So subtract them, each
+        # once. Two siblings that share a block write 2 and hold 1, so they take 1.
+        # (Different groups share only full blocks.)
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -155,7 +155,7 @@ class BlockManager:
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
             return []
-        # `_take` counts no holders here: `replace_blocks` does.
+        # (ref_count=0: `replace_blocks` counts the holders.)
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             new_table = [moved[block_id] for block_id in seq.block_table]
@@ -171,7 +171,7 @@ class BlockManager:
         new K and V before it reads any, and a GPU runs steps in the order in which they
         are launched. If a step fails, the whole prefix cache is forgotten.
         """
-        # (The step fills the new state, if the model has any.)
+        # (The step starts from the last state and fills the {}, if the model has any.)
         seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)

@@ -28,8 +28,8 @@ class SamplingParams(Checked):
         several, the one that is complete first counts.
     stop_token_ids: tokens that end a sequence, as EOS tokens do.
     ignore_eos: continue after an EOS token.
-    seed: makes the draws repeatable, whatever else the engine serves. None lets the
-        engine choose one.
+    seed: makes the draws repeatable, up to the last bits of logits, which may depend on
+        what else the engine serves. None lets the engine choose one.
     logprobs: how many of the most likely tokens to return log-probabilities for, at
         every position, besides the sampled one.
     prompt_logprobs: the same for the tokens of the prompt. It is then computed without
@@ -90,7 +90,7 @@ class SamplingParams(Checked):
     @cached_property
     def limits(self) -> tuple[float, ...]:
         """For draws: temperature, top_k (larger than any vocabulary if all may stay),
-        top_p and min_p.
+        top_p and min_p. (One more needs a row in `draw_table` and in `ModelRunner`.)
         """
         return self.temperature, self.top_k or 2**31, self.top_p, self.min_p
 
@@ -136,8 +136,8 @@ class EngineConfig(Checked):
         for the bundled model.
     dtype: "auto" is the checkpoint's dtype if the processor has instructions for it. A
         CPU without them stores bfloat16 and computes in float32: answers are faster
-        than with "float32", long prompts slower. For float16, a CPU takes bfloat16, or
-        float32 without instructions. For bfloat16, a GPU before Ampere takes float16.
+        than with "float32", long prompts slower. Instead of float16, a CPU takes
+        bfloat16 (or float32); instead of bfloat16, a GPU before Ampere takes float16.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
     num_blocks: None means as many as can be in use at once and fit into the GPU's
@@ -145,12 +145,12 @@ class EngineConfig(Checked):
         that the process can still allocate.
     max_model_len: the length of the longest sequence, with its prompt. None means what
         the model allows. What the pool can hold is a limit, too, and for a few families
-        the sliding window, if our attention cannot see it.
+        the sliding window, if our attention does not learn of it.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
-    max_num_batched_tokens: how many tokens one step may compute. All answers wait for
-        the chunk of a long prompt in their step, and no longer than for that. None
-        means 8192 on a GPU, and 256 on a CPU.
+    max_num_batched_tokens: how many tokens one step may compute. Answers wait for the
+        chunks of prompts in their step, and no longer. None means 8192 on a GPU, and
+        256 on a CPU.
     gpu_memory_utilization: how much of the GPU's memory may be in use, by anyone.
     swap_space: GiB of CPU memory for blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests that begin alike share blocks. Families whose
@@ -196,5 +196,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. (`start_up.py` has a CPU's default.)"""
+        """How many tokens one step may compute. (`start_up.py` sets it for a CPU.)"""
         return self.max_num_batched_tokens or 8192

@@ -52,8 +52,8 @@ class Engine:
     def step(self) -> Changed:
         """The whole engine: who runs, one forward pass, what came out of it.
 
-        Returns the requests that have changed. The caller clears this dict after it has
-        passed them on, so that an interrupt loses nothing.
+        Returns the engine's own dict of requests that have changed. The caller clears
+        it after it has passed them on, so that an interrupt loses nothing.
 
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous
@@ -70,7 +70,7 @@ class Engine:
 
     def check_fits(self, group: SequenceGroup) -> None:
         """Call this before `add`. ValueError if a request would not fit even into an
-        empty pool: it runs as a whole, so all its sequences must fit at their longest.
+        empty pool: a group runs as a whole, so all must fit at their longest.
         (For a beam search, `params.n` is beam_width.)
         """
         manager = self.block_manager
@@ -109,7 +109,7 @@ class Engine:
         return self.scheduler.changed
 
     def reset_if_idle(self) -> Changed:
-        """End aborted requests, and reset if no others are left. (When the weights
+        """End aborted requests. Then reset, unless others are left. (When the weights
         change, for example, the prefix cache must be forgotten.)
         """
         self.scheduler.end_aborted()

@@ -80,8 +80,8 @@ def count_tokens(seqs: list[Sequence], vocab_size: int, last_tokens: Tensor, ops
                  ) -> Tensor:
     """How often each token is in each sequence that has penalties: [num_samples,
     vocab_size]. A token of the answer counts 1, and one of the prompt 2**-24. So
-    the repetition penalty sees more than 0 for both, and the others, which round down,
-    see only the answer.
+    the repetition penalty sees more than 0 for both, and the others, for which
+    `penalize` rounds down, see only the answer.
     """
     # (The last pending token is the one to be sampled now.)
     rows = [[*seq.token_ids, *seq.pending[:-1]]
@@ -108,7 +108,7 @@ def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
 
 def mark(tokens: Tensor, logits: Tensor) -> Tensor:
     """The tokens, but -1 for each row of logits that has a NaN, nothing but -inf, or
-    nothing but HIGHEST (what +inf was cut to).
+    nothing but HIGHEST, which stands for +inf.
     """
     low, high = logits.aminmax(dim=-1)
     return tokens.where(high.isfinite() & (low < HIGHEST), -1)

@@ -1,10 +1,12 @@
 """One decoder for Llama, Mistral, Qwen2 and Qwen3; their configs say how they differ.
 
-It computes a flat batch of tokens and hands Q, K and V to the attention backend. It
-does not know what a sequence is. Modules are named as in the checkpoints, except where
-one matrix stacks several of the checkpoint's: then `Linear.stacked` has their names.
-`ops` are the operations between the matrix products, as in `fused.py`, the next file.
-`ranks.py` explains `all_reduce`; with one rank it does nothing.
+`loading/checkpoint.py` decides which models come here.
+
+The decoder computes a flat batch of tokens, and hands Q, K and V to the attention
+backend. It does not know what a sequence is. Modules are named as in the checkpoints,
+except where one matrix stacks several of the checkpoint's: then `Linear.stacked` has
+their names. `ops` are the operations between the matrix products, as in `fused.py`, the
+next file. `ranks.py` explains `all_reduce`; with one rank it does nothing.
 """
 
 from typing import Any
@@ -51,7 +53,7 @@ class Attention(nn.Module):
         size, head_dim = config.hidden_size, config.head_dim
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
-        # Only these families read it. (Qwen2 always has biases for Q, K and V.)
+        # Only these families read attention_bias. (Qwen2 always has it for Q, K and V.)
         has_bias = bool(config.attention_bias) and config.model_type in (
             "llama", "qwen3")
         self.qkv_proj = Linear(

@@ -50,8 +50,8 @@ class ModelRunner:
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
         # Room for a step's inputs: at most 15 numbers for each token (id, position and
-        # slot; 6 in a plan; 6 of a sample: its index and its draw), the block tables,
-        # and what else a plan has. `gpu/graphs.py` adds at most max_num_seqs tokens.
+        # slot; 6 in a plan; 6 for a sample: its index, and 5 to draw it), the block
+        # tables, and the rest of a plan. `gpu/graphs.py` adds at most max_num_seqs.
         num_tokens = config.budget + config.max_num_seqs
         num_inputs = 15 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
@@ -143,7 +143,7 @@ class ModelRunner:
         it comes after that step.
         """
         sizes = [array.size for array in arrays.values()]
-        # (torch gives this memory to a later step, but only once the copy is done.)
+        # (torch reuses this pinned memory only once the copy is done.)
         flat = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.is_gpu)
         np.concatenate([*arrays.values()], axis=None, out=flat.numpy())
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)
@@ -176,8 +176,8 @@ CALLERS: list[tuple[int, bool]] = []
 def own_settings(device: torch.device, num_threads: int = 0) -> Iterator[None]:
     """Torch's settings while an engine is made, and while it computes. The caller may
     have set others: autocast, for example, or another default device. Two belong to the
-    process: how many threads there are (0: as before) and whether new memory is filled.
-    The first to come in notes the caller's. Each restores the threads, the last both.
+    process: the number of threads (0: unchanged), and whether new memory is filled. The
+    first to enter notes both. Each that leaves restores the threads, and the last both.
     """
     torch_fills: Any = torch.utils.deterministic
     is_default = torch.get_default_device().type == "cpu"

@@ -16,7 +16,7 @@ from nanopaged.sequence import Sequence
 class Content:
     """What a full block holds: its own tokens, after those of the blocks before it.
 
-    While it is published, all blocks that hold the same share it. It equals only itself
+    While it is published, blocks with equal contents share it. It equals only itself
     (`eq=False`), so comparing `before` takes one step, however long the prefix.
     """
 
@@ -56,7 +56,7 @@ class PrefixCache:
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
         first = num_full
-        # Go back to the last block that has a content. (After a swap, none has.)
+        # Go back to the last block that was published. (After a swap, none was.)
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
         before: Any = seq.group.params.cache_salt

@@ -34,8 +34,8 @@ class SamplerOutput:
                  marked: Tensor | None = None) -> None:
         self.token_ids = token_ids  # [num_samples]
         self.logprobs = logprobs  # by sample, for requests that want them
-        # For the host: the tokens, or -1 where the logits are of no use (`mark`). This
-        # copy is queued before the next step, so `read` waits for this step alone.
+        # For the host: the tokens, or -1 where a request has made its logits useless
+        # (`mark`). Queued before the next step, so `read` waits for this step alone.
         marked = token_ids if marked is None else marked
         self.host_ids = marked.to("cpu", non_blocking=True)
         if token_ids.is_cuda:
@@ -136,7 +136,7 @@ def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     grow where the weight is 0: such a place is never found.)
     """
     sums = weights.cumsum(-1)
-    # (A number may be rounded up to the last sum, which none exceeds.)
+    # (A number that is rounded up to the last sum would find none above it.)
     numbers = numbers.minimum(sums[:, -1:] * (1 - RESOLUTION))
     # (Of zeros and ones, argmax finds the first 1.)
     place = ((sums > numbers) & (weights > 0)).byte().argmax(-1, keepdim=True)
@@ -156,7 +156,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
     """
     _, temperature, top_k, top_p, min_p = draws.unsqueeze(-1)
     # How far below the highest logit a token may be: -inf without min_p. (A greedy row
-    # may have NaN, which masks nothing.)
+    # may have 0 * -inf, which is NaN, and masks nothing.)
     gap = temperature * min_p.log()
     lowest = logits.amax(-1, keepdim=True) + gap.float()
     # Only rows with top_k or top_p are sorted.

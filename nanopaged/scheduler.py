@@ -51,7 +51,7 @@ class Scheduler:
             if len(batch.token_ids) == budget:
                 break  # it is used up
             # After a preemption no group is admitted in this step: the pool was full.
-            # (The preempted one has to wait anyway: its last token may be pending.)
+            # (Nor may the preempted one return at once: its last token may be pending.)
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
             # Preempt the youngest (which have no entry in the batch yet, because they
@@ -81,11 +81,11 @@ class Scheduler:
         manager.mark_computed(seq, end)
 
         if end < computable_end:
-            return  # the rest of it comes in a later step
+            return  # the next chunk comes later, in blocks that it has; no sample yet
         receivers = [seq]
         if not group.forked:
-            # The prompt is computed, so now all share the leader's blocks. (Those that
-            # had an answer before a preemption must compute it before they sample.)
+            # The prompt is computed, so now all share the leader's blocks, and sample.
+            # (After a preemption, those with an answer must recompute it first.)
             for sibling in group.live[1:]:
                 manager.fork(seq, sibling)
             receivers = [each for each in group.live if each.computable_end == end]
@@ -98,7 +98,7 @@ class Scheduler:
         """Put a group into `running`, if enough blocks are free for its sequences at
         their present lengths. While others run, 1% of the pool must stay free, too (the
         watermark), because they may soon need a block. This takes the blocks of a
-        cached prefix, or for what was swapped out. `grow` takes the rest.
+        cached prefix, or moves swapped ones back. `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:

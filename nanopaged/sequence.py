@@ -6,7 +6,7 @@ The engine's terms:
     step         one forward pass over the tokens of many sequences, in one flat batch
     decode       to compute the K and V of a sequence's newest token, and sample the
                  next one; or an entry that does so
-    chunk        a part of a prompt that one step computes
+    chunk        a part of a prompt (or of what is recomputed) that one step computes
     entry        the part of a batch that belongs to one sequence
     budget       how many tokens one step may compute
     sequence     one continuation of a prompt. It is live until it has finished
@@ -52,9 +52,10 @@ class Logprob(NamedTuple):
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
 # What modules such as Mamba's remember, by the module's number. Only the model fills it
-# and looks inside (`loading/states.py`).
+# and looks inside (`loading/states.py`). Each step makes a new one. Forks share it, a
+# swap leaves it where it is, and `BlockManager.free` drops it.
 State = dict[int, Any]
-# Of a sequence: before its last step, from which the step starts, and after it.
+# A sequence's state before its last step, and the one that this step fills.
 States = tuple[State | None, State | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -82,7 +83,7 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.states = NO_STATES
-        # A negative number for each pending token, oldest first. There are at most two:
+        # For each pending token -1 - its sample, oldest first. There are at most two:
         # from the step in flight, and from the one just scheduled. See `batch.py`.
         self.pending: list[int] = []
 
@@ -103,9 +104,8 @@ class Sequence:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        Before a fork, the leader stops at the end of the prompt. All others compute
-        their last token, too, even if it is pending: it is sampled before their step
-        runs.
+        Until the group forks, that is the end of the prompt. Then it is the end of all
+        tokens, a pending one included: the step before this one samples it.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -187,8 +187,8 @@ class SequenceGroup:
 
     @property
     def forked(self) -> bool:
-        """Whether each sequence goes its own way: the prompt is computed, and all share
-        the leader's blocks, or there is only one.
+        """Whether each sequence goes its own way: the prompt is computed, and others
+        got the leader's blocks, or there is only one.
         """
         return len(self.live) == 1 or self.live[-1].num_computed_tokens > 0
 

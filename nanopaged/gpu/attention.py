@@ -110,10 +110,10 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # An item is full if it has `part_keys` keys. That is at least 1 / target of all
-        # keys, so at most `target` items are full. A tile has at most one other, its
-        # last: that makes len(tiles) + target items in all. A cut tile has a full item,
-        # so cut tiles have at most 2 * target items.
+        # A full item has `part_keys` keys, at least 1 / target of all, so at most
+        # `target` items are full. A tile has at most one that is not: in all, there are
+        # at most len(tiles) + target items. Each cut tile has a full one, so at most
+        # `target` tiles are cut, into at most 2 * target items.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item

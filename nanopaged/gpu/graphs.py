@@ -12,7 +12,8 @@ same addresses. Therefore:
   - `ModelRunner._upload` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
   - a recorded step also chooses tokens. If a request changes its logits or limits its
-    draws, the sampler goes on from the logits, and these tokens are not used
+    draws, the sampler goes on from the logits, and these tokens are not used. (Blocks
+    are moved before the recorded step.)
 """
 
 import logging
@@ -56,7 +57,7 @@ class Graphs:
         self.runner = runner
         self.recorded: dict[int, tuple[Any, ...]] = {}  # by number of sequences
         largest = runner.config.max_num_seqs
-        logits: Any = None  # of the largest step, whose memory all others use, too
+        logits: Any = None  # of the largest step: all others write theirs into it
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # Freeing a graph also frees cuBLAS's memory for its stream, so each engine
         # records on a stream of its own.
