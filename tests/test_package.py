@@ -39,8 +39,8 @@ CEILINGS = {
     "all": 3098,
     "tour": 1495,
     "paper": 369,
-    "tests": 5380,
-    "all tests": 8633,
+    "tests": 5378,
+    "all tests": 8741,
 }
 
 # These top-level files import what is read later.
