@@ -44,8 +44,7 @@ MODELS = {
     "Llama-2-7B": KVShape(32, 32, 32, 128),
     "Llama-3-8B": KVShape(32, 32, 8, 128),
     "OPT-13B": KVShape(40, 40, 40, 128),
-    "Llama-3-70B": KVShape(80, 64, 8, 128),
-}
+    "Llama-3-70B": KVShape(80, 64, 8, 128)}
 
 # The paper's smallest experiment: OPT-13B on an A100 with 40 GB, of which we assume
 # four fifths of the bytes/s on its data sheet, and half of the operations/s.
@@ -56,22 +55,16 @@ LONGEST = 2048  # tokens in and out together: OPT's context
 SLOTS = 12 * GIB // MODELS["OPT-13B"].bytes_per_token  # what is left for K and V
 
 # The tour's own example, wherever no figure of the paper's is reproduced: Llama-3-8B in
-# bfloat16 on a GPU with 80 GB, and room for so many tokens. Of an A100, we assume the
-# same shares as above.
+# bfloat16 on a GPU with 80 GB.
 LLAMA = MODELS["Llama-3-8B"]
 WEIGHTS = 2 * 8.03e9  # bytes; for a token, as many operations where it is multiplied
 EMBEDDING = 2 * 128_256 * 4096  # bytes: looked up, never multiplied
-HEAD = EMBEDDING  # which makes the logits: only where a token is sampled
 DECODED = WEIGHTS - EMBEDDING  # what a decode reads, and multiplies
-LAYERS = DECODED - HEAD  # what every token of a prompt is multiplied with
+# What every token of a prompt is multiplied with. (The matrix that makes the logits, as
+# large as the embeddings, is needed only where a token is sampled.)
+LAYERS = DECODED - EMBEDDING
 DEFAULTS = EngineConfig()
 SHARE = DEFAULTS.gpu_memory_utilization
-EXAMPLE: dict[str, Any] = {
-    "defaults": DEFAULTS, "share": SHARE, "llama": LLAMA, "weights": WEIGHTS,
-    "gpu_bytes": 80e9, "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),
-    "a100": {"bytes_per_s": 0.8 * 2.039e12, "flops_per_s": 0.5 * 312e12},
-    "decoded": DECODED, "layers": LAYERS, "embedding": EMBEDDING,
-}
 
 
 def step_ms(gpu: dict[str, float], seqs: int, length: float, kv_share: float = 1.0
@@ -91,7 +84,13 @@ def prompt_ms(gpu: dict[str, float], tokens: int) -> tuple[float, float]:
             1000 * 4 * scores / gpu["flops_per_s"])
 
 
-EXAMPLE |= {"step_ms": step_ms, "prompt_ms": prompt_ms}
+# "room" is for so many tokens. Of an A100, we assume the same shares as above.
+EXAMPLE: dict[str, Any] = {
+    "defaults": DEFAULTS, "share": SHARE, "llama": LLAMA, "weights": WEIGHTS,
+    "gpu_bytes": 80e9, "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),
+    "a100": {"bytes_per_s": 0.8 * 2.039e12, "flops_per_s": RATE},
+    "decoded": DECODED, "layers": LAYERS, "embedding": EMBEDDING,
+    "step_ms": step_ms, "prompt_ms": prompt_ms}
 
 
 def token_bytes(llm: Any) -> int:

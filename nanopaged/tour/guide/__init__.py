@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from nanopaged.model_runner import own_settings
 from nanopaged.tour import kv
 from nanopaged.tour.guide import figures, lessons, paper
 from nanopaged.tour.guide.lab import Values
@@ -65,12 +66,8 @@ def write(directory: Path, progress: Progress = lambda *_: None) -> Path:
     path = (directory / "index.html").resolve()
     # The model is so small that a second thread hardly helps. And on a busy machine,
     # threads that wait for each other are slow.
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with own_settings(torch.device("cpu"), 1):
         path.write_text(make_page(progress), encoding="ascii")
-    finally:
-        torch.set_num_threads(num_threads)
     return path
 
 

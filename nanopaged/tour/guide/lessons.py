@@ -14,7 +14,6 @@ import torch
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.attention import locate, slot_mapping
 from nanopaged.batch import Batch
-from nanopaged.config import EngineConfig
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
@@ -22,7 +21,6 @@ from nanopaged.tour import kv
 from nanopaged.tour.guide import blockwise, figures, lab, paper
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.kv import PARAMETERS, RATE
 from nanopaged.tour.page import TEMPLATES
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
@@ -82,8 +80,7 @@ def cache() -> Values:
         number_bytes = llm.engine.runner.dtype.itemsize
     assert text == prompt + answer
     computed_with = len(prompt) + count - 1
-    lengths = range(len(prompt), len(prompt) + count)  # of the text, before each token
-    computed_without = sum(lengths)
+    computed_without = sum(range(len(prompt), len(prompt) + count))  # the whole text
     tokens = 4096  # in each sequence of the table
     models, gib, element_bytes = kv.MODELS, kv.GIB, kv.ELEMENT_BYTES
     return locals()
@@ -248,7 +245,7 @@ def schedule() -> Values:
     step = 1 + counts.index(budget - 2)
     waits = sorted((first_token(each) for each in (run, *budgets.values())),
                    key=lambda row: int(row["budget"]))
-    default_budget = EngineConfig().budget
+    default_budget = kv.DEFAULTS.budget
     small = default_budget // 16
     return locals()
 
@@ -336,9 +333,9 @@ def full() -> Values:
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
     # What it costs to bring a sequence of OPT-13B back.
-    default_size, tokens, layers = EngineConfig().block_size, 256, 40
+    default_size, tokens, layers = kv.DEFAULTS.block_size, 256, 40
     num_bytes = tokens * kv.MODELS["OPT-13B"].bytes_per_token
-    recompute_s = 2 * PARAMETERS * tokens / RATE
+    recompute_s = 2 * kv.PARAMETERS * tokens / kv.RATE
     bus = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
     swap_s = 2 * num_bytes / bus
     most_copies = 2 * 2 * layers * tokens  # out and in, K and V, blocks of one token
@@ -385,12 +382,11 @@ def ranks() -> Values:
     with engine(num_blocks=24) as llm:
         run = watch(llm, "", ["ROMEO:\n", lab.SPEECH, "JULIET:\n"], greedy(6))
         config = llm.model_config
-    defaults = EngineConfig()
     table = run.scheduled()[1]["seqs"]["0.0"]["table"]
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
     drawing = Html(TEMPLATES.get_template("ranks.svg").render(table=table))
     large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
     element_bytes, mib = kv.ELEMENT_BYTES, 2**20
     tokens = 4096  # in each of many sequences
-    table_bytes = 8 * defaults.max_num_seqs * tokens // defaults.block_size
+    table_bytes = 8 * kv.DEFAULTS.max_num_seqs * tokens // kv.DEFAULTS.block_size
     return locals()
