@@ -40,7 +40,7 @@ CEILINGS = {
     "tour": 1498,
     "paper": 369,
     "tests": 5378,
-    "all tests": 8741,
+    "all tests": 8738,
 }
 
 # These top-level files import what is read later.

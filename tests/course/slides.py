@@ -6,11 +6,9 @@ its numbers are computed when the page is made, and its run is one of this engin
 
 from pathlib import Path
 
-from nanopaged.config import EngineConfig
-from nanopaged.tour import guide
+from nanopaged.tour import guide, kv
 from nanopaged.tour.guide import figures, lessons, paper
 from nanopaged.tour.guide.markdown import Html, render
-from nanopaged.tour.kv import MODELS
 from nanopaged.tour.page import TEMPLATES, page
 
 HERE = Path(__file__).parent
@@ -38,5 +36,4 @@ def values():
         "TFLOP/s that can be reached, by the tokens in a step.", reached,
         "Calculated for Llama-3-8B in bfloat16: only its weights are read.",
         "tokens that a step computes (twice as many each time)", y_label="TFLOP/s")
-    return {"roofline": roofline, "gpus": GPUS, "large": MODELS["Llama-3-8B"],
-            "config": EngineConfig()}
+    return kv.EXAMPLE | {"roofline": roofline, "gpus": GPUS}
