@@ -14,7 +14,9 @@ from nanopaged.tour.page import TEMPLATES, page
 HERE = Path(__file__).parent
 # From the data sheets: bytes/s of the memory, operations/s in bfloat16, and the bytes/s
 # of all links to other GPUs, in one direction.
-GPUS = {"A100": (2.0e12, 312e12, 300e9), "H100": (3.35e12, 990e12, 450e9)}
+GPUS = {
+    "A100": {"bytes_per_s": 2.039e12, "flops_per_s": 312e12, "links_per_s": 300e9},
+    "H100": {"bytes_per_s": 3.35e12, "flops_per_s": 989e12, "links_per_s": 450e9}}
 
 
 def write(path):
@@ -29,9 +31,9 @@ def write(path):
 def values():
     # A token takes two operations for each weight, and a weight has two bytes. So with
     # n tokens in a step, there are n operations for each byte.
-    reached = {name: {str(n): min(n * bandwidth, rate) / 1e12
+    reached = {name: {str(n): min(n * gpu["bytes_per_s"], gpu["flops_per_s"]) / 1e12
                       for n in (2**power for power in range(12))}
-               for name, (bandwidth, rate, _) in GPUS.items()}
+               for name, gpu in GPUS.items()}
     roofline = figures.lines(
         "TFLOP/s that can be reached, by the tokens in a step.", reached,
         "Calculated for Llama-3-8B in bfloat16: only its weights are read.",

@@ -49,9 +49,10 @@ CHAPTERS = [
     Chapter("attention", "How is attention paged?", 12, 20),
     Chapter("ranks", "Several GPUs?", 8, 12),
     Chapter("gpu", "What a GPU adds", 11, 17),
-    Chapter("results", "What does it buy?", 9, 10),
-    Chapter("measure", "How is a server measured?", 9, 13),
-    Chapter("today", "vLLM today", 12, 27),
+    Chapter("results", "What does it buy?", 8, 11),
+    Chapter("measure", "How is a server measured?", 10, 14),
+    Chapter("beyond", "What else makes it faster?", 9, 14),
+    Chapter("today", "vLLM today", 9, 17),
     Chapter("build", "Break it, then build it"),
     Chapter("glossary", "Glossary"),
 ]

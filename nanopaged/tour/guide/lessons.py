@@ -245,8 +245,6 @@ def schedule() -> Values:
     step = 1 + counts.index(budget - 2)
     waits = sorted((first_token(each) for each in (run, *budgets.values())),
                    key=lambda row: int(row["budget"]))
-    default_budget = kv.DEFAULTS.budget
-    small = default_budget // 16
     return locals()
 
 
