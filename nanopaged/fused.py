@@ -16,7 +16,9 @@ from transformers.models.llama.modeling_llama import rotate_half
 
 
 def make_ops(compiles: bool, *functions: Any) -> Any:
-    """An object that has these functions by name, compiled or as they are."""
+    """An object that has these functions by name, compiled or as they are. (Some of
+    `sampler.py` and `logits.py` are among them, such as `draw` and `fill_pending`.)
+    """
     return SimpleNamespace(**{
         function.__name__: compiled(function) if compiles else function
         for function in functions})

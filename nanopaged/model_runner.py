@@ -67,10 +67,9 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # One block more than the manager knows, for the padding of recorded steps and
-        # of those that `loading/start_up.py` tries. No move touches it.
+        # One block more, for padding. (In moves, this id is the first CPU block.)
         self.padding_block = num_blocks
-        # (Not in inference mode: other programs may want to write into the pools.)
+        # (Not in inference mode: other programs may write into the pools.)
         with self.settings(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
@@ -169,6 +168,7 @@ class ModelRunner:
 
 
 LOCK = threading.Lock()
+# An entry for each engine that computes now: what the first one's caller had set.
 CALLERS: list[tuple[int, bool]] = []
 
 

@@ -1,9 +1,9 @@
-"""Hash-based prefix caching: find the blocks that already hold K and V of a prompt.
+"""Hash-based prefix caching: find blocks that hold, or will hold, K and V of a prompt.
 
 K and V depend on all tokens from the start of the sequence. So a full block is found by
-its own tokens together with everything before them. The key of a dict is this pair: an
-object that stands for everything before them, and the tokens. Python's dict hashes the
-key, and then compares it. Only equal prefixes share the object, so every hit is exact.
+its own tokens together with everything before them. The key of a dict is this pair: the
+`Content` of the block before it, and the tokens. Python's dict hashes the key, and then
+compares it. Only equal prefixes share a `Content`, so every hit is exact.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """From logits to tokens: greedy, or drawn with a seed.
 
 A sampled token depends on its logits, its request's parameters and seed, its position
-and its sequence's index, and on nothing else in the batch.
+and its sequence's index, and on nothing else in the batch. (Logits may: idea 10.)
 
 A draw takes the first token at which the running sum of the probabilities exceeds a
 random number from 0 to 1 (inverse-transform sampling). Only tokens that top_k, top_p
@@ -42,8 +42,8 @@ class SamplerOutput:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
-        """Wait for the tokens. (Otherwise the engine waits for the device only for
-        log-probabilities, for swaps, and for logits processors.)
+        """Wait for the tokens. (Log-probabilities, swaps, logits processors, and some
+        families wait, too.)
         """
         if self.token_ids.is_cuda:
             self.copied.synchronize()
@@ -76,6 +76,7 @@ def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tens
     `choose` gives for these, if a recorded step has called it
     """
     params = [seq.group.params for seq in batch.receivers]
+    # (If no request changes them, these are `raw`: then a recorded step's tokens hold.)
     logits = changed = process(raw, batch, last_tokens, ops)
     drawing = [p for p in params if p.temperature >= GREEDY]
     if any(p.has_limits for p in drawing):
@@ -131,9 +132,9 @@ def search(probs: Tensor, numbers: Tensor) -> Tensor:
 
 
 def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the running sum of each row first exceeds its number, and what is left of
-    the number for that place: [num_rows, 1] each. (A GPU's rounding may let a sum
-    grow where the weight is 0: such a place is never found.)
+    """Where the running sum of each row first exceeds its number, and the number minus
+    the sum before that place: [num_rows, 1] each. (A GPU's rounding may let a sum grow
+    where the weight is 0: such a place is never found.)
     """
     sums = weights.cumsum(-1)
     # (A number that is rounded up to the last sum would find none above it.)
@@ -194,6 +195,6 @@ def lowest_kept(values: Tensor, lowest: Tensor, temperature: Tensor, top_k: Tens
     is_out = (place >= top_k) | (values < lowest)
     scaled = (values.float() - values[:, :1]) / temperature.float()
     probs = scaled.masked_fill(is_out, -torch.inf).softmax(-1)
-    last = search(probs, top_p * (1 - RESOLUTION))  # (to reach top_p is enough)
+    last = search(probs, top_p * (1 - RESOLUTION))  # where the sum reaches top_p
     all_left = values.masked_fill(is_out, torch.inf).amin(-1, keepdim=True)
     return torch.where(top_p < 1, values.gather(1, last), all_left)

@@ -5,9 +5,13 @@ run: each of their sequences computes one token if it decodes, or a chunk of its
 The rest of the budget admits waiting requests.
 
 A group is admitted, preempted and resumed as a whole (gang scheduling). When the pool
-is full, the youngest running group waits again: its blocks move to CPU memory (swap),
-or its K and V are computed again later (recompute). All groups finish, because the
-oldest is preempted last, and alone it always fits.
+is full, the youngest running group waits again. All groups finish, because the oldest
+is preempted last, and alone it always fits (`Engine.check_fits`).
+
+Another policy changes the order in `schedule`; a limit on who runs belongs in `_admit`.
+What must stay true: `running` has the first groups of `unfinished`, in their order. Who
+is preempted has no entry in the batch yet, and must not return in the same step,
+because its last token may be pending.
 """
 
 from collections import deque
@@ -30,9 +34,7 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # All groups by request id, oldest first. `running` always has the oldest ones:
-        # the oldest waiting group is admitted next, and the youngest running one is
-        # preempted first. Other threads may add to `unfinished` and to `aborted`.
+        # By request id, oldest first. (Threads may add to `unfinished` and `aborted`.)
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
@@ -51,26 +53,24 @@ class Scheduler:
             if len(batch.token_ids) == budget:
                 break  # it is used up
             # After a preemption no group is admitted in this step: the pool was full.
-            # (Nor may the preempted one return at once: its last token may be pending.)
             if request_id not in self.running and not has_preempted:
                 self._admit(group, batch)
-            # Preempt the youngest (which have no entry in the batch yet, because they
-            # come after this group) until this group fits, or is preempted itself.
+            # Preempt the youngest groups until this one fits, or is itself preempted.
             seqs = group.next_sequences
             while request_id in self.running and not self.block_manager.grow(
                     seqs, batch.moves):
                 self._preempt(batch)
                 has_preempted = True
             if request_id not in self.running:
-                break  # all groups after it are younger, so they wait, too
+                break  # it was not admitted, or has left: so all younger ones wait, too
             for seq in seqs:
                 self._schedule_sequence(seq, batch, budget - len(batch.token_ids))
         self.stats.steps += 1
         return batch
 
     def _schedule_sequence(self, seq: Sequence, batch: Batch, budget: int) -> None:
-        """Let `seq` compute its next tokens, at most as many as the budget allows, and
-        sample if none is left after that.
+        """Let `seq` compute its next tokens, as many as the budget allows: of a prompt,
+        a chunk. (It has blocks for all since it was admitted.) The last chunk samples.
         """
         group, manager = seq.group, self.block_manager
         computable_end = seq.computable_end
@@ -84,8 +84,8 @@ class Scheduler:
             return  # the next chunk comes later, in blocks that it has; no sample yet
         receivers = [seq]
         if not group.forked:
-            # The prompt is computed, so now all share the leader's blocks, and sample.
-            # (After a preemption, those with an answer must recompute it first.)
+            # The prompt is computed, so all share the leader's blocks, and sample. (Not
+            # those with an answer, after a preemption: they must recompute it first.)
             for sibling in group.live[1:]:
                 manager.fork(seq, sibling)
             receivers = [each for each in group.live if each.computable_end == end]
@@ -125,8 +125,8 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again, with its tokens. If its blocks do
-        not fit into the CPU's pool (empty by default), all is computed again.
+        """Make the youngest running group wait again, with its tokens: with swap, its
+        blocks move to CPU memory, if they fit. Otherwise all is computed again.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):

@@ -55,7 +55,7 @@ Logprobs = dict[int, Logprob]
 # and looks inside (`loading/states.py`). Each step makes a new one. Forks share it, a
 # swap leaves it where it is, and `BlockManager.free` drops it.
 State = dict[int, Any]
-# A sequence's state before its last step, and the one that this step fills.
+# The state that a sequence's newest step starts from, and the one that it fills.
 States = tuple[State | None, State | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -79,12 +79,12 @@ class Sequence:
         self.group = group
         self.index = index  # a part of the seed with which this sequence draws
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
-        # Only the block manager changes these three.
+        # Only the block manager changes these three. (Models fill the states.)
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.states = NO_STATES
-        # For each pending token -1 - its sample, oldest first. There are at most two:
-        # from the step in flight, and from the one just scheduled. See `batch.py`.
+        # The pending tokens, oldest first: -1 - j stands for sample j of a step. There
+        # are at most two, of the step in flight and of the one just scheduled.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -104,8 +104,8 @@ class Sequence:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        Until the group forks, that is the end of the prompt. Then it is the end of all
-        tokens, a pending one included: the step before this one samples it.
+        Until the group forks, that is the end of the prompt. Then (or if a sequence is
+        alone) it is the end of all tokens, with those that are pending.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens

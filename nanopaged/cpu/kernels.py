@@ -128,10 +128,10 @@ def multiply_four(n, out, even, odd, weight):
     weight     [num_outputs, size / 2], uint32: two bfloat16 numbers of W in each
 
     Reading W from memory takes most of the time, so the loop works on several things at
-    once: four rows of W, far apart, because a processor that notices several streams
-    fetches further ahead; two rows of x, so that each number of W that has arrived is
-    used twice; and both numbers of a pair. (They stay in one vector, because x is split
-    into even and odd instead.)
+    once: four rows of W, a to d, far apart, because a processor that notices several
+    streams fetches further ahead; two rows of x, i and j, so that each number of W that
+    has arrived is used twice; and both numbers of a pair. `ia` is the output of row i
+    and row a. (W need not be split into even and odd, because x is.)
     """
     quarter = (len(weight) + 3) // 4
     last, last_row = len(weight) - 1, len(out) - 1

@@ -45,7 +45,8 @@ def run(program: Any, count: int, *arguments: Any) -> None:
 
 @cache
 def loop(program: Any, parallel: bool) -> Any:
-    """`run_programs` for this program, compiled.
+    """`run_programs` for this program, compiled: a copy of that function, whose global
+    `program` is this one, so that Numba compiles a loop that calls it directly.
 
     The compiled code is kept on disk, as `njit(cache=True)` does it. But it is not if
     no folder can be written to (RuntimeError), if Numba is disabled (AttributeError),

@@ -243,10 +243,10 @@ class LLM(AbstractContextManager["LLM"]):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Keep other threads out, and let them take turns: whoever asks holds a lock of
-        its own, and waits until the one who asked before has released theirs (a queue
-        lock of Craig, Landin and Hagersten). `_lock` alone would often go to the thread
-        that has just released it.
+        """Keep other threads out, and let them take turns: each caller holds a lock of
+        its own, `mine`, and waits for that of the caller before it (a queue lock of
+        Craig, Landin and Hagersten). `_lock` alone would often go to the thread that
+        has just released it. But it is the one that can be asked who holds it.
 
         A signal handler or a finalizer may run in the middle of a step, on the same
         thread. It gets an error, because a step within a step would do harm. (This asks

@@ -16,8 +16,10 @@ from nanopaged.sequence import SequenceGroup
 
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dict
-# In a chat template: `for p in content ... p.text` (but documents have a text, too), or
-# `content[0].text`; and `content is string`.
+# What to look for in a chat template. A content that is a list of parts:
+# `for part in message.content ... part.text`, or `part['text']`, or `content[0].text`,
+# or a filter, `attribute='text'`. (Documents have a text, too, so a loop over them does
+# not count.) A content that may also be a string: `message.content is string`.
 PARTS = re.compile(r"""(?sx)\bfor\s+(\w+)\s+in\s+(?!documents\b) .*?
                    \b\1 (?:\.|\[['"]|\.get\(['"]) text\b
                    | \[\d\] (?:\.|\[['"]) text\b | \battribute\s*=\s*['"]text\b""")

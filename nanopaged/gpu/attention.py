@@ -64,8 +64,8 @@ class TritonAttention(TorchAttention):
 
     def limit_parts(self, rows: int) -> tuple[int, int]:
         """How many parts a step aims at, so that all run at once (large tiles: a third
-        as many), and how many one tile may have. (A program of `merge_parts` loads a
-        row of all parts of a tile, and has registers for 2^14 numbers.)
+        as many), and how many one tile may have, a power of two: a program of
+        `merge_parts` loads a row of all of them, and has registers for 2^14 numbers.
         """
         target = self.target_parts if rows <= 64 else cdiv(self.target_parts, 3)
         return target, next_power_of_2(min(target, 2**14 // self.dim))
@@ -110,10 +110,10 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # A full item has `part_keys` keys, at least 1 / target of all, so at most
-        # `target` items are full. A tile has at most one that is not: in all, there are
-        # at most len(tiles) + target items. Each cut tile has a full one, so at most
-        # `target` tiles are cut, into at most 2 * target items.
+        # An item is full if it has `part_keys` keys. That is at least 1 / target of all
+        # keys, so at most `target` items are full. And each tile has at most one that
+        # is not. So there are at most len(tiles) + target items. A tile that is cut has
+        # a full one. So at most `target` are cut, into at most 2 * target items.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -151,7 +151,9 @@ class TritonAttention(TorchAttention):
             q, kv_cache, metadata.block_tables, items, sinks, out, parts, log_sums,
             scale, q.stride(0), window, *sizes, self.block_size, self.keys_per_round,
             num_warps=num_warps, launch_pdl=self.uses_pdl)
-        some_rows = 2**14 // self.dim // most  # per program: see `limit_parts`
+        # Each program merges `some_rows` rows: it has registers for most * some_rows *
+        # dim numbers. In no tile are more than the first `num_rows` used.
+        some_rows = 2**14 // self.dim // most
         num_rows = min(rows, self.group_size * int(metadata.counts.max()))
         grid = min(len(items), max_parts), self.num_kv_heads, cdiv(num_rows, some_rows)
         kernels.merge_parts[grid](

@@ -6,14 +6,15 @@ launches, and a single launch repeats it: the same kernels with the same sizes a
 same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
-    padded up to the next of these
-  - models whose layers keep states have none: each step makes new ones
+    padded up to the next of these, and chunks run without a graph (`compute`)
+  - models whose layers keep states have no graphs, because each step makes new states
+    (`loading/start_up.py` decides that). Nor have models that wait (`record`)
   - a backend's plan has a shape that depends only on this number
   - `ModelRunner._upload` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
   - a recorded step also chooses tokens. If a request changes its logits or limits its
-    draws, the sampler goes on from the logits, and these tokens are not used. (Blocks
-    are moved before the recorded step.)
+    draws, `sample` goes on from the logits, and these tokens are not used. Blocks are
+    moved before the recorded step (`ModelRunner.run`)
 """
 
 import logging

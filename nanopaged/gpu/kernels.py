@@ -134,10 +134,10 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     key = (start + tl.arange(0, KEYS)).to(tl.uint32)  # [KEYS]
     block = tl.load(block_table + key // BLOCK_SIZE, mask=key < end, other=0)
 
-    # As in `paged_attention.py`, the sink counts as the first key, so `total` starts at
-    # 1. Without sinks, and in all parts but the first, its score is -1e30, and the
-    # first key that a row sees shrinks this 1 to 0. (If a row sees no key, the 1 stays,
-    # so that nothing is divided by 0.)
+    # As in `paged_attention.py`, the sink counts as the first key: `highest` starts as
+    # its score, and `total` as 1. Where there is no sink, and in all parts but the
+    # first, the score is -1e30: so low that the first key that a row sees shrinks this
+    # 1 to 0. A row that sees no key keeps it, so that nothing is divided by 0.
     highest = tl.full([ROWS], -1e30, tl.float32)  # not -inf: -inf minus -inf is NaN
     total = tl.full([ROWS], 1.0, tl.float32)
     if sinks is not None:
@@ -198,8 +198,9 @@ def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: con
     results, each weighted by its sum of exponentials. This is the softmax once more, as
     if each part were a key: its score is its log_sum, and its V is its result.
 
-    Grid: [max_parts, num_kv_heads, row_groups]. The programs of a tile's first part
-    merge all of its parts, loaded at once, and the others do nothing.
+    Grid: [max_parts, num_kv_heads, row_groups]. `plan` has put the parts of a tile one
+    after another, so they are the items from `first` on. The programs of the first part
+    load all of them at once, and merge them. Those of the other parts do nothing.
     """
     first = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
