@@ -1,7 +1,7 @@
 """From logits to tokens: greedy, or drawn with a seed.
 
-A sampled token depends on its logits, its request's parameters and seed, its position
-and its sequence's index, and on nothing else in the batch. (Logits may: idea 10.)
+Given its logits, a sampled token depends on its request's parameters and seed, its
+position and its sequence's index, and on nothing else in the batch.
 
 A draw takes the first token at which the running sum of the probabilities exceeds a
 random number from 0 to 1 (inverse-transform sampling). Only tokens that top_k, top_p
