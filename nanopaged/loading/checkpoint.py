@@ -3,6 +3,7 @@ that have none.
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -70,16 +71,14 @@ OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("si
 
 def load_config(config: EngineConfig) -> ModelConfig:
     """The model's config; ValueError if what `model_impl` names cannot compute it."""
-    name: str | Path = BUNDLED if config.model is None else config.model
-    if str(name).startswith("~"):
-        name = Path(name).expanduser()
+    name = os.path.expanduser(BUNDLED if config.model is None else config.model)
     is_local = Path(name, "config.json").is_file()
     if Path(name, "adapter_config.json").is_file():
         check(is_local, "model", "a whole model, and not an adapter (peft's "
-              "`merge_and_unload` makes one of it)", str(name))
+              "`merge_and_unload` makes one of it)", name)
         logging.getLogger("nanopaged").warning(
             "the adapter in %s is not used: only the whole model beside it", name)
-    check(is_local or not isinstance(name, Path), "model", MODEL, str(name))
+    check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with reading(f"config.json of {name}", remedy):
         found = AutoConfig.from_pretrained(name)
