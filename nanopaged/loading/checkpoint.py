@@ -156,10 +156,9 @@ def load_tokenizer(name: str | Path) -> Any:
 
 # -- generation_config.json ------------------------------------------------------------
 
-# Our names of the parameters in generation_config.json.
-OUR_NAMES = {name: name for name in (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-OUR_NAMES["max_new_tokens"] = "max_tokens"
+# What is read as the parameters of a request.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "max_tokens")
 
 
 def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
@@ -180,8 +179,8 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
         eos = [getattr(tokenizer, "eos_token_id", None),
                *(eos if isinstance(eos, list) else [eos])]
         eos_ids = dict.fromkeys(int(each) for each in eos if each is not None)
+    fields["max_tokens"] = fields.get("max_new_tokens")
     if fields.get("top_p") == 0:
         fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
-    params = {ours: fields[theirs] for theirs, ours in OUR_NAMES.items()
-              if fields.get(theirs) is not None}
+    params = {name: fields[name] for name in DEFAULTS if fields.get(name) is not None}
     return [id for id in eos_ids if id in range(model_config.vocab_size)], params
