@@ -47,10 +47,12 @@ COPIED = (
 
 
 class ModelConfig(SimpleNamespace):
-    """What the engine reads from a model's config.json: the fields in `COPIED`. And the
-    `source`, a directory or an id of the hub; `hf_config`, as transformers read it;
-    `model_impl`, which says whose modules compute the model; and `longest_sequence`,
-    which the start adds.
+    """What the engine knows about a model: the fields in `COPIED`, and
+
+    source: a directory, or an id of the hub
+    hf_config: config.json as transformers has read it
+    model_impl: whose modules compute the model, "nanopaged" or "transformers"
+    longest_sequence: how many tokens a sequence may have
     """
 
 
@@ -84,25 +86,34 @@ def load_config(config: EngineConfig) -> ModelConfig:
     quantization = getattr(found, "quantization_config", None)
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
+    # Of a model with images or sound, only the decoder counts.
     text = found.get_text_config(decoder=True)
+    impl = choose_decoder(config.model_impl, found, text)
+    sizes = read_sizes(text, source=name, hf_config=found, model_impl=impl)
+    sizes.longest_sequence = longest_sequence(config, sizes)
+    return sizes
+
+
+def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
+    """Whose modules compute the model; ValueError if they cannot."""
     facts = text.to_dict() | {"model_type": found.model_type}
     # In transformers 5, `rope_parameters` has all fields about positions. If a family
     # has several types of layers, there may be such a dict for each type.
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
-    fits = all(facts.get(field) in known for field, known in OURS.items())
-    best = "nanopaged" if fits else "transformers"
-    impl = best if config.model_impl == "auto" else config.model_impl
-    limits = OURS | {"layer_types": ATTENTION} if impl == "nanopaged" else {}
-    for field, known in (KNOWN | limits).items():
+    if model_impl == "auto":
+        fits = all(facts.get(field) in known for field, known in OURS.items())
+        model_impl = "nanopaged" if fits else "transformers"
+    more = OURS | {"layer_types": ATTENTION} if model_impl == "nanopaged" else {}
+    for field, known in (KNOWN | more).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
         check(set(values) <= set(known), f"{field} in config.json",
               f"one of {known}", value)
-    if impl == "transformers":
+    if model_impl == "transformers":
         check_family(found)
-    return read_sizes(text, source=name, hf_config=found, model_impl=impl)
+    return model_impl
 
 
 def read_sizes(text: Any, **more: Any) -> ModelConfig:
@@ -122,6 +133,21 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
             most = max(getattr(sizes, name), getattr(layer, name, None) or 0)
             setattr(sizes, name, most)
     return sizes
+
+
+def longest_sequence(config: EngineConfig, sizes: ModelConfig) -> int:
+    """The most tokens a sequence may have; ValueError if more are asked for."""
+    longest = sizes.max_position_embeddings
+    # With these two ways to rotate Q and K, config.json may give the length before the
+    # positions were stretched by `factor`.
+    rope = sizes.rope_parameters or {}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * rope.get("factor", 1)))
+    max_model_len = config.max_model_len or longest
+    check(max_model_len <= longest, "max_model_len",
+          f"at most {longest} for this model", max_model_len)
+    return int(max_model_len)
 
 
 # -- The tokenizer ---------------------------------------------------------------------
