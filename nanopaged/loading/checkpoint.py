@@ -86,7 +86,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
     quantization = getattr(found, "quantization_config", None)
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
-    # Of a model with images or sound, only the decoder counts.
+    # (A model may have other parts, with configs of their own.)
     text = found.get_text_config(decoder=True)
     impl = choose_decoder(config.model_impl, found, text)
     sizes = read_sizes(text, source=name, hf_config=found, model_impl=impl)
