@@ -58,6 +58,7 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
               "batch_invariant", "False (it needs our decoder, Numba, one rank)", True)
         backend.min_queries = 2**62
+    # (For `batch_invariant`, `cpu/norms.py` has its own silu_mul.)
     ops = fused.make_ops(
         compiles, module.add_norm, module.norm_rotate,
         (module if config.batch_invariant else fused).silu_mul, logits.fill_pending,
@@ -85,105 +86,6 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
         type(backend).__name__, dtype, runner.num_blocks, config.block_size, num_graphs)
     return runner
-
-
-def run_trial_steps(runner: ModelRunner) -> None:
-    """Run steps whose results nobody reads. All their tokens are stored in one block,
-    the padding block, so they need no pool yet. On a GPU, the largest steps follow.
-    They compile everything that a step may need, and show how much memory it can take.
-    """
-    max_seqs, max_tokens = runner.config.max_num_seqs, runner.config.budget
-    run_padding(runner, [1])
-    if runner.is_gpu:
-        torch.cuda.empty_cache()
-        run_padding(runner, [1] * min(max_seqs, max_tokens))
-        whole, rest = divmod(max_tokens, runner.longest_sequence)
-        counts = [runner.longest_sequence] * whole + [rest] * (rest > 0)
-        run_padding(runner, counts[:max_seqs])
-
-
-def run_padding(runner: ModelRunner, counts: list[int]) -> None:
-    """Run a step of padding, with counts[i] tokens in sequence i."""
-    num_seqs = len(counts)
-    num_blocks = sum(cdiv(count, runner.config.block_size) for count in counts)
-    for penalty in (0, 1):  # logits stay as they are, or are changed in float32
-        # (Sorting takes the most memory.)
-        params = SamplingParams(top_p=0.5, presence_penalty=penalty)
-        group = SequenceGroup([0], params, set(), runner.longest_sequence)
-        group.sequences[0].states = None, {}
-        # (All share this state: `size_pools` counts the memory of as many as may run.)
-        seqs = group.sequences * num_seqs
-        runner.run(Batch(
-            token_ids=[0] * sum(counts), counts=counts, ends=counts,
-            block_ids=[runner.padding_block] * num_blocks,
-            sample_entries=list(range(num_seqs)), seqs=seqs, receivers=seqs))
-
-
-def size_pools(runner: ModelRunner) -> None:
-    """Allocate the pools, at the requested size or at the largest that fits."""
-    config = runner.config
-    free = free_bytes(runner)
-    # Within a step, a sequence has its old state and its new one, if it has any. (While
-    # a layer computes, it has copies besides. And a sequence that is swapped out keeps
-    # its state. But until it is back, no other one starts, so there are never more
-    # states than sequences that may run.)
-    seq_bytes = 2 * runner.state_bytes
-    num_seqs = config.max_num_seqs
-    check(num_seqs * seq_bytes <= max(free, 0), "max_num_seqs",
-          f"at most {free // max(seq_bytes, 1)} (the states of a sequence take "
-          f"{seq_bytes / 2**20:,.2f} MiB of {free / 2**20:,.2f} MiB)", num_seqs)
-    # So far there is only the padding block. (Without attention, it takes no memory.)
-    block_bytes = runner.kv_caches.nbytes or 2**16
-    free -= num_seqs * seq_bytes
-    fitting = min(runner.most_blocks, free // block_bytes)
-    # All ranks have the same block ids, so the smallest pool decides.
-    size = torch.tensor(config.num_blocks or fitting)
-    num_blocks = int(runner.ranks.all_reduce(size, "MIN"))
-    check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
-    swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
-    num_swap_blocks = min(runner.most_blocks, int(swap_bytes) // block_bytes)
-    try:
-        runner.make_pools(num_blocks, num_swap_blocks)
-    except (RuntimeError, TypeError):
-        check(False, "num_blocks (or swap_space)", "lower, because the pool of "
-              f"{num_blocks * block_bytes / 2**30:.1f} GiB and "
-              f"{num_swap_blocks * block_bytes / 2**30:.1f} GiB of swap space do not "
-              "fit into memory", num_blocks)
-
-
-def free_bytes(runner: ModelRunner) -> int:
-    """How much memory there is for K and V, and for states."""
-    if not runner.is_gpu:
-        # (What stays unused costs nothing.)
-        return min(4 << 30, free_memory() // 2)
-    # (torch keeps the memory of the largest step, so that is not free.)
-    free, total = torch.cuda.mem_get_info(runner.device)
-    reserved = (1 - runner.config.gpu_memory_utilization) * total
-    # CUDA graphs have memory of their own, too: for logits and probabilities of every
-    # token of the vocabulary, and for much that is small.
-    num_logits = runner.config.max_num_seqs * runner.vocab_size
-    return int(free - reserved - 16 * num_logits - (256 << 20))
-
-
-def free_memory() -> int:
-    """How many bytes this process can still get, of the machine and of its container.
-    Only Linux tells.
-    """
-    def number(file: str, pattern: str, missing: int = 2**62) -> int:
-        text = Path(file).read_text(errors="replace") if Path(file).exists() else ""
-        found = re.search(pattern, text)
-        return int(found[1]) if found else missing
-
-    available = number("/proc/meminfo", r"MemAvailable:\s+(\d+) kB") << 10
-    resident = number("/proc/self/status", r"VmRSS:\s+(\d+) kB", 0) << 10
-    return min(available, number("/sys/fs/cgroup/memory.max", r"(\d+)") - resident)
-
-
-def free_runner(runner: ModelRunner) -> None:
-    """Free a runner's memory, and return it to the system."""
-    runner.free()
-    if products:
-        products.threads.give_memory_back()
 
 
 # -- What "auto" stands for ------------------------------------------------------------
@@ -251,3 +153,106 @@ def make_backend(name: str, *settings: Any) -> TorchAttention:
     except ImportError as error:
         raise ValueError(f"attention_backend={name!r} needs a package that is missing "
                          f"(install it, or use 'torch'): {error}") from error
+
+
+# -- The largest steps -----------------------------------------------------------------
+
+def run_trial_steps(runner: ModelRunner) -> None:
+    """Run steps whose results nobody reads. All their tokens are stored in one block,
+    the padding block, so they need no pool yet. On a GPU, the largest steps follow.
+    They compile everything that a step may need, and show how much memory it can take.
+    """
+    max_seqs, max_tokens = runner.config.max_num_seqs, runner.config.budget
+    run_padding(runner, [1])
+    if runner.is_gpu:
+        torch.cuda.empty_cache()
+        run_padding(runner, [1] * min(max_seqs, max_tokens))
+        whole, rest = divmod(max_tokens, runner.longest_sequence)
+        counts = [runner.longest_sequence] * whole + [rest] * (rest > 0)
+        run_padding(runner, counts[:max_seqs])
+
+
+def run_padding(runner: ModelRunner, counts: list[int]) -> None:
+    """Run a step of padding, with counts[i] tokens in sequence i."""
+    num_seqs = len(counts)
+    num_blocks = sum(cdiv(count, runner.config.block_size) for count in counts)
+    for penalty in (0, 1):  # logits stay as they are, or are changed in float32
+        # (Sorting takes the most memory.)
+        params = SamplingParams(top_p=0.5, presence_penalty=penalty)
+        group = SequenceGroup([0], params, set(), runner.longest_sequence)
+        group.sequences[0].states = None, {}
+        # (All share this state: `size_pools` counts the memory of as many as may run.)
+        seqs = group.sequences * num_seqs
+        runner.run(Batch(
+            token_ids=[0] * sum(counts), counts=counts, ends=counts,
+            block_ids=[runner.padding_block] * num_blocks,
+            sample_entries=list(range(num_seqs)), seqs=seqs, receivers=seqs))
+
+
+# -- The pools -------------------------------------------------------------------------
+
+def size_pools(runner: ModelRunner) -> None:
+    """Allocate the pools, at the requested size or at the largest that fits."""
+    config = runner.config
+    free = free_bytes(runner)
+    # Within a step, a sequence has its old state and its new one, if it has any. (While
+    # a layer computes, it has copies besides. And a sequence that is swapped out keeps
+    # its state. But until it is back, no other one starts, so there are never more
+    # states than sequences that may run.)
+    seq_bytes = 2 * runner.state_bytes
+    num_seqs = config.max_num_seqs
+    check(num_seqs * seq_bytes <= max(free, 0), "max_num_seqs",
+          f"at most {free // max(seq_bytes, 1)} (the states of a sequence take "
+          f"{seq_bytes / 2**20:,.2f} MiB of {free / 2**20:,.2f} MiB)", num_seqs)
+    # So far there is only the padding block. (Without attention, it takes no memory.)
+    block_bytes = runner.kv_caches.nbytes or 2**16
+    free -= num_seqs * seq_bytes
+    fitting = min(runner.most_blocks, free // block_bytes)
+    # All ranks have the same block ids, so the smallest pool decides.
+    size = torch.tensor(config.num_blocks or fitting)
+    num_blocks = int(runner.ranks.all_reduce(size, "MIN"))
+    check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
+    swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
+    num_swap_blocks = min(runner.most_blocks, int(swap_bytes) // block_bytes)
+    try:
+        runner.make_pools(num_blocks, num_swap_blocks)
+    except (RuntimeError, TypeError):
+        check(False, "num_blocks (or swap_space)", "lower, because the pool of "
+              f"{num_blocks * block_bytes / 2**30:.1f} GiB and "
+              f"{num_swap_blocks * block_bytes / 2**30:.1f} GiB of swap space do not "
+              "fit into memory", num_blocks)
+
+
+def free_bytes(runner: ModelRunner) -> int:
+    """How much memory there is for K and V, and for states."""
+    if not runner.is_gpu:
+        # (What stays unused costs nothing.)
+        return min(4 << 30, free_memory() // 2)
+    # (torch keeps the memory of the largest step, so that is not free.)
+    free, total = torch.cuda.mem_get_info(runner.device)
+    reserved = (1 - runner.config.gpu_memory_utilization) * total
+    # CUDA graphs have memory of their own, too: for logits and probabilities of every
+    # token of the vocabulary, and for much that is small.
+    num_logits = runner.config.max_num_seqs * runner.vocab_size
+    return int(free - reserved - 16 * num_logits - (256 << 20))
+
+
+def free_memory() -> int:
+    """How many bytes this process can still get, of the machine and of its container.
+    Only Linux tells.
+    """
+    def number(file: str, pattern: str, missing: int = 2**62) -> int:
+        text = Path(file).read_text(errors="replace") if Path(file).exists() else ""
+        found = re.search(pattern, text)
+        return int(found[1]) if found else missing
+
+    available = number("/proc/meminfo", r"MemAvailable:\s+(\d+) kB") << 10
+    resident = number("/proc/self/status", r"VmRSS:\s+(\d+) kB", 0) << 10
+    return min(available, number("/sys/fs/cgroup/memory.max", r"(\d+)") - resident)
+
+
+def free_runner(runner: ModelRunner) -> None:
+    """Free a runner's memory, and return it to the system."""
+    runner.free()
+    if products:
+        products.threads.give_memory_back()

@@ -88,6 +88,8 @@ def make_ours(model_config: ModelConfig, backend: TorchAttention, ops: Any, rank
     return model
 
 
+# -- From files ------------------------------------------------------------------------
+
 def stored_tensors(source: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, with shape and dtype, but without their numbers.
 
@@ -165,6 +167,8 @@ def check_fit(source: object, missing: Any, left_over: Any, shapes: Any) -> None
         check(shape == expected, f"the shape of {name}", [*expected], [*shape])
 
 
+# -- From `load_weights` ---------------------------------------------------------------
+
 def check_weights(model_config: ModelConfig, weights: dict[str, Tensor], ranks: Ranks
                   ) -> None:
     """ValueError or TypeError if these tensors cannot replace the weights of a model,
@@ -203,6 +207,8 @@ def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
         if products:
             products.pack_products(runner.model, runner.config.batch_invariant)
 
+
+# -- Into our own decoder --------------------------------------------------------------
 
 @torch.no_grad()
 def fill(config: EngineConfig, model: CausalLM, tensors: dict[str, Tensor],
