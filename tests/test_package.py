@@ -32,11 +32,11 @@ TESTS = sorted({*(ROOT / "tests").rglob("*.py")}.difference(SOLUTIONS.rglob("*.p
 # The most code lines of each part. They may only be lowered.
 CEILINGS = {
     "engine": 1618,
-    "loading": 522,
-    "any_decoder": 196,
+    "loading": 520,
+    "any_decoder": 192,
     "cpu": 278,
     "frontend": 484,
-    "all": 3098,
+    "all": 3092,
     "tour": 1498,
     "paper": 369,
     "tests": 5378,

@@ -87,12 +87,13 @@ class AnyDecoder(nn.Module):
         super().__init__()
         self.model = model.to(backend.device)
         self.sizes, self.decoder = sizes, self.model.get_decoder()
-        self.run_decoder = self.decoder.forward  # `reuse_output` will take its place
+        self.run_decoder = self.decoder.forward
         # What `attend` needs. It gets only its layer, so every module has it.
         self.shared: Any = SimpleNamespace(backend=backend, windows=set())
         for module in self.modules():
             vars(module)["shared"] = self.shared
-        self.stateful = states.find_stateful(self.model)
+        self.stateful = [
+            each for each in model.modules() if states.keeps_state(type(each))]
 
     def forward(self, token_ids: Tensor, kv_caches: Tensor, metadata: Any) -> Tensor:
         self.shared.unused_caches, self.shared.metadata = iter(kv_caches), metadata
@@ -103,14 +104,10 @@ class AnyDecoder(nn.Module):
             seq.states = None, seq.states[1]  # nobody needs the old one any more
         return self.output.last_hidden_state[0]  # type: ignore[no-any-return]
 
-    def reuse_output(self, *_: Any, **__: Any) -> Any:
-        """What the decoder returns while `head` runs: it has run already."""
-        return self.output
-
     def head(self, x: Tensor) -> Tensor:
         """What the model computes after its decoder: some families scale logits, and
         some look at more than hidden states. So the whole model is called, with any
-        tokens. It calls its decoder, which is `reuse_output` now, and gets x.
+        tokens. It calls its decoder, which by now returns `output` whatever it gets.
         """
         self.output["last_hidden_state"] = x[None]
         tokens = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
@@ -151,7 +148,7 @@ class AnyDecoder(nn.Module):
         try:
             wanted = self.model(ids, use_cache=False).logits.float()
             self.model.set_attn_implementation("nanopaged")
-            self.decoder.forward = self.reuse_output
+            self.decoder.forward = lambda *_, **__: self.output
             states.plug_in_states(self.stateful, self.sizes.hf_config, self.shared)
             errors = (self.compute_in_blocks(runner, ids, half) - wanted).norm(dim=-1)
         except Exception as error:

@@ -3,14 +3,14 @@ that have none.
 """
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers.utils import cached_file
 
 from nanopaged.checks import check
@@ -47,10 +47,12 @@ COPIED = (
 
 
 class ModelConfig(SimpleNamespace):
-    """What the engine reads from a model's config.json: the fields in `COPIED`. And the
-    `source`, a directory or an id of the hub; `hf_config`, as transformers read it;
-    `model_impl`, which says whose modules compute the model; and `longest_sequence`,
-    which the start adds.
+    """What the engine knows about a model: the fields in `COPIED`, and
+
+    source: a directory, or an id of the hub
+    hf_config: config.json as transformers has read it
+    model_impl: whose modules compute the model, "nanopaged" or "transformers"
+    longest_sequence: how many tokens a sequence may have
     """
 
 
@@ -70,41 +72,48 @@ OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("si
 
 def load_config(config: EngineConfig) -> ModelConfig:
     """The model's config; ValueError if what `model_impl` names cannot compute it."""
-    name: str | Path = BUNDLED if config.model is None else config.model
-    if str(name).startswith("~"):
-        name = Path(name).expanduser()
+    name = os.path.expanduser(BUNDLED if config.model is None else config.model)
     is_local = Path(name, "config.json").is_file()
     if Path(name, "adapter_config.json").is_file():
         check(is_local, "model", "a whole model, and not an adapter (peft's "
-              "`merge_and_unload` makes one of it)", str(name))
+              "`merge_and_unload` makes one of it)", name)
         logging.getLogger("nanopaged").warning(
             "the adapter in %s is not used: only the whole model beside it", name)
-    check(is_local or not isinstance(name, Path), "model", MODEL, str(name))
+    check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with reading(f"config.json of {name}", remedy):
         found = AutoConfig.from_pretrained(name)
     quantization = getattr(found, "quantization_config", None)
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
+    # (A model may have other parts, with configs of their own.)
     text = found.get_text_config(decoder=True)
+    impl = choose_decoder(config.model_impl, found, text)
+    sizes = read_sizes(text, source=name, hf_config=found, model_impl=impl)
+    sizes.longest_sequence = longest_sequence(config, sizes)
+    return sizes
+
+
+def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
+    """Whose modules compute the model; ValueError if they cannot."""
     facts = text.to_dict() | {"model_type": found.model_type}
     # In transformers 5, `rope_parameters` has all fields about positions. If a family
     # has several types of layers, there may be such a dict for each type.
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
-    fits = all(facts.get(field) in known for field, known in OURS.items())
-    best = "nanopaged" if fits else "transformers"
-    impl = best if config.model_impl == "auto" else config.model_impl
-    limits = OURS | {"layer_types": ATTENTION} if impl == "nanopaged" else {}
-    for field, known in (KNOWN | limits).items():
+    if model_impl == "auto":
+        fits = all(facts.get(field) in known for field, known in OURS.items())
+        model_impl = "nanopaged" if fits else "transformers"
+    more = OURS | {"layer_types": ATTENTION} if model_impl == "nanopaged" else {}
+    for field, known in (KNOWN | more).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
         check(set(values) <= set(known), f"{field} in config.json",
               f"one of {known}", value)
-    if impl == "transformers":
+    if model_impl == "transformers":
         check_family(found)
-    return read_sizes(text, source=name, hf_config=found, model_impl=impl)
+    return model_impl
 
 
 def read_sizes(text: Any, **more: Any) -> ModelConfig:
@@ -126,6 +135,21 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
     return sizes
 
 
+def longest_sequence(config: EngineConfig, sizes: ModelConfig) -> int:
+    """The most tokens a sequence may have; ValueError if more are asked for."""
+    longest = sizes.max_position_embeddings
+    # With these two ways to rotate Q and K, config.json may give the length before the
+    # positions were stretched by `factor`.
+    rope = sizes.rope_parameters or {}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * rope.get("factor", 1)))
+    max_model_len = config.max_model_len or longest
+    check(max_model_len <= longest, "max_model_len",
+          f"at most {longest} for this model", max_model_len)
+    return int(max_model_len)
+
+
 # -- The tokenizer ---------------------------------------------------------------------
 
 # Texts that show whether two tokenizers agree.
@@ -142,14 +166,11 @@ def load_tokenizer(name: str | Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, clean_up_tokenization_spaces=False)
         file = find_file(name, "tokenizer.json")
-        plain: Any = Tokenizer.from_file(str(file)) if file else None
-    if plain:  # whole texts are compared
-        plain.no_padding()
-        plain.no_truncation()
+        plain = TokenizersBackend(tokenizer_file=file) if file else tokenizer
     # A wrong tokenizer_class replaces rules of tokenizer.json with its own.
-    for text in SAMPLES if plain else ():
-        found = tokenizer.encode(text, add_special_tokens=False)
-        stored = plain.encode(text, add_special_tokens=False).ids
+    for text in SAMPLES:
+        found, stored = (
+            each.encode(text, add_special_tokens=False) for each in (tokenizer, plain))
         if found != stored:
             logging.getLogger("nanopaged").warning(
                 "%s turns %r into the tokens %s, but tokenizer.json of %s turns it "
@@ -161,10 +182,9 @@ def load_tokenizer(name: str | Path) -> Any:
 
 # -- generation_config.json ------------------------------------------------------------
 
-# Our names of the parameters in generation_config.json.
-OUR_NAMES = {name: name for name in (
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-OUR_NAMES["max_new_tokens"] = "max_tokens"
+# What is read as the parameters of a request.
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+            "max_tokens")
 
 
 def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
@@ -185,8 +205,8 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
         eos = [getattr(tokenizer, "eos_token_id", None),
                *(eos if isinstance(eos, list) else [eos])]
         eos_ids = dict.fromkeys(int(each) for each in eos if each is not None)
+    fields["max_tokens"] = fields.get("max_new_tokens")
     if fields.get("top_p") == 0:
         fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
-    params = {ours: fields[theirs] for theirs, ours in OUR_NAMES.items()
-              if fields.get(theirs) is not None}
+    params = {name: fields[name] for name in DEFAULTS if fields.get(name) is not None}
     return [id for id in eos_ids if id in range(model_config.vocab_size)], params

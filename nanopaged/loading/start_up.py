@@ -24,8 +24,6 @@ from nanopaged.model_runner import ModelRunner, own_settings
 from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
 
-CPU_BUDGET = 256  # the default of max_num_batched_tokens on a CPU
-
 
 def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     """An engine that is ready for its first step; `load_config` gives model_config.
@@ -50,11 +48,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
                 device: torch.device) -> ModelRunner:
     """Load a rank's share of the model, try the largest steps, allocate the pools."""
     if device.type == "cpu" and config.max_num_batched_tokens is None:
-        config = replace(config, max_num_batched_tokens=CPU_BUDGET)
-    model_dtype = share.dtype
-    if model_dtype is None and config.load_format != "dummy":
-        model_dtype = main_dtype(stored_tensors(share.source))
-    dtype = pick_dtype(config.dtype, model_dtype, device)
+        config = replace(config, max_num_batched_tokens=256)
+    dtype = pick_dtype(config, share, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
     compiles = device.type == "cuda" and not config.enforce_eager
@@ -63,11 +58,11 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
               "batch_invariant", "False (it needs our decoder, Numba, one rank)", True)
         backend.min_queries = 2**62
+    # (For `batch_invariant`, `cpu/norms.py` has its own silu_mul.)
     ops = fused.make_ops(
         compiles, module.add_norm, module.norm_rotate,
         (module if config.batch_invariant else fused).silu_mul, logits.fill_pending,
         logits.penalize, logits.mark, sampler.lowest_kept, sampler.draw)
-    share.longest_sequence = longest_sequence(config, share)
     model = load_model(config, share, backend, ops, ranks)
     runner = ModelRunner(config, ranks, backend, ops, model, share)
     if share.model_impl == "transformers":
@@ -93,28 +88,81 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     return runner
 
 
-def longest_sequence(config: EngineConfig, model_config: ModelConfig) -> int:
-    """The most tokens a sequence may have; ValueError if more are asked for."""
-    longest = model_config.max_position_embeddings
-    # With these two ways to rotate Q and K, config.json may give the length before the
-    # positions were stretched by `factor`.
-    rope = model_config.rope_parameters or {}
-    if rope.get("rope_type") in ("linear", "yarn"):
-        original = rope.get("original_max_position_embeddings") or longest
-        longest = max(longest, int(original * rope.get("factor", 1)))
-    max_model_len = config.max_model_len or longest
-    check(max_model_len <= longest, "max_model_len",
-          f"at most {longest} for this model", max_model_len)
-    return int(max_model_len)
+# -- What "auto" stands for ------------------------------------------------------------
 
+def pick_device(name: str) -> torch.device:
+    """A GPU if there is one; ValueError if one is asked for and there is none."""
+    has_gpu = torch.cuda.is_available()
+    check(has_gpu or name != "cuda", "device", "'cpu', because torch sees no GPU", name)
+    if name == "cpu" or not has_gpu:
+        return torch.device("cpu")
+    # With an index, because another thread may have a different default device.
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def pick_dtype(config: EngineConfig, share: ModelConfig, device: torch.device
+               ) -> torch.dtype:
+    """The dtype of weights, K and V. "auto" is float32, except for a model in 16 bits
+    where a dtype of 16 bits, perhaps the other one, is fast.
+    """
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)  # type: ignore[no-any-return]
+    model_dtype: Any = share.dtype
+    if model_dtype is None and config.load_format != "dummy":
+        model_dtype = main_dtype(stored_tensors(share.source))
+    if model_dtype not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    if device.type == "cuda":
+        is_old = torch.cuda.get_device_properties(device).major < 8
+        return torch.float16 if is_old else model_dtype
+    has_kernel = products and model_dtype == torch.bfloat16
+    is_fast = has_kernel or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+# For each attention backend: its class, and the operations between matrix products that
+# go with it. A file is imported only if it is used, because it may need a package that
+# is missing.
+BACKENDS = {
+    "torch": ("attention:TorchAttention", "fused"),
+    "numba": ("cpu.attention:NumbaAttention", "cpu.norms"),
+    "triton": ("gpu.attention:TritonAttention", "fused"),
+    "flash": ("gpu.attention:FlashAttention", "fused")}
+
+
+def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
+    """The name of an attention backend; ValueError if it cannot run here."""
+    names = ["torch"]  # what can run here, the best one first
+    is_gpu = device.type == "cuda"
+    if is_gpu and torch.cuda.get_device_properties(device).major >= 8:
+        names = ["triton", "flash", "torch"]
+    elif not is_gpu and products and dtype != torch.float16:
+        names = ["numba", "torch"]
+    if not is_gpu and os.environ.get("TRITON_INTERPRET") == "1":  # for tests
+        names += ["triton", "flash"]
+    name = names[0] if name == "auto" else name
+    check(name in names, "attention_backend",
+          f"'auto', or one of {names} with this device and dtype", name)
+    return name
+
+
+def make_backend(name: str, *settings: Any) -> TorchAttention:
+    """An attention backend; ValueError if a package is missing."""
+    try:
+        return resolve_name(f"nanopaged.{BACKENDS[name][0]}")(*settings)  # type: ignore
+    except ImportError as error:
+        raise ValueError(f"attention_backend={name!r} needs a package that is missing "
+                         f"(install it, or use 'torch'): {error}") from error
+
+
+# -- The largest steps -----------------------------------------------------------------
 
 def run_trial_steps(runner: ModelRunner) -> None:
     """Run steps whose results nobody reads. All their tokens are stored in one block,
     the padding block, so they need no pool yet. On a GPU, the largest steps follow.
     They compile everything that a step may need, and show how much memory it can take.
     """
-    max_seqs = runner.config.max_num_seqs
-    max_tokens = runner.config.budget
+    max_seqs, max_tokens = runner.config.max_num_seqs, runner.config.budget
     run_padding(runner, [1])
     if runner.is_gpu:
         torch.cuda.empty_cache()
@@ -140,6 +188,8 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
             block_ids=[runner.padding_block] * num_blocks,
             sample_entries=list(range(num_seqs)), seqs=seqs, receivers=seqs))
 
+
+# -- The pools -------------------------------------------------------------------------
 
 def size_pools(runner: ModelRunner) -> None:
     """Allocate the pools, at the requested size or at the largest that fits."""
@@ -206,67 +256,3 @@ def free_runner(runner: ModelRunner) -> None:
     runner.free()
     if products:
         products.threads.give_memory_back()
-
-
-# -- What "auto" stands for ------------------------------------------------------------
-
-def pick_device(name: str) -> torch.device:
-    """A GPU if there is one; ValueError if one is asked for and there is none."""
-    has_gpu = torch.cuda.is_available()
-    check(has_gpu or name != "cuda", "device", "'cpu', because torch sees no GPU", name)
-    if name == "cpu" or not has_gpu:
-        return torch.device("cpu")
-    # With an index, because another thread may have a different default device.
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def pick_dtype(name: str, model_dtype: Any, device: torch.device) -> torch.dtype:
-    """The dtype of weights, K and V. "auto" is float32, except for a model in 16 bits
-    where a dtype of 16 bits, perhaps the other one, is fast.
-    """
-    if name != "auto":
-        return getattr(torch, name)  # type: ignore[no-any-return]
-    if model_dtype not in (torch.bfloat16, torch.float16):
-        return torch.float32
-    if device.type == "cuda":
-        is_old = torch.cuda.get_device_properties(device).major < 8
-        return torch.float16 if is_old else model_dtype
-    has_kernel = products and model_dtype == torch.bfloat16
-    is_fast = has_kernel or torch.cpu._is_avx512_bf16_supported()
-    return torch.bfloat16 if is_fast else torch.float32
-
-
-# For each attention backend: its class, and the operations between matrix products that
-# go with it. A file is imported only if it is used, because it may need a package that
-# is missing.
-BACKENDS = {
-    "torch": ("attention:TorchAttention", "fused"),
-    "numba": ("cpu.attention:NumbaAttention", "cpu.norms"),
-    "triton": ("gpu.attention:TritonAttention", "fused"),
-    "flash": ("gpu.attention:FlashAttention", "fused")}
-
-
-def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
-    """The name of an attention backend; ValueError if it cannot run here."""
-    names = ["torch"]  # what can run here, the best one first
-    is_gpu = device.type == "cuda"
-    if is_gpu and torch.cuda.get_device_properties(device).major >= 8:
-        names = ["triton", "flash", "torch"]
-    elif not is_gpu and products and dtype != torch.float16:
-        names = ["numba", "torch"]
-    if not is_gpu and os.environ.get("TRITON_INTERPRET") == "1":  # for tests
-        names += ["triton", "flash"]
-    name = names[0] if name == "auto" else name
-    check(name in names, "attention_backend",
-          f"'auto', or one of {names} with this device and dtype", name)
-    return name
-
-
-def make_backend(name: str, *settings: Any) -> TorchAttention:
-    """An attention backend; ValueError if a package is missing."""
-    try:
-        make: type[TorchAttention] = resolve_name(f"nanopaged.{BACKENDS[name][0]}")
-        return make(*settings)
-    except ImportError as error:
-        raise ValueError(f"attention_backend={name!r} needs a package that is missing "
-                         f"(install it, or use 'torch'): {error}") from error

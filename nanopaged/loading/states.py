@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 
 # The tensors of a layer of a cache: a dict of each kind.
 KINDS = ("conv_states", "recurrent_states")
@@ -31,11 +31,6 @@ source_of = cache(inspect.getsource)  # it parses the whole file, each time
 def keeps_state(code: Any) -> bool:
     """Whether a class, or a file, keeps a state in transformers' cache."""
     return "cache.update_conv_state(" in source_of(code)
-
-
-def find_stateful(model: nn.Module) -> list[Any]:
-    """The modules that keep a state."""
-    return [module for module in model.modules() if keeps_state(type(module))]
 
 
 def plug_in_states(modules: list[Any], config: Any, shared: Any) -> None:
@@ -51,9 +46,8 @@ def find_runs(metadata: Any) -> list[tuple[list[int], Tensor]]:
     """
     counts, ends = metadata.counts, metadata.ends
     starts = np.cumsum(counts) - counts
-    for count, end, seq in zip(counts, ends, metadata.seqs, strict=True):
-        is_first = seq.states[0] is None
-        assert is_first == (end == count), "a state is of computed tokens"
+    for past, seq in zip(ends - counts, metadata.seqs, strict=True):
+        assert (seq.states[0] is None) == (past == 0), "a state is of computed tokens"
     is_decode = (counts == 1) & (ends > 1)
     decodes, others = (np.flatnonzero(x).tolist() for x in (is_decode, ~is_decode))
     runs = [decodes] * bool(decodes) + [[entry] for entry in others]

@@ -46,40 +46,49 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
-    # In ours, matrices, K and V have backend.dtype, and all else has compute_dtype.
-    compute_dtype = backend.dtype
-    if products:
-        compute_dtype = products.compute_dtype(compute_dtype, backend.device)
-    is_ours = model_config.model_impl == "nanopaged"
     is_dummy = config.load_format == "dummy"
-    if is_ours:
-        with backend.device, local_torch_dtype(compute_dtype), no_init_weights():
-            model: Any = CausalLM(model_config, backend, ops, ranks)
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.to(backend.dtype)
+    if model_config.model_impl == "nanopaged":
+        model: Any = make_ours(model_config, backend, ops, ranks)
+        if not is_dummy:
+            pretrained = load_pretrained(model_config)
+            tensors = dict(pretrained.named_parameters(remove_duplicate=False))
+            fill(config, model, tensors, ranks)
     else:
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
         load = make_pretrained if is_dummy else load_pretrained
-        model = AnyDecoder(load(model_config, backend.dtype), model_config, backend)
-        if backend.device.type == "cpu":
-            for parameter in model.parameters():  # or it would change with its file
-                parameter.data = parameter.data.clone()
-    model.requires_grad_(False)
+        pretrained = load(model_config, backend.dtype)
+        for parameter in pretrained.parameters():  # out of the file, which may change
+            parameter.data = parameter.data.to(backend.device, copy=True)
+        model = AnyDecoder(pretrained, model_config, backend)
     if is_dummy:
         generator = torch.Generator(backend.device).manual_seed(config.seed)
         for name, parameter in model.named_parameters():
             is_norm = parameter.ndim == 1 and name.endswith("weight")
             parameter.normal_(float(is_norm), 0.02, generator=generator)
-    elif is_ours:
-        pretrained = load_pretrained(model_config)
-        tensors = dict(pretrained.named_parameters(remove_duplicate=False))
-        fill(config, model, tensors, ranks)
+    model.requires_grad_(False)
     if products:
         products.pack_products(model, config.batch_invariant)
     return model
 
+
+def make_ours(model_config: ModelConfig, backend: TorchAttention, ops: Any, ranks: Ranks
+              ) -> CausalLM:
+    """Our own decoder, without weights. Matrices have the dtype of K and V. All else
+    has that of the activations, which differs on a CPU that is slow in bfloat16.
+    """
+    dtype = backend.dtype
+    if products:
+        dtype = products.compute_dtype(dtype, backend.device)
+    with backend.device, local_torch_dtype(dtype), no_init_weights():
+        model = CausalLM(model_config, backend, ops, ranks)
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.to(backend.dtype)
+    return model
+
+
+# -- From files ------------------------------------------------------------------------
 
 def stored_tensors(source: str | Path) -> dict[str, Tensor]:
     """The tensors of a checkpoint, with shape and dtype, but without their numbers.
@@ -130,9 +139,8 @@ def load_pretrained(model_config: ModelConfig, dtype: torch.dtype | None = None)
     finally:
         if shows_bars:
             logging.enable_progress_bar()
-    check_names(source, info["missing_keys"], info["unexpected_keys"])
-    for name, found, expected in sorted(info["mismatched_keys"]):
-        check(found == expected, f"the shape of {name}", [*expected], [*found])
+    check_fit(source, info["missing_keys"], info["unexpected_keys"],
+              info["mismatched_keys"])
     for name in sorted(stored.keys() & dict(model.named_parameters())):
         check(stored[name].dtype in FLOATS, f"the dtype of {name}",
               f"one of {FLOATS}", stored[name].dtype)
@@ -145,15 +153,21 @@ def make_pretrained(model_config: ModelConfig, dtype: torch.dtype) -> Any:
         model_config.hf_config, dtype=dtype, attn_implementation="eager").eval()
 
 
-def check_names(source: object, missing: set[str], left_over: set[str]) -> None:
-    """Raise an error if a checkpoint lacks tensors, or has some that nobody needs."""
+def check_fit(source: object, missing: Any, left_over: Any, shapes: Any) -> None:
+    """ValueError if tensors are missing, if nobody needs some of them, or if a shape is
+    not what is expected. `shapes` has names, the shapes found, and those expected.
+    """
     found = (f"{len(missing)} missing {sorted(missing)[:2]} and "
              f"{len(left_over)} left over {sorted(left_over)[:2]}")
     if missing or left_over:
         raise ValueError(f"the weights in {source} must be exactly the tensors that "
                          f"config.json calls for, got {found} (are names or prefixes "
                          "as `save_pretrained` of transformers writes them?)")
+    for name, shape, expected in sorted(shapes):
+        check(shape == expected, f"the shape of {name}", [*expected], [*shape])
 
+
+# -- From `load_weights` ---------------------------------------------------------------
 
 def check_weights(model_config: ModelConfig, weights: dict[str, Tensor], ranks: Ranks
                   ) -> None:
@@ -164,14 +178,13 @@ def check_weights(model_config: ModelConfig, weights: dict[str, Tensor], ranks: 
     check(model_config.model_impl == "nanopaged", "model_impl",
           "'nanopaged' for load_weights", model_config.model_impl)
     for name, tensor in weights.items():
-        # (A DTensor has only a part of its numbers. A FakeTensor has none, and no more
-        # has what FSDP has divided.)
+        # (A DTensor has only a part of its numbers. A FakeTensor has none, and a
+        # parameter that FSDP has divided has no memory.)
         kind: Any = type(tensor)
         is_right = (
             isinstance(tensor, Tensor) and tensor.layout == torch.strided
             and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-            and tensor.dtype in FLOATS and not tensor.is_meta
-            and tensor.untyped_storage().nbytes() > 0)
+            and tensor.dtype in FLOATS and tensor.untyped_storage().data_ptr() != 0)
         found = f"{kind.__name__} of {getattr(tensor, 'dtype', None)}"
         check(is_right, name, "a dense tensor of floating-point numbers, all here",
               found, TypeError)
@@ -181,11 +194,10 @@ def check_weights(model_config: ModelConfig, weights: dict[str, Tensor], ranks: 
         del expected[HEAD]
     # Old checkpoints also have the angles by which Q and K are rotated.
     given = {name for name in weights if ".rotary_emb." not in name}
-    check_names(
-        model_config.source, expected.keys() - given, given - expected.keys())
-    for name, tensor in expected.items():
-        shape, given_shape = [*tensor.shape], [*weights[name].shape]
-        check(given_shape == shape, f"the shape of {name}", shape, given_shape)
+    missing, left_over = expected.keys() - given, given - expected.keys()
+    shapes = [(name, weights[name].shape, expected[name].shape)
+              for name in given & expected.keys()]
+    check_fit(model_config.source, missing, left_over, shapes)
 
 
 def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
@@ -195,6 +207,8 @@ def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
         if products:
             products.pack_products(runner.model, runner.config.batch_invariant)
 
+
+# -- Into our own decoder --------------------------------------------------------------
 
 @torch.no_grad()
 def fill(config: EngineConfig, model: CausalLM, tensors: dict[str, Tensor],
