@@ -1,5 +1,5 @@
-"""A Python that has imported torch and transformers, and forks for each script: most of
-the seconds that a fresh one takes are imports.
+"""A Python that has imported torch, transformers and Hypothesis, and forks for each
+script: most of the seconds that a fresh one takes are imports.
 
 It reads lines of JSON, each with scripts that run at once, and answers with their worst
 exit code. Whatever a script imports or breaks ends with its process. Nothing of this
@@ -7,6 +7,7 @@ project is imported here, nor Numba, which looks at the environment then. (So do
 Triton, which torch brings along: it runs in its interpreter.)
 """
 
+import gc
 import json
 import os
 import runpy
@@ -15,14 +16,6 @@ import subprocess
 import sys
 import traceback
 from contextlib import contextmanager
-
-import torch  # noqa: F401
-from transformers import (  # noqa: F401
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationMixin,
-    LlamaForCausalLM,
-)
 
 
 @contextmanager
@@ -86,7 +79,22 @@ def fork(job):
     os._exit(status)
 
 
+def import_all():
+    gc.disable()  # it would look for garbage in a fifth of the time, and find none
+    import hypothesis.strategies  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import (  # noqa: F401
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        GenerationMixin,
+        LlamaForCausalLM,
+    )
+    gc.enable()
+    gc.freeze()
+
+
 if __name__ == "__main__":
+    import_all()
     for line in sys.stdin:
         children = [fork(job) for job in json.loads(line)]
         statuses = [os.waitpid(child, 0)[1] for child in children]
