@@ -194,8 +194,8 @@ def with_our_body(code):
 
 def test_the_cells_of_a_notebook_fail_until_the_functions_are_written(
         student, warm, monkeypatch, capfd):
-    monkeypatch.setattr(subprocess, "run", lambda command, stdout, text: SimpleNamespace(
-        stdout=warm(*command[1:], "-Wignore", cwd=student)[1]))
+    monkeypatch.setattr(subprocess, "run", lambda words, stdout, text: SimpleNamespace(
+        stdout=warm(*words[1:], "-Wignore", cwd=student)[1]))
     args = argparse.Namespace(folder=student / "starter.ipynb", milestone=[TRAFFIC])
     course.notebook(args)
     notebook = json.loads(args.folder.read_text("utf-8"))
