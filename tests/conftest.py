@@ -11,6 +11,7 @@ import os
 import random
 from collections import namedtuple
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -50,8 +51,9 @@ def mend_interpreter():
     """Let the interpreter of Triton before 3.7 run with numpy 2.4 or later: it takes an
     array of one number for a number, which numpy no longer allows. And let all of them
     be twice as fast: they compute whether integers overflow, and forget what they have
-    found; and they prepare Triton's modules for each call of a kernel's own functions,
-    where once for a launch is enough.
+    found; they prepare Triton's modules for each call of a kernel's own functions, where
+    once for a launch is enough; and they find out again and again which type of numpy a
+    type is, and what a shape is to Triton.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -70,6 +72,18 @@ def mend_interpreter():
         modules = {"tl": tl, "core": tl.core}
         return patch_lang(SimpleNamespace(__globals__=modules))
 
+    def make_tensor(self, handle, type):
+        shape = (*type.shape,) if type.is_block() else ()
+        if shape not in shapes:
+            make(self, handle, type)
+            shapes[shape] = self.shape, self.numel
+        self.shape, self.numel = shapes[shape]
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    numpy_type = cache(interpreter._get_np_dtype)
+    make, shapes, tl.core.tensor.__init__ = tl.core.tensor.__init__, {}, make_tensor
+    interpreter._get_np_dtype = lambda kind: numpy_type(
+        tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once
 
