@@ -72,23 +72,26 @@ def mend_interpreter():
         modules = {"tl": tl, "core": tl.core}
         return patch_lang(SimpleNamespace(__globals__=modules))
 
-    def make_tensor(self, handle, type):
-        shape = (*type.shape,) if type.is_block() else ()
-        if shape not in shapes:
-            make(self, handle, type)
-            shapes[shape] = self.shape, self.numel
-        self.shape, self.numel = shapes[shape]
-        self.handle, self.type, self.dtype = handle, type, type.scalar
+    def make_once(kind, key):
+        def init(self, first, second):
+            name = key(first, second)
+            if name not in known:
+                make(self, first, second)
+                known[name] = vars(self).copy()
+            vars(self).update(known[name], handle=first)
 
+        make, known, kind.__init__ = kind.__init__, {}, init
+
+    make_once(tl.core.tensor, lambda _, kind: kind.name)
+    make_once(tl.core.block_type, lambda kind, shape: (kind.name, *shape))
     numpy_type = cache(interpreter._get_np_dtype)
-    make, shapes, tl.core.tensor.__init__ = tl.core.tensor.__init__, {}, make_tensor
     interpreter._get_np_dtype = lambda kind: numpy_type(
         tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once
 
 
-if find_spec("triton"):
+if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
     mend_interpreter()
 
 

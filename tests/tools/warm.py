@@ -71,7 +71,11 @@ def fork(job):
         run(*job)
         status = 0
     except SystemExit as end:
-        status = int(end.code or 0) if isinstance(end.code, int | None) else 1
+        if isinstance(end.code, int | None):
+            status = int(end.code or 0)
+        else:
+            sys.stdout.flush()
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
