@@ -22,7 +22,7 @@ from contextlib import contextmanager
 def start(log):
     """A function that runs Python with these arguments, and returns its exit code and
     its output. It imports the package of `cwd`, unless PYTHONPATH names another. With
-    `ranks`, so many run at once.
+    `ranks`, so many run at once. A variable given as None is unset.
     """
     fresh = os.environ | {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
     fresh.pop("PYTHONPATH", None)
@@ -32,6 +32,7 @@ def start(log):
         def run_there(*arguments, cwd, ranks=1, **env):
             log.write_text("")
             env = fresh | {"PYTHONPATH": str(cwd)} | env
+            env = {name: value for name, value in env.items() if value is not None}
             jobs = [[[*map(str, arguments)], str(cwd), env | {"RANK": str(rank)},
                      str(log)] for rank in range(ranks)]
             server.stdin.write(json.dumps(jobs) + "\n")
