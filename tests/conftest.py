@@ -5,7 +5,6 @@ a float32 sum decides, not the engine. Plain functions that hold no state are in
 helpers.py, and the models in tools/models.py.
 """
 
-import gc
 import json
 import os
 import random
@@ -23,7 +22,6 @@ if "PYTEST_VERSION" in os.environ:
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-gc.disable()  # a fifth of the time of imports, and they leave no garbage
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -40,7 +38,6 @@ from nanopaged import LLM
 from tools.models import VARIANTS, Reference, shape, write_model
 from tools.warm import start
 
-gc.enable()
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 torch.set_num_threads(1)
@@ -50,10 +47,10 @@ pytest.register_assert_rewrite("helpers")
 def mend_interpreter():
     """Let the interpreter of Triton before 3.7 run with numpy 2.4 or later: it takes an
     array of one number for a number, which numpy no longer allows. And let all of them
-    be twice as fast: they compute whether integers overflow, and forget what they have
-    found; they prepare Triton's modules for each call of a kernel's own functions, where
-    once for a launch is enough; and they find out again and again which type of numpy a
-    type is, and what a shape is to Triton.
+    be three times as fast: they compute whether integers overflow, and forget what they
+    have found; they prepare Triton's modules for each call of a kernel's own functions,
+    where once for a launch is enough; and they find out for each result what there is to
+    know of its type.
     """
     import triton.language as tl
     from triton.runtime import interpreter

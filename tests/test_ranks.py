@@ -15,12 +15,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from helpers import CPU, ROOT, draw_requests, serve
 
 LAUNCHER = ["-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
-TORCHRUN = [*LAUNCHER, "--standalone", "--nproc-per-node"]
+TORCHRUN = [*LAUNCHER, "--standalone", "--nproc-per-node", "2"]
 OPTIONS = CPU | {"block_size": 4, "max_model_len": 96, "num_blocks": 28,
                  "max_num_seqs": 12, "max_num_batched_tokens": 24}
 HERE = Path(__file__).parent
@@ -93,12 +92,9 @@ def test_ranks_say_what_one_says(
     path = make_model(family, seed=seed, **FAMILIES[family] | fields)
     options = OPTIONS | {"preemption_mode": mode}
     (tmp_path / "script.py").write_text(SERVE)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     status, said = warm(
         tmp_path / "script.py", json.dumps([str(path), options, runs_ahead, 2]),
-        cwd=tmp_path, ranks=size, PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))),
-        WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(store.port),
-        TORCHELASTIC_USE_AGENT_STORE="True")  # as torchrun sets them
+        cwd=tmp_path, ranks=size, PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))))
     assert status == 0, said
     answer, stats = json.loads((tmp_path / "answer").read_text())
     one = engine(path, **OPTIONS | {"num_blocks": 800, "max_num_seqs": 64})
@@ -117,14 +113,12 @@ def test_ranks_say_what_one_says(
 
 # What each rank does after its first steps.
 ENDING = """
-import gc, json, os, sys
-gc.disable()  # imports leave no garbage
+import json, os, sys
 from pathlib import Path
 from datetime import timedelta
 from torch.distributed import distributed_c10d
 from nanopaged import LLM, SamplingParams
 from nanopaged.model_runner import ModelRunner
-gc.enable()
 
 path, options, how, rank = *sys.argv[1:], os.environ["RANK"]
 Path(rank).write_text(str(os.getpid()))
@@ -177,7 +171,7 @@ def check_end(how, path, options, expected, folder):
     (folder / "script.py").write_text(ENDING)
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    machines = [[*TORCHRUN, "2"]]
+    machines = [TORCHRUN]
     if "machine" in how:
         machines = [[*LAUNCHER, "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint",
                      endpoint] for node in "01"]

@@ -22,7 +22,7 @@ from unittest import mock
 import pytest
 
 import course
-from helpers import ROOT, run_python
+from helpers import ROOT
 from nanopaged.tour import guide
 
 # Milestones whose tests are quick, and functions of some of them.
@@ -321,11 +321,11 @@ def test_a_test_earns_the_broken_engines_that_it_sees(student, quick):
 
 
 @pytest.mark.slow
-def test_the_tour_of_the_copy_runs_and_shows_no_answers(tmp_path):
+def test_the_tour_of_the_copy_runs_and_shows_no_answers(warm, tmp_path):
     folder = tmp_path / "copy"
     course.make(argparse.Namespace(
         folder=folder, milestone=list(course.MILESTONES), seed=1))
-    run_python("-m", "nanopaged.tour", str(tmp_path / "page"), cwd=folder,
-               PYTHONPATH=str(folder))
+    status, said = warm("-m", "nanopaged.tour", tmp_path / "page", cwd=folder)
+    assert status == 0, said
     assert "What is the loop?" in (tmp_path / "page/index.html").read_text("ascii")
     assert_no_answers(folder)

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 def start(log):
     """A function that runs Python with these arguments, and returns its exit code and
     its output. It imports the package of `cwd`, unless PYTHONPATH names another. With
-    `ranks`, so many run at once. A variable given as None is unset.
+    `ranks`, so many run at once, as under torchrun. A variable given as None is unset.
     """
     fresh = os.environ | {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
     fresh.pop("PYTHONPATH", None)
@@ -33,6 +33,13 @@ def start(log):
             log.write_text("")
             env = fresh | {"PYTHONPATH": str(cwd)} | env
             env = {name: value for name, value in env.items() if value is not None}
+            if ranks > 1:
+                from torch.distributed import TCPStore
+
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(store.port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True"}
             jobs = [[[*map(str, arguments)], str(cwd), env | {"RANK": str(rank)},
                      str(log)] for rank in range(ranks)]
             server.stdin.write(json.dumps(jobs) + "\n")
