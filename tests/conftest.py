@@ -49,8 +49,8 @@ def mend_interpreter():
     array of one number for a number, which numpy no longer allows. And let all of them
     be three times as fast: they compute whether integers overflow, and forget what they
     have found; they prepare Triton's modules for each call of a kernel's own functions,
-    where once for a launch is enough; and they find out for each result what there is to
-    know of its type.
+    where once for a launch is enough; and they find out for each result what there is
+    to know of its type.
     """
     import triton.language as tl
     from triton.runtime import interpreter
