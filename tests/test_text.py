@@ -224,6 +224,12 @@ def test_a_stop_string_ends_a_sequence_and_is_not_its_text(
     assert all(answer.text.startswith(output.outputs[0].text) for output in shown)
 
 
+def test_of_several_stop_strings_the_one_that_is_complete_first_counts(tokenizer):
+    ours = Detokenizer(tokenizer, [0], ["xabc", "ab"])
+    ours.update([0, *encode(tokenizer, "xabc")], False, True)
+    assert (ours.text, ours.stopped_by) == ("x", "ab")
+
+
 # -- In the engine ---------------------------------------------------------------------
 
 
