@@ -18,11 +18,9 @@ import pytest
 
 from helpers import CPU, ROOT, draw_requests, serve
 
-LAUNCHER = ["-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
-TORCHRUN = [*LAUNCHER, "--standalone", "--nproc-per-node", "2"]
+LAUNCHER = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
 OPTIONS = CPU | {"block_size": 4, "max_model_len": 96, "num_blocks": 28,
                  "max_num_seqs": 12, "max_num_batched_tokens": 24}
-HERE = Path(__file__).parent
 SOON = 60  # seconds, for busy machines; usually it takes a few
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -94,7 +92,7 @@ def test_ranks_say_what_one_says(
     (tmp_path / "script.py").write_text(SERVE)
     status, said = warm(
         tmp_path / "script.py", json.dumps([str(path), options, runs_ahead, 2]),
-        cwd=tmp_path, ranks=size, PYTHONPATH=os.pathsep.join(map(str, (ROOT, HERE))))
+        cwd=tmp_path, ranks=size, PYTHONPATH=f"{ROOT}{os.pathsep}{ROOT / 'tests'}")
     assert status == 0, said
     answer, stats = json.loads((tmp_path / "answer").read_text())
     one = engine(path, **OPTIONS | {"num_blocks": 800, "max_num_seqs": 64})
@@ -171,12 +169,12 @@ def check_end(how, path, options, expected, folder):
     (folder / "script.py").write_text(ENDING)
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    machines = [TORCHRUN]
+    machines = [["--standalone", "--nproc-per-node", "2"]]
     if "machine" in how:
-        machines = [[*LAUNCHER, "--nnodes", "2", "--node-rank", node, "--rdzv-endpoint",
-                     endpoint] for node in "01"]
+        machines = [["--nnodes", "2", "--node-rank", node, "--rdzv-endpoint", endpoint]
+                    for node in "01"]
     launchers = [subprocess.Popen(
-        [sys.executable, *words, "script.py", path, json.dumps(options), how],
+        [*LAUNCHER, *words, "script.py", path, json.dumps(options), how],
         cwd=folder, start_new_session=how == "Ctrl-C", stdout=subprocess.PIPE,
         stderr=subprocess.PIPE, encoding="utf-8",
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})

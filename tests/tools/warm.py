@@ -91,7 +91,7 @@ def fork(job):
     os._exit(status)
 
 
-def import_all():
+if __name__ == "__main__":
     gc.disable()  # it would look for garbage in a fifth of the time, and find none
     import hypothesis.strategies  # noqa: F401
     import torch  # noqa: F401
@@ -99,9 +99,6 @@ def import_all():
     gc.enable()
     gc.freeze()
 
-
-if __name__ == "__main__":
-    import_all()
     for line in sys.stdin:
         children = [fork(job) for job in json.loads(line)]
         statuses = [os.waitpid(child, 0)[1] for child in children]
