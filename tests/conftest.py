@@ -10,6 +10,7 @@ import os
 import random
 from collections import namedtuple
 from dataclasses import replace
+from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
 
@@ -46,9 +47,10 @@ pytest.register_assert_rewrite("helpers")
 def mend_interpreter():
     """Let the interpreter of Triton before 3.7 run with numpy 2.4 or later: it takes an
     array of one number for a number, which numpy no longer allows. And let all of them
-    be twice as fast: they compute whether integers overflow, and forget what they have
-    found; and they prepare Triton's modules for each call of a kernel's own functions,
-    where once for a launch is enough.
+    be three times as fast: they compute whether integers overflow, and forget what they
+    have found; they prepare Triton's modules for each call of a kernel's own functions,
+    where once for a launch is enough; and they find out for each result what there is
+    to know of its type.
     """
     import triton.language as tl
     from triton.runtime import interpreter
@@ -67,11 +69,26 @@ def mend_interpreter():
         modules = {"tl": tl, "core": tl.core}
         return patch_lang(SimpleNamespace(__globals__=modules))
 
+    def make_once(kind, key):
+        def init(self, first, second):
+            name = key(first, second)
+            if name not in known:
+                make(self, first, second)
+                known[name] = vars(self).copy()
+            vars(self).update(known[name], handle=first)
+
+        make, known, kind.__init__ = kind.__init__, {}, init
+
+    make_once(tl.core.tensor, lambda _, kind: kind.name)
+    make_once(tl.core.block_type, lambda kind, shape: (kind.name, *shape))
+    numpy_type = cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda kind: numpy_type(
+        tl.uint64 if kind.scalar.is_ptr() else kind.scalar)
     interpreter._patch_lang_tensor = patch
     interpreter._patch_lang = patch_once
 
 
-if find_spec("triton"):
+if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
     mend_interpreter()
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_cases import BF16, CPU, F16, F32, F64, TOLERANCE, Case, make_backend
-from helpers import copy_package, run_python
+from helpers import copy_package
 from nanopaged import fused
 from nanopaged.loading import start_up
 
@@ -342,7 +342,7 @@ def test_norms_and_rotation_are_those_of_fused_py(dtype, num_tokens):
     ("function", "default"), ("CPUDispatcher", "default"),
     ("CPUDispatcher", "workqueue")])
 def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
-        kind, layer, tmp_path):
+        kind, layer, warm, tmp_path):
     """NUMBA_DISABLE_JIT=1 is for debuggers. A container may have no writable folder,
     or may lack GNU's OpenMP.
     """
@@ -350,25 +350,26 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
     copy = copy_package(tmp_path, *[] if has_folder else ["__pycache__"])
     if not has_folder:
         (copy / "cpu/__pycache__").touch()  # a file, so not even root can write into it
-    printed = run_python(
+    status, printed = warm(
         "-c", SMALL_CASES, str(tmp_path / "outs"), cwd=tmp_path, HOME="/dev/null",
         PYTHONPATH=str(Path(__file__).parent), XDG_CACHE_HOME=None,
         NUMBA_CACHE_DIR=None, NUMBA_DISABLE_JIT=str(int(kind == "function")),
         NUMBA_THREADING_LAYER=layer)
-    assert printed.split() == [kind]
+    assert (status, printed.split()) == (0, [kind])
     torch.testing.assert_close(
         small_cases(), torch.load(tmp_path / "outs"), rtol=1e-2, atol=1e-6)
 
 
 @SLOW
-def test_a_kernel_that_someone_has_edited_is_compiled_again(tmp_path):
+def test_a_kernel_that_someone_has_edited_is_compiled_again(warm, tmp_path):
     copy = copy_package(tmp_path)
     code = """from test_attention import Case, make_backend
 print(float(Case([(5, 1)]).run(make_backend("numba")).sum()))"""
 
     def run():
-        return float(run_python("-c", code, cwd=tmp_path, NUMBA_CACHE_DIR=None,
-                                PYTHONPATH=str(Path(__file__).parent)))
+        _, printed = warm("-c", code, cwd=tmp_path, NUMBA_CACHE_DIR=None,
+                          PYTHONPATH=str(Path(__file__).parent))
+        return float(printed)
 
     before, path = run(), copy / "paged_attention.py"
     path.write_text(path.read_text("utf-8").replace("/ total[g]", "/ total[g] * 2"))

@@ -32,7 +32,7 @@ from helpers import (
     sample_for,
     serve,
 )
-from nanopaged import SamplingParams
+from nanopaged import LLM, SamplingParams
 
 triton = pytest.importorskip("triton", reason="pip install triton")
 
@@ -234,8 +234,6 @@ def test_an_eager_engine_lets_others_run_compiled(tiny, engine, quick_gpu):
 
 def test_every_graph_is_reset_before_an_engine_goes(tiny, engine, quick_gpu):
     """Or else the end of NCCL's group would wait for it for good."""
-    from nanopaged import LLM
-
     for forget in (LLM.shutdown, lambda llm: None):
         llm = LLM(tiny, device="cuda", dtype="float32", num_blocks=64, **OPTIONS)
         graphs, quick_gpu.graphs = quick_gpu.graphs, []

@@ -274,7 +274,6 @@ def test_a_file_that_changes_after_loading_changes_no_answer(
     before = complete(llm, PROMPT, greedy(6)).token_ids
     for file in path.glob("*.safetensors"):
         with file.open("r+b") as opened:
-            opened.seek(file.stat().st_size // 4)
-            opened.write(b"\0" * (file.stat().st_size // 2))
+            opened.write(bytes(file.stat().st_size))
     llm.reset_prefix_cache()
     assert tokens_of(llm.generate([PROMPT], greedy(6), use_tqdm=False)[0]) == before

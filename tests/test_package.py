@@ -39,7 +39,7 @@ CEILINGS = {
     "all": 3092,
     "tour": 1498,
     "paper": 369,
-    "tests": 5378,
+    "tests": 5375,
     "all tests": 8738,
 }
 
@@ -373,7 +373,8 @@ def test_what_is_published_is_complete(tmp_path):
         params = nanopaged.SamplingParams(temperature=0, max_tokens=4)
         (output,) = llm.generate("KING:", params, use_tqdm=False)
         print(nanopaged.__file__, len(output.outputs[0].token_ids))"""
-    printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed))
+    printed = run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(installed),
+                         NUMBA_DISABLE_JIT="1")  # compiling takes long
     assert printed.split() == [str(installed / "nanopaged/__init__.py"), "4"]
 
 

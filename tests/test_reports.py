@@ -559,13 +559,10 @@ def test_eight_streams_take_turns(text_model, engine):
 # -- What has finished is freed --------------------------------------------------------
 
 
-def fail(*_):
-    raise ZeroDivisionError
-
-
 def end_in_an_error(llm):
     with suppress(ZeroDivisionError):
-        llm.generate([[5]], greedy(3, logits_processors=[fail]), use_tqdm=False)
+        fail = greedy(3, logits_processors=[lambda *_: 1 / 0])
+        llm.generate([[5]], fail, use_tqdm=False)
 
 
 def close_early(llm):

@@ -16,25 +16,25 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 import course
-from helpers import ROOT, run_python
+from helpers import ROOT
 from nanopaged.tour import guide
 
 # Milestones whose tests are quick, and functions of some of them.
-BLOCKS, SCHEDULER, SAMPLING, TRAFFIC, BROKEN = 1, 3, 5, 7, 8
-SCHEDULE, DRAW, KERNEL = (
-    "scheduler.Scheduler.schedule", "sampler.draw", "paged_attention.run_program")
+BLOCKS, SCHEDULER, TRAFFIC, BROKEN = 1, 3, 7, 8
+SCHEDULE, KERNEL = "scheduler.Scheduler.schedule", "paged_attention.run_program"
 WITNESSES = Path(course.__file__).with_name("witnesses.py")
 FORGED = """
 print('51 passed')
 import pathlib
 for path in pathlib.Path('tests').glob('test_*'):
     path.write_text('def test_nothing(): pass')
-return numbers
+return
 """
 
 
@@ -193,8 +193,10 @@ def with_our_body(code):
 
 
 def test_the_cells_of_a_notebook_fail_until_the_functions_are_written(
-        student, monkeypatch, capfd):
-    args = argparse.Namespace(folder=student / "starter.ipynb", milestone=[SAMPLING])
+        student, warm, monkeypatch, capfd):
+    monkeypatch.setattr(subprocess, "run", lambda words, stdout, text: SimpleNamespace(
+        stdout=warm(*words[1:], "-Wignore", cwd=student)[1]))
+    args = argparse.Namespace(folder=student / "starter.ipynb", milestone=[TRAFFIC])
     course.notebook(args)
     notebook = json.loads(args.folder.read_text("utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 4)
@@ -227,10 +229,10 @@ def test_slides_compute_their_numbers_and_need_no_network(tmp_path):
 
 @pytest.mark.slow
 def test_each_milestone_is_graded_alone(student):
-    solve(student, SAMPLING)
+    solve(student, TRAFFIC)
     course.replace_body(student, SCHEDULE, "import os; os._exit(0)")
     (student / "nanopaged/block_manager.py").write_text("def")
-    assert scores(student, BLOCKS, SCHEDULER, SAMPLING) == [0, 0, 10]
+    assert scores(student, BLOCKS, SCHEDULER, TRAFFIC) == [0, 0, 5]
 
 
 @pytest.mark.slow
@@ -240,9 +242,8 @@ def test_each_milestone_is_graded_alone(student):
 def test_hostile_code_gets_nothing(code, student, monkeypatch):
     monkeypatch.setattr(course, "SECONDS", 12 if "sleep" in code else 30)
     monkeypatch.setattr(course, "CPU_SECONDS", 15)
-    solve(student, SAMPLING)
-    course.replace_body(student, DRAW, code)
-    assert scores(student, SAMPLING)[0] < 4  # a few tests do without this function
+    course.replace_body(student, KERNEL, code)
+    assert scores(student, TRAFFIC) == [0]
 
 
 @pytest.mark.slow
@@ -250,7 +251,7 @@ def test_the_grade_of_a_kernel_counts_what_it_reads_also_on_a_busy_machine(stude
     """The second kernel is right, but takes one head after the other."""
     solve(student, TRAFFIC)
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
-             for _ in range(4)]
+             for _ in range(2)]
     try:
         assert scores(student, TRAFFIC) == [5]
     finally:
@@ -320,11 +321,11 @@ def test_a_test_earns_the_broken_engines_that_it_sees(student, quick):
 
 
 @pytest.mark.slow
-def test_the_tour_of_the_copy_runs_and_shows_no_answers(tmp_path):
+def test_the_tour_of_the_copy_runs_and_shows_no_answers(warm, tmp_path):
     folder = tmp_path / "copy"
     course.make(argparse.Namespace(
         folder=folder, milestone=list(course.MILESTONES), seed=1))
-    run_python("-m", "nanopaged.tour", str(tmp_path / "page"), cwd=folder,
-               PYTHONPATH=str(folder))
+    status, said = warm("-m", "nanopaged.tour", tmp_path / "page", cwd=folder)
+    assert status == 0, said
     assert "What is the loop?" in (tmp_path / "page/index.html").read_text("ascii")
     assert_no_answers(folder)

@@ -14,8 +14,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from helpers import ROOT, SOLUTIONS, apply_patch, code_lines, copy_package, run_python
-from test_ranks import TORCHRUN
+from helpers import ROOT, SOLUTIONS, apply_patch, code_lines, copy_package
 
 # How many lines of code each may add, and in how many files.
 SIZES = {
@@ -145,10 +144,9 @@ def test_two_work_together(tmp_path, pair, run_check):
 
 
 @pytest.mark.slow
-def test_ranks_share_every_expert(extended, tmp_path):
-    assert "moe: ok" in run_python(
-        *TORCHRUN, "2", str(script_of("moe")), "1", cwd=extended("moe"),
-        PYTHONPATH=str(tmp_path), OMP_NUM_THREADS="1")
+def test_ranks_share_every_expert(extended, warm):
+    status, said = warm(script_of("moe"), 1, cwd=extended("moe"), ranks=2)
+    assert status == 0 and "moe: ok" in said, said
 
 
 @pytest.mark.slow

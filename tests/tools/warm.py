@@ -1,5 +1,5 @@
-"""A Python that has imported torch and transformers, and forks for each script: most of
-the seconds that a fresh one takes are imports.
+"""A Python that has imported torch, transformers and Hypothesis, and forks for each
+script: most of the seconds that a fresh one takes are imports.
 
 It reads lines of JSON, each with scripts that run at once, and answers with their worst
 exit code. Whatever a script imports or breaks ends with its process. Nothing of this
@@ -7,6 +7,7 @@ project is imported here, nor Numba, which looks at the environment then. (So do
 Triton, which torch brings along: it runs in its interpreter.)
 """
 
+import gc
 import json
 import os
 import runpy
@@ -16,20 +17,12 @@ import sys
 import traceback
 from contextlib import contextmanager
 
-import torch  # noqa: F401
-from transformers import (  # noqa: F401
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GenerationMixin,
-    LlamaForCausalLM,
-)
-
 
 @contextmanager
 def start(log):
     """A function that runs Python with these arguments, and returns its exit code and
     its output. It imports the package of `cwd`, unless PYTHONPATH names another. With
-    `ranks`, so many run at once.
+    `ranks`, so many run at once, as under torchrun. A variable given as None is unset.
     """
     fresh = os.environ | {"PYTHONIOENCODING": "utf-8", "OMP_NUM_THREADS": "1"}
     fresh.pop("PYTHONPATH", None)
@@ -39,6 +32,14 @@ def start(log):
         def run_there(*arguments, cwd, ranks=1, **env):
             log.write_text("")
             env = fresh | {"PYTHONPATH": str(cwd)} | env
+            env = {name: value for name, value in env.items() if value is not None}
+            if ranks > 1:
+                from torch.distributed import TCPStore
+
+                store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+                env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": str(store.port),
+                        "TORCHELASTIC_USE_AGENT_STORE": "True"}
             jobs = [[[*map(str, arguments)], str(cwd), env | {"RANK": str(rank)},
                      str(log)] for rank in range(ranks)]
             server.stdin.write(json.dumps(jobs) + "\n")
@@ -78,7 +79,11 @@ def fork(job):
         run(*job)
         status = 0
     except SystemExit as end:
-        status = int(end.code or 0) if isinstance(end.code, int | None) else 1
+        if isinstance(end.code, int | None):
+            status = int(end.code or 0)
+        else:
+            sys.stdout.flush()
+            print(end.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -87,6 +92,13 @@ def fork(job):
 
 
 if __name__ == "__main__":
+    gc.disable()  # it would look for garbage in a fifth of the time, and find none
+    import hypothesis.strategies  # noqa: F401
+    import torch  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM  # noqa: F401
+    gc.enable()
+    gc.freeze()
+
     for line in sys.stdin:
         children = [fork(job) for job in json.loads(line)]
         statuses = [os.waitpid(child, 0)[1] for child in children]

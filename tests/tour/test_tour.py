@@ -16,7 +16,8 @@ from nanopaged.tour.observers import observers
 from nanopaged.tour.recorder import unpack
 from nanopaged.tour.state import token_texts
 
-HOSTILE = "</script><script>alert(1)</script><!-- \"'&amp; \u202ekcab \U0001f600\u0301"
+HOSTILE = ("</script><script>alert(1)</script><img src=x onerror=alert(2)><!-- \"'&amp;"
+           " \u202ekcab \u2066x \u65e5\u672c\u8a9e \U0001f600\u0301")
 SOFT = "ROMEO:\nBut, soft! what light through yonder"
 JULIET = "JULIET:\nO Romeo, Romeo! wherefore art thou Romeo?"
 
@@ -299,7 +300,7 @@ def test_the_page_has_the_whole_trace_and_loads_nothing(shown, tmp_path):
 
 
 def test_a_prompt_cannot_leave_the_data(text_model, engine):
-    llm = engine(text_model, block_size=16)
+    llm = engine(text_model, block_size=16, max_model_len=160)
     with trace(llm, title=HOSTILE) as run:
         llm.generate([HOSTILE], greedy(2), use_tqdm=False)
     run.groups["0"]["prompt"] += ["\udc00"]  # half of a surrogate pair

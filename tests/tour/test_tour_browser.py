@@ -18,7 +18,7 @@ from nanopaged.tour import trace
 from nanopaged.tour.guide import blockwise
 from nanopaged.tour.guide.lab import SPEECH, engine, others
 from nanopaged.tour.page import TEMPLATES, page
-from test_tour import random_requests, record, showcase, small  # noqa: F401
+from test_tour import HOSTILE, random_requests, record, showcase, small  # noqa: F401
 
 pytestmark = pytest.mark.browser
 
@@ -27,9 +27,6 @@ SIZES = {"laptop": (1280, 720), "tablet": (768, 1024), "phone": (420, 844)}
 PLACES = [".np-title", ".np-where", ".np-button", ".np-key", "input",
           ".np-text", ".np-panel", ".np-tables", ".np-entry", ".np-pools", ".np-cell",
           ".np-sentences", ".np-event", ".np-kind", ".np-source", "pre"]
-HOSTILE = (
-    "</script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; "
-    "\u202ekcab \u2066x \U0001f600 \u65e5\u672c\u8a9e")
 
 
 class Browser:
