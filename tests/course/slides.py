@@ -14,9 +14,8 @@ from nanopaged.tour.page import TEMPLATES, page
 HERE = Path(__file__).parent
 # From the data sheets: bytes/s of the memory, operations/s in bfloat16, and the bytes/s
 # of all links to other GPUs, in one direction.
-GPUS = {
-    "A100": {"bytes_per_s": 2.039e12, "flops_per_s": 312e12, "links_per_s": 300e9},
-    "H100": {"bytes_per_s": 3.35e12, "flops_per_s": 989e12, "links_per_s": 450e9}}
+GPUS = {"A100": {"bytes_per_s": 2.039e12, "flops_per_s": 312e12, "links": 300e9},
+        "H100": {"bytes_per_s": 3.35e12, "flops_per_s": 989e12, "links": 450e9}}
 
 
 def write(path):

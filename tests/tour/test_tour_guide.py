@@ -81,8 +81,7 @@ def test_blockwise_attention_is_the_plain_formula():
 # Numbers that are names: of models, of formats, of a decade, of parts of the paper.
 NAMED = re.compile(
     r"p\d\d|vLLM 0\.32\.0|v[01]|SHA-256|Llama-\d-\d+B|Llama \d|OPT-\d+B|[AH]100"
-    r"|70B model|Mamba-2"
-    r"|float\d\d|\d+s|[48]0 GB|FP8"
+    r"|70B model|Mamba-2|float\d\d|\d+s|[48]0 GB|FP8"
     r"|equation \d|Figure \d+|2 x n x H x D|x 2 x 2 bytes|[Pp]ow2|1% of the pool"
     r"|Qwen3(-0\.6B)?")
 
