@@ -26,12 +26,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from nanopaged import LLM
@@ -90,6 +85,13 @@ def mend_interpreter():
 
 if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
     mend_interpreter()
+
+
+def pytest_collection_modifyitems(items):
+    """Kernels that are compiled take longest, so they come first: a process that began
+    with them last would be alone in the end.
+    """
+    items.sort(key=lambda item: "_kernels_" not in item.name)
 
 
 # -- Models ----------------------------------------------------------------------------
@@ -236,6 +238,7 @@ CHAT_TEMPLATE = (
 def tokenizer():
     """A byte-level BPE tokenizer: a model can emit any bytes, even half a character."""
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -254,6 +257,7 @@ def tokenizer():
 def sentencepiece_tokenizer():
     """Like the first Llama's: spaces are marked, the first is cut, bytes are tokens."""
     from tokenizers import decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
 
     words = ["▁block", "▁table", "▁of", "▁the", "s"]
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
