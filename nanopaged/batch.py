@@ -66,8 +66,8 @@ class Batch(Work):
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # These are known tokens, or the one pending token, which the step in flight
-        # samples. Never both: what comes before a pending token is computed already.
+        # Known tokens, or the one pending token that the step in flight samples. (Never
+        # both: all before it are computed. `add_sample` adds this step's own later.)
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)

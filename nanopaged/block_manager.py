@@ -112,9 +112,9 @@ class BlockManager:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those: no copies.
             return True
-        # From `first` on, each sequence needs blocks of its own. But every block that
-        # they hold there, shared or not, is kept by one of them: the last that writes
-        # into it. So two siblings that share a block need 2 and hold 1, and take 1.
+        # From `first` on, each sequence needs blocks of its own. Those that the group
+        # holds there already (nobody else does) need not be taken: whoever writes last
+        # into a shared one keeps it. Two siblings that share one need 2, and take 1.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -170,7 +170,7 @@ class BlockManager:
         new K and V before it reads any, and a GPU runs steps in the order in which they
         are launched. If a step fails, the whole prefix cache is forgotten.
         """
-        # (If the model has states, this step starts from the newest, and fills the {}.)
+        # (This step starts from the state that the last one filled, and fills the {}.)
         seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)

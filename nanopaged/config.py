@@ -196,5 +196,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. (`start_up.py` sets it for a CPU.)"""
+        """How many tokens one step may compute. (On a CPU, it is always set.)"""
         return self.max_num_batched_tokens or 8192

@@ -79,9 +79,9 @@ def call_processors(seq: Sequence, row: Tensor) -> None:
 def count_tokens(seqs: list[Sequence], vocab_size: int, last_tokens: Tensor, ops: Any
                  ) -> Tensor:
     """How often each token is in each sequence that has penalties: [num_samples,
-    vocab_size]. A token of the answer counts 1, and one of the prompt 2**-24. So
-    the repetition penalty sees more than 0 for both, and the others, for which
-    `penalize` rounds down, see only the answer.
+    vocab_size]. Tokens of the answer are counted in whole numbers, and those of the
+    prompt in a fraction that never adds up to 1. So `counts > 0` sees both, and rounded
+    down they are the answer's alone (`penalize`).
     """
     # (The last pending token is the one to be sampled now.)
     rows = [[*seq.token_ids, *seq.pending[:-1]]
@@ -161,7 +161,8 @@ def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
 
     hidden: [num_tokens, hidden_size]; the row of a token at position p scores the token
     at p + 1. All logits at once could take gigabytes, so they are computed for a few
-    rows at a time.
+    rows at a time. (For example, in chunks of 4, the first rows of a prompt score its
+    tokens at positions 1 to 4, the next those at 5 to 8.)
     """
     if all(seq.group.params.prompt_logprobs is None for seq in batch.seqs):
         return

@@ -32,7 +32,7 @@ from nanopaged.sampler import SamplerOutput, draw_table, sample
 
 
 class ModelRunner:
-    """A rank's share of the model and of the pool.
+    """A rank's share of the model and of the pool. (`ops`: see `fused.py`.)
 
     longest_sequence: how many tokens a sequence may have, if the pool is large enough.
     """
@@ -168,7 +168,6 @@ class ModelRunner:
 
 
 LOCK = threading.Lock()
-# An entry for each engine that computes now: what the first one's caller had set.
 CALLERS: list[tuple[int, bool]] = []
 
 
@@ -176,8 +175,9 @@ CALLERS: list[tuple[int, bool]] = []
 def own_settings(device: torch.device, num_threads: int = 0) -> Iterator[None]:
     """Torch's settings while an engine is made, and while it computes. The caller may
     have set others: autocast, for example, or another default device. Two belong to the
-    process: the number of threads (0: unchanged), and whether new memory is filled. The
-    first to enter notes both. Each that leaves restores the threads, and the last both.
+    process, where several engines may compute at once: the number of threads (0:
+    unchanged), and whether new memory is filled. Whoever leaves puts back what the
+    first found: the threads at once, the filling when nobody is left.
     """
     torch_fills: Any = torch.utils.deterministic
     is_default = torch.get_default_device().type == "cpu"

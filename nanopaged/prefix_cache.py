@@ -32,8 +32,9 @@ class PrefixCache:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
-        self.contents: list[Any] = [None] * num_blocks  # of the published blocks, by id
-        # The blocks that can be found, by `before` and `token_ids`.
+        # By id, what a block holds, once it is published. Of several that hold the same
+        # only the newest can be found: `published` has it by `before`, `token_ids`.
+        self.contents: list[Any] = [None] * num_blocks
         self.published: dict[Any, Content] = {}
 
     def match(self, seq: Sequence) -> list[int]:
@@ -56,7 +57,8 @@ class PrefixCache:
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         num_full = num_known_tokens // self.block_size
         first = num_full
-        # Go back to the last block that was published. (After a swap, none was.)
+        # Go back to the last block that was published, usually the one before. (After
+        # a swap, a sequence has new blocks, and none of them was.)
         while first and self.contents[seq.block_table[first - 1]] is None:
             first -= 1
         before: Any = seq.group.params.cache_salt
@@ -81,8 +83,9 @@ class PrefixCache:
         return content is not None and content.block_id == block_id
 
     def forget(self, block_id: int) -> None:
-        """Forget what a block holds, because it is taken for other tokens. Blocks that
-        follow it are no longer reached, and in time they are taken, too.
+        """Forget what a block holds, because it is taken for other tokens. Nobody finds
+        the blocks that follow it any more: their keys have this `Content`, and equal
+        tokens get a new one. In time they are taken, too.
         """
         if self.can_find(block_id):
             content = self.contents[block_id]

@@ -42,9 +42,7 @@ class SamplerOutput:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
-        """Wait for the tokens. (Log-probabilities, swaps, logits processors, and some
-        families wait, too.)
-        """
+        """Wait for the tokens."""
         if self.token_ids.is_cuda:
             self.copied.synchronize()
         return self.host_ids.tolist()
@@ -186,7 +184,9 @@ def highest_logits(logits: Tensor, most: int) -> Tensor:
 
 def lowest_kept(values: Tensor, lowest: Tensor, temperature: Tensor, top_k: Tensor,
                 top_p: Tensor) -> Tensor:
-    """The lowest logit that top_k and top_p leave: [num_samples, 1].
+    """The lowest logit that top_k and top_p leave: [num_samples, 1]. First, top_k and
+    `lowest` strike some out. Of the rest, top_p keeps those up to the place at which
+    the running sum of their probabilities reaches it.
 
     values: [num_samples, num_values], logits, the highest first; lowest: what min_p
     leaves, [num_samples, 1]

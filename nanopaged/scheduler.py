@@ -10,8 +10,8 @@ is preempted last, and alone it always fits (`Engine.check_fits`).
 
 Another policy changes the order in `schedule`; a limit on who runs belongs in `_admit`.
 What must stay true: `running` has the first groups of `unfinished`, in their order. Who
-is preempted has no entry in the batch yet, and must not return in the same step,
-because its last token may be pending.
+is preempted has no entry in this step's batch, neither before (it is the youngest) nor
+after (its last token may be pending).
 """
 
 from collections import deque
@@ -84,8 +84,8 @@ class Scheduler:
             return  # the next chunk comes later, in blocks that it has; no sample yet
         receivers = [seq]
         if not group.forked:
-            # The prompt is computed, so all share the leader's blocks, and sample. (Not
-            # those with an answer, after a preemption: they must recompute it first.)
+            # The prompt is computed, so all share the leader's blocks, and sample. (But
+            # not those with an answer, which end later: next, they recompute it.)
             for sibling in group.live[1:]:
                 manager.fork(seq, sibling)
             receivers = [each for each in group.live if each.computable_end == end]
@@ -95,10 +95,10 @@ class Scheduler:
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Put a group into `running`, if enough blocks are free for its sequences at
-        their present lengths. While others run, 1% of the pool must stay free, too (the
-        watermark), because they may soon need a block. This takes the blocks of a
-        cached prefix, or moves swapped ones back. `grow` takes the rest.
+        """Put a group into `running`, if `max_num_seqs` and the free blocks allow it:
+        those for its tokens so far and, while others run, 1% of the pool, which they
+        may need soon (the watermark). This takes the blocks of a cached prefix, or
+        moves swapped ones back. `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -109,7 +109,7 @@ class Scheduler:
         prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(
             group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
-        # A cached block that others hold costs no free one.
+        # (A cached block that others hold costs no free one.)
         num_needed -= sum(manager.ref_counts[block_id] > 0 for block_id in prefix)
         watermark = manager.num_blocks // 100 if self.running else 0
         if num_needed + watermark > len(manager.free_blocks):
@@ -125,8 +125,8 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again, with its tokens: with swap, its
-        blocks move to CPU memory, if they fit. Otherwise all is computed again.
+        """Make the youngest running group wait again, with its tokens. Its blocks move
+        to the CPU's pool (empty without "swap") if they fit, or are given up.
         """
         _, group = self.running.popitem()
         if moves := self.block_manager.swap_out(group.live):

@@ -55,7 +55,7 @@ Logprobs = dict[int, Logprob]
 # and looks inside (`loading/states.py`). Each step makes a new one. Forks share it, a
 # swap leaves it where it is, and `BlockManager.free` drops it.
 State = dict[int, Any]
-# The state that a sequence's newest step starts from, and the one that it fills.
+# (before, after) of a sequence's newest step: it starts from one and fills the other.
 States = tuple[State | None, State | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -104,8 +104,8 @@ class Sequence:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        Until the group forks, that is the end of the prompt. Then (or if a sequence is
-        alone) it is the end of all tokens, with those that are pending.
+        A sequence that is past the prompt, or alone, can compute all, pending tokens
+        included. Those that wait for the fork end with the prompt.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens

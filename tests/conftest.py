@@ -88,10 +88,10 @@ if find_spec("triton") and os.environ.get("TRITON_INTERPRET") == "1":
 
 
 def pytest_collection_modifyitems(items):
-    """Kernels that are compiled take longest, so they come first: a process that began
-    with them last would be alone in the end.
+    """What a GPU runs takes longest to test, so it comes first: a process that began
+    with it last would be alone in the end.
     """
-    items.sort(key=lambda item: "_kernels_" not in item.name)
+    items.sort(key=lambda item: "test_gpu" not in item.nodeid)
 
 
 # -- Models ----------------------------------------------------------------------------

@@ -63,9 +63,10 @@ class TritonAttention(TorchAttention):
         return self.many_rows if is_large else self.few_rows
 
     def limit_parts(self, rows: int) -> tuple[int, int]:
-        """How many parts a step aims at, so that all run at once (large tiles: a third
-        as many), and how many one tile may have, a power of two: a program of
-        `merge_parts` loads a row of all of them, and has registers for 2^14 numbers.
+        """The target: into how many parts a step cuts its keys, as many as run at once
+        (a third as many of large tiles, which fill a multiprocessor). And how many
+        parts one tile may have: a program of `merge_parts` holds a row of each in its
+        registers, 2^14 numbers in all.
         """
         target = self.target_parts if rows <= 64 else cdiv(self.target_parts, 3)
         return target, next_power_of_2(min(target, 2**14 // self.dim))
@@ -110,10 +111,10 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
         tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
 
-        # An item is full if it has `part_keys` keys. That is at least 1 / target of all
-        # keys, so at most `target` items are full. And each tile has at most one that
-        # is not. So there are at most len(tiles) + target items. A tile that is cut has
-        # a full one. So at most `target` are cut, into at most 2 * target items.
+        # How many items can there be? A full one has `part_keys` keys, at least 1 /
+        # target of all, so at most `target` are full. Each tile has at most one more:
+        # len(tiles) + target in all. And of cut tiles? Each has a full one, so there
+        # are at most `target` such tiles, with at most target + target items.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item

@@ -6,7 +6,7 @@ launches, and a single launch repeats it: the same kernels with the same sizes a
 same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
-    padded up to the next of these, and chunks run without a graph (`compute`)
+    padded up to the next of these, and longer chunks run without a graph (`compute`)
   - models whose layers keep states have no graphs, because each step makes new states
     (`loading/start_up.py` decides that). Nor have models that wait (`record`)
   - a backend's plan has a shape that depends only on this number
@@ -58,7 +58,7 @@ class Graphs:
         self.runner = runner
         self.recorded: dict[int, tuple[Any, ...]] = {}  # by number of sequences
         largest = runner.config.max_num_seqs
-        logits: Any = None  # of the largest step: all others write theirs into it
+        logits: Any = None  # of the largest step: the others use the same memory
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # Freeing a graph also frees cuBLAS's memory for its stream, so each engine
         # records on a stream of its own.

@@ -26,7 +26,7 @@ TEXTS = files("nanopaged.tour.guide")
 class Chapter(NamedTuple):
     """A part of the page. `name` is that of its text, and of its lesson if it has one.
 
-    Minutes are as quick learners read, and as a slow one did. For text that has been
+    Minutes are as quick learners read, and as slow ones did. For text that has been
     added since, they grow with its words. 0: homework, or to look things up.
     """
 
@@ -37,22 +37,22 @@ class Chapter(NamedTuple):
 
 
 CHAPTERS = [
-    Chapter("loop", "What is the loop?", 7, 10),
-    Chapter("cache", "Why cache K and V?", 5, 8),
-    Chapter("batch", "Why a batch?", 8, 14),
-    Chapter("blocks", "Why blocks?", 12, 17),
+    Chapter("loop", "What is the loop?", 7, 14),
+    Chapter("cache", "Why cache K and V?", 5, 13),
+    Chapter("batch", "Why a batch?", 8, 15),
+    Chapter("blocks", "Why blocks?", 12, 18),
     Chapter("schedule", "Who runs?", 12, 16),
     Chapter("full", "What if the pool is full?", 8, 13),
-    Chapter("prefix", "Who shares a prompt?", 11, 16),
+    Chapter("prefix", "Who shares a prompt?", 11, 17),
     Chapter("fork", "Who shares an answer?", 11, 16),
-    Chapter("step", "What is one step?", 11, 14),
-    Chapter("attention", "How is attention paged?", 12, 20),
-    Chapter("ranks", "Several GPUs?", 8, 12),
-    Chapter("gpu", "What a GPU adds", 11, 17),
-    Chapter("results", "What does it buy?", 8, 11),
-    Chapter("measure", "How is a server measured?", 10, 14),
-    Chapter("beyond", "What else makes it faster?", 9, 14),
-    Chapter("today", "vLLM today", 9, 17),
+    Chapter("step", "What is one step?", 11, 16),
+    Chapter("attention", "How is attention paged?", 12, 21),
+    Chapter("ranks", "Several GPUs?", 8, 15),
+    Chapter("gpu", "What a GPU adds", 11, 19),
+    Chapter("results", "What does it buy?", 8, 12),
+    Chapter("measure", "How is a server measured?", 12, 20),
+    Chapter("beyond", "What else makes it faster?", 9, 17),
+    Chapter("today", "vLLM today", 9, 18),
     Chapter("build", "Break it, then build it"),
     Chapter("glossary", "Glossary"),
 ]
