@@ -326,7 +326,7 @@ def full() -> Values:
         alone = llm.generate(LOVERS, greedy(16), use_tqdm=False)
     recompute = preempted(pool, "recompute")
     swap = preempted(pool, "swap")
-    sizes = {f"recompute, {n} blocks": {"num_blocks": n} for n in (7, 10, 16)}
+    sizes = {f"recompute, {n} blocks": {"num_blocks": n} for n in (7, 16)}
     ways = {f"swap, {pool} blocks": swap["run"]} | others(sizes, LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
