@@ -145,7 +145,7 @@ def blocks() -> Values:
         size = llm.config.block_size
     other_sizes = others(
         {f"blocks of {n}": {"block_size": n, "num_blocks": 64 // n}
-         for n in (1, 2, 8, 16)}, *requests)
+         for n in (1, 2, 16)}, *requests)
     tables = [state["seqs"]["0.0"]["table"] for state in run.scheduled()]
     is_longer = [len(table) > len(tables[0]) for table in tables]
     step = 1 + is_longer.index(True)
