@@ -104,8 +104,8 @@ class Sequence:
         """The position before which all tokens can be computed now. When they are, the
         next token is sampled.
 
-        Before the fork, that is the end of the prompt, which one computes for all. Then,
-        or in a sequence alone, it is the end of all tokens, even pending ones.
+        Before the fork, that is the end of the prompt, which one computes for all. Then
+        it is the end of all tokens, even pending ones, as always in a sequence alone.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
