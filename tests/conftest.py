@@ -24,6 +24,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -238,7 +239,6 @@ CHAT_TEMPLATE = (
 def tokenizer():
     """A byte-level BPE tokenizer: a model can emit any bytes, even half a character."""
     from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
 
     raw = Tokenizer(models.BPE())
     raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -248,7 +248,7 @@ def tokenizer():
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())))
     raw.post_processor = processors.TemplateProcessing(
         single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<|bos|>", eos_token="<|end|>",
         chat_template=CHAT_TEMPLATE, clean_up_tokenization_spaces=False)
 
@@ -257,7 +257,6 @@ def tokenizer():
 def sentencepiece_tokenizer():
     """Like the first Llama's: spaces are marked, the first is cut, bytes are tokens."""
     from tokenizers import decoders, models, normalizers
-    from transformers import PreTrainedTokenizerFast
 
     words = ["▁block", "▁table", "▁of", "▁the", "s"]
     vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -276,7 +275,7 @@ def sentencepiece_tokenizer():
     raw.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
          decoders.Strip(" ", 1, 0)])
-    return PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=raw, bos_token="<s>", eos_token="</s>",
         clean_up_tokenization_spaces=False)
 

@@ -251,7 +251,7 @@ def test_the_grade_of_a_kernel_counts_what_it_reads_also_on_a_busy_machine(stude
     """The second kernel is right, but takes one head after the other."""
     solve(student, TRAFFIC)
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
-             for _ in range(2)]
+             for _ in range(4)]
     try:
         assert scores(student, TRAFFIC) == [5]
     finally:
