@@ -29,9 +29,8 @@ def wait_for_results(PDL: constexpr):
     """With programmatic dependent launch (PDL, from Hopper on), a kernel starts before
     the one before it has ended. Here it waits for that end, and then lets the next one
     start, which waits for this one in turn. Every program must call this, even an idle
-    one: the next kernel relies on it.
-    Until then, a program may read only the step's inputs (items and slots), and never
-    what another kernel has written.
+    one: the next kernel relies on it. Until then, a program may read only the step's
+    inputs (items and slots), and never what another kernel has written.
     """
     if PDL:
         gdc_wait()
