@@ -4,6 +4,7 @@ import itertools
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -68,6 +69,18 @@ def test_our_kernel_reads_the_blocks_of_onednn():
             tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
             torch.testing.assert_close(found, expected.to(dtype), rtol=tolerance,
                                        atol=10 * tolerance)
+
+
+def test_a_product_may_have_no_rows():
+    """In a step without samples, when all its chunks end before their prompts do, the
+    head gets none. Our kernel computes one or two rows, and oneDNN all other numbers.
+    """
+    weight = torch.randn(64, 8)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    blocks = np.zeros((1, 4, 64), np.uint32)
+    for shape in ((0, 8), (1, 0, 8)):
+        found = packed_product(torch.zeros(shape), packed, None, blocks, False)
+        assert found.shape == (*shape[:-1], 64)
 
 
 # -- Files of every form ---------------------------------------------------------------

@@ -69,7 +69,7 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Any,
         # oneDNN gives a row the same bits for any number of rows, except for one alone.
         padded = F.pad(x, (0, 0, 0, 1))
         return packed_product(padded, weight, bias, None, False)[..., :1, :]
-    if batch_invariant or blocks is None or num_rows > 2:
+    if batch_invariant or blocks is None or num_rows not in (1, 2):
         product = torch.ops.mkldnn._linear_pointwise.default
         return product(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     rows = x.flatten(0, -2)
