@@ -27,6 +27,7 @@ import json
 import logging
 import math
 import os
+import platform
 import random
 import re
 import secrets
@@ -149,7 +150,8 @@ class Transformers:
     def __init__(self, args: Args, llm: LLM) -> None:
         self.temperature, self.batch_size = args.temperature, args.vs_batch
         logging.disable(logging.ERROR)  # no warning that psutil is missing
-        config = transformers.AutoConfig.from_pretrained(args.model)
+        config = transformers.AutoConfig.from_pretrained(
+            args.model, trust_remote_code=False)
         loader: Any = transformers.AutoModelForCausalLM
         model = loader.from_config(config, dtype=llm.engine.runner.dtype)
         torch.cuda.empty_cache()  # it asks how much memory is free
@@ -852,7 +854,7 @@ def machine() -> Figures:
     cpu = re.search("model name.*: (.*)", info.read_text() if info.exists() else "")
     return {
         "versions": versions | {"python": sys.version.split()[0]},
-        "cpu": cpu and cpu[1],
+        "cpu": cpu[1] if cpu else platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "commit": find_commit(),

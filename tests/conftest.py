@@ -31,6 +31,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.utils import logging
 
 from nanopaged import LLM
+from tools import cpus
 from tools.models import VARIANTS, Reference, shape, write_model
 from tools.warm import start
 
@@ -93,6 +94,19 @@ def pytest_collection_modifyitems(items):
     with it last would be alone in the end.
     """
     items.sort(key=lambda item: "test_gpu" not in item.nodeid)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--cpu", choices=cpus.KINDS, help="pretend this one for all tests")
+
+
+@pytest.fixture(autouse=True)
+def cpu(request, monkeypatch):
+    """The processor: that of EACH_CPU, or of `--cpu`, or else the machine's."""
+    kind = getattr(request, "param", None) or request.config.getoption("--cpu")
+    if kind:
+        cpus.pretend(kind, monkeypatch)
+    return kind
 
 
 # -- Models ----------------------------------------------------------------------------

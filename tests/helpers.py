@@ -24,6 +24,7 @@ import nanopaged
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
 from nanopaged.fused import make_ops
+from nanopaged.loading.weights import products
 from nanopaged.logits import fill_pending, mark, penalize
 from nanopaged.sampler import draw, draw_table, lowest_kept, sample
 from nanopaged.sequence import SequenceGroup
@@ -104,6 +105,14 @@ def sample_for(logits, seqs):
     draws = torch.from_numpy(draw_table(batch)).to(logits.device)
     last_tokens = draws.new_zeros(len(seqs), dtype=torch.int64)
     return sample(batch, last_tokens, OPS, logits, draws)
+
+
+def same_bits():
+    """The option that gives an answer the same bits alone and in a batch, where it can
+    be had. Without it, the last bit of a logit may decide a draw.
+    """
+    packs = products and products.reorder(torch.zeros(2, 2)) is not None
+    return {"batch_invariant": bool(packs)}
 
 
 # -- Answers ---------------------------------------------------------------------------
@@ -304,9 +313,9 @@ def copy_package(folder, *more):
 def apply_patch(name, folder):
     """Apply a patch of solutions/ to a copy of the package in this folder."""
     result = subprocess.run(
-        ["patch", "-p1", "--batch", "--no-backup-if-mismatch",
-         "-i", SOLUTIONS / f"{name}.patch"], cwd=folder, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
+        ["git", "apply", SOLUTIONS / f"{name}.patch"], cwd=folder, capture_output=True,
+        text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def run_python(*arguments, cwd=ROOT, timeout=600, **env):

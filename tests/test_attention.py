@@ -5,15 +5,16 @@ multiply bfloat16; tests/gpu has the compiled ones.
 """
 
 import itertools
+import os
 import random
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-import numba
 import numpy as np
 import pytest
 import torch
@@ -25,16 +26,15 @@ from helpers import copy_package
 from nanopaged import fused
 from nanopaged.loading import start_up
 
-pytest.importorskip("numba", reason="pip install numba")
-pytest.importorskip("triton", reason="pip install triton")
-
-from nanopaged.cpu import norms  # noqa: E402
-from nanopaged.cpu.products import float32_product  # noqa: E402
-from nanopaged.gpu.attention import TritonAttention  # noqa: E402
-
+NUMBA, TRITON = (
+    pytest.mark.skipif(not find_spec(name), reason=f"pip install {name}")
+    for name in ("numba", "triton"))
 DTYPES = {"torch": [F64, F32, F16, BF16], "numba": [F32, BF16], "triton": [F32, F16]}
+FORK = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 NO_SINKS = torch.full((4,), -torch.inf)
-EACH = pytest.mark.parametrize("name", DTYPES)
+WITH_NUMBA = pytest.param("numba", marks=NUMBA)
+WITH_TRITON = pytest.param("triton", marks=TRITON)
+EACH = pytest.mark.parametrize("name", ["torch", WITH_NUMBA, WITH_TRITON])
 SLOW = pytest.mark.slow
 # Query heads, KV heads, head_dim.
 HEADS = [(1, 1, 16), (14, 2, 64), (4, 2, 80), (3, 3, 96), (4, 1, 256), (10, 2, 24),
@@ -53,8 +53,9 @@ def random_case(seed, name, longest):
 
 
 @pytest.mark.parametrize("name, seeds, longest", [
-    ("torch", range(40), 80), ("numba", range(40), 80), ("triton", range(8), 60),
-    pytest.param("triton", range(8, 60), 150, marks=SLOW)])
+    ("torch", range(40), 80), pytest.param("numba", range(40), 80, marks=NUMBA),
+    pytest.param("triton", range(8), 60, marks=TRITON),
+    pytest.param("triton", range(8, 60), 150, marks=[SLOW, TRITON])])
 def test_random_steps(name, seeds, longest):
     for seed in seeds:
         random_case(seed, name, longest).check(name, target_parts=seed % 5 * 20 + 2)
@@ -76,7 +77,7 @@ def test_flat_and_steep_scores(name):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("sinks", [None, NO_SINKS], ids=["", "no sinks"])
-@pytest.mark.parametrize("name", ["numba", "triton"])
+@pytest.mark.parametrize("name", [WITH_NUMBA, WITH_TRITON])
 def test_the_first_keys_may_score_lower_than_any_finite_number(name, sinks):
     case = Case([(140, 1)], block_size=16, sinks=sinks)
     case.q.fill_(1)
@@ -109,8 +110,9 @@ def test_what_is_wrong_with_a_sequence_stays_with_it(name, bad):
 
 # The interpreter takes long: it computes little of this, unless it is asked for all.
 @pytest.mark.parametrize("name, is_brief", [
-    ("torch", False), ("numba", False), ("triton", True),
-    pytest.param("triton", False, marks=SLOW)])
+    ("torch", False), pytest.param("numba", False, marks=NUMBA),
+    pytest.param("triton", True, marks=TRITON),
+    pytest.param("triton", False, marks=[SLOW, TRITON])])
 def test_windows_sinks_and_scales(name, is_brief):
     """Windows end within blocks, rounds, parts and tiles, and between them. Kernels do
     not even read the rounds before a window. (Torch reads them, and on a CPU it
@@ -174,7 +176,7 @@ def test_a_step_writes_its_slots_and_nothing_else(name):
 
 def test_auto_takes_the_plain_loops_where_they_can_run():
     found = [start_up.pick_backend("auto", dtype, CPU) for dtype in (F32, BF16, F16)]
-    best = "numba" if sys.platform == "linux" else "torch"
+    best = "numba" if start_up.products else "torch"
     assert found == [best, best, "torch"]
 
 
@@ -191,6 +193,7 @@ def triton_plan(counts, ends, heads=(16, 8, 128), target_parts=100):
 lengths = st.integers(1, 40) | st.integers(1, 40_000)
 
 
+@TRITON
 @settings(deadline=None, max_examples=200)
 @given(st.lists(st.tuples(lengths, lengths), min_size=1, max_size=40),
        st.sampled_from(HEADS), st.integers(1, 200), st.booleans())
@@ -222,6 +225,7 @@ def test_a_plan_covers_every_query_and_key_exactly_once(seqs, heads, places, is_
         assert len(ranges) == 1 or numbers[-1] < 4 * places, "no room for this part"
 
 
+@TRITON
 @settings(deadline=None, max_examples=60)
 @given(st.lists(lengths, min_size=1, max_size=256), st.sampled_from(HEADS))
 def test_the_shape_of_a_plan_depends_on_the_number_of_decodes_alone(ends, heads):
@@ -231,6 +235,7 @@ def test_the_shape_of_a_plan_depends_on_the_number_of_decodes_alone(ends, heads)
     assert shapes[0] == shapes[1]
 
 
+@TRITON
 @pytest.mark.parametrize("ends", [
     [500] * 63 + [32_000], [800] * 256, [100] * 200 + [20_000] * 3, [32_768], [600] * 5,
     [*range(100, 2048, 9)], [30] * 256], ids=lambda x: f"{len(x)} of {x[0]}..{x[-1]}")
@@ -248,7 +253,10 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
     assert starts == sorted(starts, reverse=True), "a long one that starts last"
 
 
+@TRITON
 def test_the_plan_of_the_docstring():
+    from nanopaged.gpu.attention import TritonAttention
+
     backend = make_backend("triton", (16, 8, 128), dtype=BF16)
     backend.target_parts = 4
     items = backend.plan(np.array([1, 1]), np.array([1000, 100]))
@@ -264,8 +272,11 @@ def test_the_plan_of_the_docstring():
 # -- The CPU's kernel ------------------------------------------------------------------
 
 
+@NUMBA
 def test_threads_share_the_programs_and_change_no_bit(monkeypatch):
     """As many of them as torch uses, or as there are cores."""
+    import numba
+
     case = Case([(90, 1), (17, 2), (0, 9), (3000, 1), (0, 2)], (4, 2, 64), 16)
     outs = []
     for threads in (1, 2, 8):
@@ -276,6 +287,7 @@ def test_threads_share_the_programs_and_change_no_bit(monkeypatch):
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
 
 
+@NUMBA
 def test_several_engines_may_decode_at_once():
     cases = [Case([(2400 + seed, 1), (30, 1)], seed=seed) for seed in range(4)]
     outs = [case.check("numba") for case in cases]
@@ -306,6 +318,8 @@ print(type(paged_attention.run_program).__name__)
 
 def small_cases():
     """Outputs of attention, and of a product in which bfloat16 becomes float32."""
+    from nanopaged.cpu.products import float32_product
+
     torch.manual_seed(1)
     weight = torch.randn(13, 8).to(BF16)
     return [float32_product(torch.randn(5, 8), weight, None, False)] + [
@@ -313,9 +327,12 @@ def small_cases():
         for keys in (5, 2500) for dtype in (F32, BF16)]  # 2500 are for several threads
 
 
+@NUMBA
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_norms_and_rotation_are_those_of_fused_py(dtype, num_tokens):
+    from nanopaged.cpu import norms
+
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape):
@@ -338,6 +355,8 @@ def test_norms_and_rotation_are_those_of_fused_py(dtype, num_tokens):
 
 
 @SLOW
+@NUMBA
+@FORK
 @pytest.mark.parametrize("kind, layer", [
     ("function", "default"), ("CPUDispatcher", "default"),
     ("CPUDispatcher", "workqueue")])
@@ -361,6 +380,7 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
 
 
 @SLOW
+@NUMBA
 def test_a_kernel_that_someone_has_edited_is_compiled_again(warm, tmp_path):
     copy = copy_package(tmp_path)
     code = """from test_attention import Case, make_backend
@@ -417,6 +437,7 @@ def flash_calls(monkeypatch):
     return calls
 
 
+@TRITON
 @pytest.mark.parametrize("seqs, how, num_calls", [
     ([(0, 40), (0, 7), (32, 20), (3, 9), (0, 2)], {}, 1),
     ([(300, 1), (0, 50), (260, 5)], {"window": 9, "scale": 0.5}, 1),

@@ -9,11 +9,13 @@ import runpy
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from helpers import ROOT
 from nanopaged.paper import figures
+from tools.cpus import EACH_CPU
 
 WORKLOAD = "workload --requests 3 --input-len 8 16 --output-len 4 8"
 DECODE = "decode --batch-sizes 1 2 --tokens 8 --prompt-len 16"
@@ -61,11 +63,13 @@ def script(tmp_path, monkeypatch, capsys):
 # -- bench.py --------------------------------------------------------------------------
 
 
+@EACH_CPU
 def test_workload(run):
     figures, text = run(WORKLOAD)
     assert 3 * 4 <= figures["tokens_out"] <= 3 * 8 and "share of the limit" in text
 
 
+@EACH_CPU
 def test_decode(run):
     figures, text = run(DECODE)
     rates = figures["nanopaged"]
@@ -76,6 +80,7 @@ def test_decode(run):
     assert pair["weights_share"] == pytest.approx(share)
 
 
+@EACH_CPU
 def test_host_tells_the_parts_of_a_step_apart(bench, run):
     figures, text = run("host --host-sizes 1 8 --tokens 8")
     for step in figures.values():
@@ -85,11 +90,13 @@ def test_host_tells_the_parts_of_a_step_apart(bench, run):
     assert 8 < figures["1"]["message_bytes"] < figures["8"]["message_bytes"]
 
 
+@EACH_CPU
 def test_prefix_computes_only_what_is_not_cached(run):
     figures, _ = run("prefix --prefix-len 64")
     assert [run["computed_tokens"] for run in figures.values()] == [64 + 32, 32]
 
 
+@EACH_CPU
 def test_serve_measures_what_users_wait_for(bench, run):
     figures, text = run("serve --requests 3 --rate 99 --budgets 32 --output-len 2 9")
     assert {*figures} == {"rate", "32 tokens a step", "static batches of 16"}
@@ -168,6 +175,7 @@ def test_the_failure_of_a_peer_is_a_finding(bench, monkeypatch):
 # -- example.py ------------------------------------------------------------------------
 
 
+@EACH_CPU
 def test_the_example_streams_and_shows_the_effect_of_the_cache(script):
     *texts, end = script("example.py --max-tokens 24").split(f"\n\n{'-' * 70}\n")
     names = [text.split(":")[0] for text in texts if len(text) > 30]
@@ -271,3 +279,16 @@ def test_the_package_says_what_there_is(capsys):
 
 def test_the_units_of_a_machine(bench):
     assert bench.cell(12.3e9, "bytes_per_s") == "12.3 GB/s"
+
+
+@pytest.mark.parametrize(("info", "expected"), [
+    ("model name\t: Some EPYC\n", "Some EPYC"), ("BogoMIPS\t: 2100.00\n", "aarch64"),
+    (None, "aarch64")], ids=["x86", "ARM Linux", "Mac"])
+def test_figures_name_the_processor(info, expected, bench, tmp_path, monkeypatch):
+    if info:
+        (tmp_path / "cpuinfo").write_text(info)
+    monkeypatch.setattr(bench, "Path", lambda name: tmp_path / "cpuinfo"
+                        if name == "/proc/cpuinfo" else Path(name))
+    monkeypatch.setattr(bench.platform, "processor", lambda: "")
+    monkeypatch.setattr(bench.platform, "machine", lambda: "aarch64")
+    assert bench.machine()["cpu"] == expected

@@ -5,14 +5,18 @@ single row in another way.
 """
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from helpers import message_of
+from helpers import message_of, same_bits
 from nanopaged import LLM, SamplingParams, fused
-from nanopaged.cpu import norms, products
 from tools.models import shape
+
+pytest.importorskip("numba", reason="pip install numba")
+
+from nanopaged.cpu import norms, products  # noqa: E402
 
 RNG = random.Random(5)
 LENGTHS = [1, 3, 9, 17, 40, 90, 150, 1, 17, 40]
@@ -30,6 +34,23 @@ WAYS = {
     "recompute": {"max_num_batched_tokens": 64},
     "swap": {"max_num_batched_tokens": 64, "preemption_mode": "swap"},
     "no cache": {"enable_prefix_caching": False}}
+
+
+@pytest.fixture(autouse=True)
+def lone_rows_differ(monkeypatch, cpu):
+    """As oneDNN on some processors, give a row other bits when it is alone."""
+    if not same_bits()["batch_invariant"]:
+        pytest.skip("oneDNN is missing")
+    real = torch.ops.mkldnn
+
+    def product(x, *others):
+        out = real._linear_pointwise.default(x, *others)
+        return out * (1 + 2**-22) if x.shape[:-1].numel() == 1 else out
+
+    operators = {name: getattr(real, name, None)
+                 for name in ("_reorder_linear_weight", "data_ptr")}
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(
+        **operators, _linear_pointwise=SimpleNamespace(default=product)))
 
 
 @pytest.fixture

@@ -299,10 +299,10 @@ def test_a_tokenizer_that_disagrees_with_its_file_is_told(
     assert "turns '1234 + 56' into the tokens [" in told and "tokenizer_class" in told
 
 
+@pytest.mark.parametrize("cpu", ["blocks"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_config_without_a_dtype_takes_that_of_the_weights(
-        dtype, llama, edit_model, engine, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+        dtype, llama, edit_model, engine, cpu):
     path = edit_model(llama, lambda config: config.pop("dtype", None))
     file = path / "model.safetensors"
     save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()},

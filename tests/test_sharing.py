@@ -19,6 +19,7 @@ from helpers import (
     draw_requests,
     floats,
     is_swapped,
+    same_bits,
     swap_space,
     waiting,
     watch,
@@ -167,7 +168,8 @@ def work(text_model):
     everything and no cache.
     """
     known = {}
-    with LLM(text_model, **CPU, enable_prefix_caching=False, num_blocks=60) as llm:
+    with LLM(text_model, **CPU | same_bits(), enable_prefix_caching=False,
+             num_blocks=60) as llm:
         def make(seed, count):
             if (seed, count) not in known:
                 requests = list(draw_mixed(seed, count))
@@ -187,7 +189,8 @@ def test_mixed_requests_on_a_small_pool_get_what_they_get_alone(
 ):
     options, num_swap_blocks, runs_ahead = SETTINGS[name]
     options = {
-        **CPU, "block_size": 4, "num_blocks": 36, "max_model_len": LONGEST,
+        **CPU, **same_bits(), "block_size": 4, "num_blocks": 36,
+        "max_model_len": LONGEST,
         "max_num_seqs": 48, "max_num_batched_tokens": 56,
         "swap_space": swap_space(text_model, num_swap_blocks, 4)} | options
     requests, expected = work(seed, count)

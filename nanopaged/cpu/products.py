@@ -1,6 +1,7 @@
 """Matrix products on CPUs: for few rows, as fast as memory delivers the weights."""
 
 import ctypes
+import platform
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanopaged.attention import cdiv
+from nanopaged.checks import check
 from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
 from nanopaged.model import Linear
@@ -19,11 +21,19 @@ from nanopaged.model import Linear
 PACKED = ("proj", "lm_head", "dense", "fc1", "fc2", "embed_out")
 
 
+def has_bfloat16() -> bool:
+    """Whether this CPU has instructions for bfloat16."""
+    if platform.machine() in ("aarch64", "arm64"):
+        ask = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+        return bool(ask())
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """The dtype of activations. On a CPU without bfloat16 instructions this is float32,
     even if the weights, K and V are bfloat16.
     """
-    is_slow = device.type == "cpu" and not torch.cpu._is_avx512_bf16_supported()
+    is_slow = device.type == "cpu" and not has_bfloat16()
     return torch.float32 if is_slow and dtype == torch.bfloat16 else dtype
 
 
@@ -41,19 +51,34 @@ def pack(linear: nn.Linear, batch_invariant: bool) -> None:
     - bfloat16 weights without instructions for bfloat16: `float32_product`
     - other weights that oneDNN can reorder: `packed_product`. The old weight is gone
     - all others: as before
+
+    ValueError if a product stays as before, but must not depend on the batch.
     """
     weight = linear.weight.detach()
-    reorder = getattr(torch.ops.mkldnn, "_reorder_linear_weight", None)
     more: Any = {"bias": linear.bias, "batch_invariant": batch_invariant}
     if compute_dtype(weight.dtype, weight.device) != weight.dtype:
         if weight.shape[1] % 2:  # the kernel takes pairs
             weight = F.pad(weight, (0, 1))
         linear.forward = partial(float32_product, weight=weight, **more)  # type: ignore
-    elif reorder and weight.is_cpu and weight.dtype in (torch.float32, torch.bfloat16):
-        packed = reorder(weight, None)
+    elif (packed := reorder(weight)) is not None:
         linear.weight = nn.Parameter(packed, requires_grad=False)
         linear.forward = partial(  # type: ignore
             packed_product, weight=packed, blocks=find_blocks(packed, weight), **more)
+    else:
+        check(not batch_invariant, "batch_invariant",
+              f"False (oneDNN cannot pack {weight.dtype} here)", batch_invariant)
+
+
+def reorder(weight: Tensor) -> Tensor | None:
+    """The weight as oneDNN arranges it. None if it cannot do so, because torch was
+    built without it, or because the processor lacks the instructions.
+    """
+    if not weight.is_cpu or weight.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    try:
+        return torch.ops.mkldnn._reorder_linear_weight(weight, None)  # type: ignore
+    except (AttributeError, RuntimeError):
+        return None
 
 
 def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Any,
@@ -61,8 +86,7 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Any,
     """x W^T, with W as oneDNN has reordered it: 1.3 to 4 times as fast as before. For
     one or two rows, our kernel reads the same memory faster still.
 
-    (These operators are private to torch, so they appear only in this file. Where they
-    are missing, nothing changes.)
+    These operators are private to torch, so they appear only in this file.
     """
     num_rows = x.shape[:-1].numel()
     if batch_invariant and num_rows == 1:

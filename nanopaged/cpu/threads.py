@@ -21,9 +21,11 @@ from nanopaged import paged_attention
 # Numba divides work among its threads by OpenMP (the library libgomp), by TBB, or by a
 # queue of its own. After each operation torch's threads spin for a while, ready for the
 # next one, and compete with Numba's for the cores. With OpenMP that costs nothing that
-# we could measure, but with the queue a step takes up to 1.5 times as long.
-LAYERS = ["omp", "tbb", "workqueue"]
+# we could measure, but with the queue a step takes up to 1.5 times as long. On a Mac,
+# a second OpenMP library beside torch's would end the process.
 CONFIG: Any = numba.config
+CONFIG.THREADING_LAYER_PRIORITY = (
+    ["workqueue"] if sys.platform == "darwin" else ["omp", "tbb", "workqueue"])
 SOURCES = [
     Path(paged_attention.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
@@ -52,7 +54,6 @@ def loop(program: Any, parallel: bool) -> Any:
     no folder can be written to (RuntimeError), if Numba is disabled (AttributeError),
     or if there are no sources (OSError).
     """
-    CONFIG.THREADING_LAYER_PRIORITY = LAYERS
     function = FunctionType(run_programs.__code__, globals() | {"program": program})
     kernel: Any = njit(parallel=parallel, nogil=True)(function)
     with suppress(RuntimeError, AttributeError, OSError):
@@ -83,9 +84,10 @@ def prepare_process() -> None:
         # Let glibc's malloc keep freed memory, because the next step needs it again. By
         # default large pieces go back to the system, and getting them again takes a
         # tenth of a step.
-        libc = ctypes.CDLL(None)
-        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        with suppress(AttributeError):  # other C libraries have no such function
+            libc = ctypes.CDLL(None)
+            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
     if sys.platform != "win32":
         # A forked process has one thread. torch would wait for its parent's threads,
         # and GNU's OpenMP would end the process.
@@ -95,4 +97,5 @@ def prepare_process() -> None:
 def give_memory_back() -> None:
     """Return to the system what malloc has kept."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

@@ -41,7 +41,7 @@ class TritonAttention(TorchAttention):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             num_processors = gpu.multi_processor_count
-            self.uses_pdl = gpu.major >= 9
+            self.uses_pdl = gpu.major >= 9 and not torch.version.hip
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # (The scores of more than 128 keys would need too many registers.)

@@ -26,6 +26,9 @@ def reading(what: str, remedy: str = REPAIR) -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(f"{what} must not need Python code that the checkpoint "
+                             "brings along, because such code is never run") from error
         raise ValueError(
             f"cannot read {what} ({remedy}): {error.__cause__ or error!r}") from error
 
@@ -82,7 +85,7 @@ def load_config(config: EngineConfig) -> ModelConfig:
     check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with reading(f"config.json of {name}", remedy):
-        found = AutoConfig.from_pretrained(name)
+        found = AutoConfig.from_pretrained(name, trust_remote_code=False)
     quantization = getattr(found, "quantization_config", None)
     check(quantization is None, "quantization_config in config.json",
           "absent (quantised weights are not supported)", quantization)
@@ -164,7 +167,7 @@ def load_tokenizer(name: str | Path) -> Any:
     with reading(f"the tokenizer of {name}"):
         # With clean-up, the text of a token would depend on the tokens that follow.
         tokenizer = AutoTokenizer.from_pretrained(
-            name, clean_up_tokenization_spaces=False)
+            name, clean_up_tokenization_spaces=False, trust_remote_code=False)
         file = find_file(name, "tokenizer.json")
         plain = TokenizersBackend(tokenizer_file=file) if file else tokenizer
     # A wrong tokenizer_class replaces rules of tokenizer.json with its own.

@@ -7,6 +7,7 @@ On other machines the ranks get an error in the step that they compute.
 """
 
 import os
+import socket
 import weakref
 from datetime import timedelta
 
@@ -46,7 +47,9 @@ def join(config: EngineConfig) -> Ranks:
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # listen nowhere else
+        # Listen on the loopback interface alone. (Linux calls it lo, a Mac lo0.)
+        names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
     dist.init_process_group(backend)
     # An engine may be idle for a long time, so the others wait for rank 0's next batch
     # without a timeout. All other waits have torch's own, half an hour, because gloo

@@ -5,6 +5,7 @@ import os
 import re
 import weakref
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -52,7 +53,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     dtype = pick_dtype(config, share, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
-    compiles = device.type == "cuda" and not config.enforce_eager
+    is_gpu, has_triton = device.type == "cuda", find_spec("triton") is not None
+    compiles = is_gpu and has_triton and not config.enforce_eager
     module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
     if config.batch_invariant:
         check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
@@ -115,8 +117,9 @@ def pick_dtype(config: EngineConfig, share: ModelConfig, device: torch.device
     if device.type == "cuda":
         is_old = torch.cuda.get_device_properties(device).major < 8
         return torch.float16 if is_old else model_dtype
+    # Our kernel reads weights in bfloat16, whatever the processor can compute.
     has_kernel = products and model_dtype == torch.bfloat16
-    is_fast = has_kernel or torch.cpu._is_avx512_bf16_supported()
+    is_fast = has_kernel or products and products.has_bfloat16()
     return torch.bfloat16 if is_fast else torch.float32
 
 
@@ -133,8 +136,8 @@ BACKENDS = {
 def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
     """The name of an attention backend; ValueError if it cannot run here."""
     names = ["torch"]  # what can run here, the best one first
-    is_gpu = device.type == "cuda"
-    if is_gpu and torch.cuda.get_device_properties(device).major >= 8:
+    is_gpu, has_triton = device.type == "cuda", find_spec("triton") is not None
+    if is_gpu and has_triton and torch.cuda.get_device_properties(device).major >= 8:
         names = ["triton", "flash", "torch"]
     elif not is_gpu and products and dtype != torch.float16:
         names = ["numba", "torch"]
@@ -142,7 +145,7 @@ def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
         names += ["triton", "flash"]
     name = names[0] if name == "auto" else name
     check(name in names, "attention_backend",
-          f"'auto', or one of {names} with this device and dtype", name)
+          f"'auto', or one of {names} with this device, dtype and packages", name)
     return name
 
 
@@ -237,18 +240,39 @@ def free_bytes(runner: ModelRunner) -> int:
     return int(free - reserved - 16 * num_logits - (256 << 20))
 
 
-def free_memory() -> int:
-    """How many bytes this process can still get, of the machine and of its container.
-    Only Linux tells.
-    """
-    def number(file: str, pattern: str, missing: int = 2**62) -> int:
-        text = Path(file).read_text(errors="replace") if Path(file).exists() else ""
-        found = re.search(pattern, text)
-        return int(found[1]) if found else missing
+# Where Linux tells a process its control group, such as a container, and the limit of a
+# group's memory: in version 2 of control groups, and in version 1.
+GROUPS = ((r"^0::/(.*)", "sys/fs/cgroup", "memory.max"),
+          (r"^\d+:(?:.*,)?memory(?:,.*)?:/(.*)", "sys/fs/cgroup/memory",
+           "memory.limit_in_bytes"))
 
-    available = number("/proc/meminfo", r"MemAvailable:\s+(\d+) kB") << 10
-    resident = number("/proc/self/status", r"VmRSS:\s+(\d+) kB", 0) << 10
-    return min(available, number("/sys/fs/cgroup/memory.max", r"(\d+)") - resident)
+
+def free_memory(root: Path = Path("/")) -> int:
+    """How many bytes this process can still get, of the machine and of its control
+    group. Groups are nested, so the smallest limit counts.
+    """
+    def search(file: Path, pattern: str, missing: Any) -> Any:
+        text = file.read_text(errors="replace") if file.is_file() else ""
+        found = re.search(pattern, text, re.M)
+        return found[1] if found else missing
+
+    proc = root / "proc"
+    resident = int(search(proc / "self/status", r"VmRSS:\s+(\d+) kB", 0)) << 10
+    available = search(proc / "meminfo", r"MemAvailable:\s+(\d+) kB", None)
+    free = [int(available) << 10 if available else half_of_memory()]
+    for line, place, file in GROUPS:
+        group = Path(search(proc / "self/cgroup", line, ""))
+        for each in (group, *group.parents):
+            limit = search(root / place / each / file, r"^(\d+)", 2**62)
+            free.append(int(limit) - resident)
+    return min(free)
+
+
+def half_of_memory() -> int:
+    """Where the system does not tell what is free: half of the machine's memory."""
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 4 << 30  # Windows does not tell without more code; few machines have less
 
 
 def free_runner(runner: ModelRunner) -> None:

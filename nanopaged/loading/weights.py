@@ -135,7 +135,7 @@ def load_pretrained(model_config: ModelConfig, dtype: torch.dtype | None = None)
             model, info = AutoModelForCausalLM.from_pretrained(
                 source, config=model_config.hf_config, dtype=dtype,
                 attn_implementation="eager", ignore_mismatched_sizes=True,
-                output_loading_info=True)
+                output_loading_info=True, trust_remote_code=False)
     finally:
         if shows_bars:
             logging.enable_progress_bar()
@@ -150,7 +150,8 @@ def load_pretrained(model_config: ModelConfig, dtype: torch.dtype | None = None)
 def make_pretrained(model_config: ModelConfig, dtype: torch.dtype) -> Any:
     """Transformers' model, with weights that mean nothing."""
     return AutoModelForCausalLM.from_config(
-        model_config.hf_config, dtype=dtype, attn_implementation="eager").eval()
+        model_config.hf_config, dtype=dtype, attn_implementation="eager",
+        trust_remote_code=False).eval()
 
 
 def check_fit(source: object, missing: Any, left_over: Any, shapes: Any) -> None:

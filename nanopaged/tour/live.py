@@ -9,6 +9,7 @@ requests for any other host: a page from elsewhere may make its own host name po
 this address, and would then be allowed to read the answers.
 """
 
+import os
 import sys
 import threading
 import traceback
@@ -145,7 +146,8 @@ class Handler(BaseHTTPRequestHandler):
 class Server(ThreadingHTTPServer):
     """Serves the page. It makes one run at a time, and other requests wait."""
 
-    allow_reuse_port = False  # a port in use is an error
+    # A port in use is an error. (On Windows, the second of these would share it.)
+    allow_reuse_port, allow_reuse_address = False, os.name == "posix"
     is_ending = False
 
     def __init__(self, port: int) -> None:

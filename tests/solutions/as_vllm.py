@@ -223,7 +223,7 @@ class LLMEngine:
 # -- vLLM's modules --------------------------------------------------------------------
 
 def get_tokenizer(name, tokenizer_mode=None, trust_remote_code=None, **options):
-    return AutoTokenizer.from_pretrained(name, **options)
+    return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **options)
 
 
 def resolve_hf_chat_template(tokenizer, chat_template=None, **options):

@@ -84,7 +84,8 @@ class Reference:
 
     def model(self, path):
         if path not in self.models:
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, trust_remote_code=False)
             model.generation_config = GenerationConfig()  # only the length stops it
             self.models[path] = model.eval()
         return self.models[path]

@@ -16,6 +16,7 @@ from helpers import complete, counters, draw_requests, greedy, message_of, serve
 from nanopaged.loading.any_decoder import AnyDecoder
 from nanopaged.loading.weights import load_model
 from nanopaged.ranks import Ranks
+from tools.cpus import EACH_CPU
 
 # One of each kind: layers without positions, MLA, windows, learned positions, sinks,
 # scales of its own, a mixture of experts. The sweep has all.
@@ -75,13 +76,9 @@ def test_a_llama_that_our_own_decoder_lacks_is_computed_by_transformers(
     assert complete(engine(path), [5, 6, 7], greedy(20)).token_ids == expected
 
 
-@pytest.mark.parametrize("has_instructions", [True, False])
-def test_sixteen_bits_on_a_cpu(has_instructions, family, engine, monkeypatch):
+@EACH_CPU
+def test_sixteen_bits_on_a_cpu(cpu, family, engine):
     """Products are packed, or computed in float32 where that is faster."""
-    monkeypatch.setattr(
-        torch.cpu, "_is_avx512_bf16_supported", lambda: has_instructions)
-    if has_instructions and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.skip("this CPU cannot compute bfloat16")
     path, _ = family("granite")
     llm = engine(path, dtype="bfloat16")
     assert len(set(complete(llm, [5, 6, 7], greedy(20)).token_ids)) > 3
