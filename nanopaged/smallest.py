@@ -98,7 +98,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)  # rounded up
 
     def match(self, seq: Sequence) -> None:
-        """Give a sequence without blocks all blocks that already hold its first tokens.
+        """Give a sequence that begins to run the blocks that hold its first tokens.
         The last token is always computed, because its output decides the next token.
         """
         for end in range(self.block_size, len(seq.token_ids), self.block_size):
@@ -228,7 +228,7 @@ class ModelRunner:
         token_ids = [seq.token_ids[p] for seq, p in batch]
         x = self.weights["model.embed_tokens.weight"][token_ids]  # [num_tokens, hidden]
         for layer in range(NUM_LAYERS):
-            at = f"model.layers.{layer}."  # the names of its weights begin so
+            at = f"model.layers.{layer}."  # how the names of its weights begin
             h = self.norm(x, at + "input_layernorm")
             q = self.rotated_heads(h, at + "self_attn.q", angles)
             k = self.rotated_heads(h, at + "self_attn.k", angles)
