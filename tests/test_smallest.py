@@ -17,7 +17,7 @@ from helpers import CPU, first_tokens_of
 from nanopaged import LLM, SamplingParams, smallest
 
 TEXT = ("First Citizen:\nBefore we proceed any further, hear me speak.\n\nROMEO:\nO, "
-        "she doth teach the torches to burn bright! What is the matter with the king?\n")
+        "she doth teach the torches to burn bright! What is the matter with the king?")
 
 
 @pytest.fixture(scope="module")
