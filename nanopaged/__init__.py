@@ -1,9 +1,10 @@
 """nanopaged: the engine of the PagedAttention paper, written to be read.
 
-The files of this folder and of gpu/ are the engine. Read them in this order: engine,
-sequence, block_manager, prefix_cache, batch, scheduler, beam_search, attention,
-model_runner, paged_attention, model, fused, sampler, logits, config, stats, checks,
-ranks. Then comes gpu/.
+The files of this folder and of gpu/ are the engine. The first one is its idea in one
+file, which imports none of the others. Read in this order: smallest, engine, sequence,
+block_manager, prefix_cache, batch, scheduler, beam_search, attention, model_runner,
+paged_attention, model, fused, sampler, logits, config, stats, checks, ranks. Then comes
+gpu/.
 
 One could leave out any folder but loading/:
 
