@@ -42,6 +42,13 @@ def start(log):
                         "TORCHELASTIC_USE_AGENT_STORE": "True"}
             jobs = [[[*map(str, arguments)], str(cwd), env | {"RANK": str(rank)},
                      str(log)] for rank in range(ranks)]
+            if not hasattr(os, "fork"):  # on Windows, each is a fresh Python
+                with log.open("w") as file:
+                    processes = [subprocess.Popen(
+                        [sys.executable, *words], cwd=cwd, env=env, stdout=file,
+                        stderr=file) for words, cwd, env, _ in jobs]
+                statuses = [process.wait(900) for process in processes]
+                return max(map(abs, statuses)), log.read_text("utf-8")
             server.stdin.write(json.dumps(jobs) + "\n")
             server.stdin.flush()
             return int(server.stdout.readline()), log.read_text("utf-8")
