@@ -111,8 +111,12 @@ def same_bits():
     """The option that gives an answer the same bits alone and in a batch, where it can
     be had. Without it, the last bit of a logit may decide a draw.
     """
-    packs = products and products.reorder(torch.zeros(2, 2)) is not None
-    return {"batch_invariant": bool(packs)}
+    linear = torch.nn.Linear(30, 7)
+    try:
+        products.pack(linear, batch_invariant=True)
+    except (AttributeError, ValueError):  # without Numba, or with other bits
+        return {"batch_invariant": False}
+    return {"batch_invariant": True}
 
 
 # -- Answers ---------------------------------------------------------------------------

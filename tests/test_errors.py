@@ -43,7 +43,7 @@ VALUE_ERRORS = {
     "start(max_model_len=257)": "max_model_len must be at most 256 for this model, got",
     "start(dtype='int8')": "dtype must be Literal['auto', 'float32', 'float16', 'bfloa",
     "start(attention_backend='triton')": "'auto', or one of ['numba', 'torch'] with",
-    "start(attention_backend='flash')": "with this device and dtype, got 'flash'",
+    "start(attention_backend='flash')": "with this device, dtype and packages,",
     "start(preemption_mode='drop')": "must be Literal['recompute', 'swap'], got 'drop'",
     "start(device='cuda')": "device must be 'cpu', because torch sees no GPU, got",
     "start(tensor_parallel_size=3)": "must be a divisor of num_attention_heads=4, got ",

@@ -16,6 +16,7 @@ from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.attention import bits
 from nanopaged.model import Linear
 
+CPU = torch.device("cpu")
 # Endings of the names of linear layers to pack. (Mamba itself reads the weight of its
 # dt_proj. Embeddings that are tied to a head keep theirs.)
 PACKED = ("proj", "lm_head", "dense", "fc1", "fc2", "embed_out")
@@ -52,7 +53,7 @@ def pack(linear: nn.Linear, batch_invariant: bool) -> None:
     - other weights that oneDNN can reorder: `packed_product`. The old weight is gone
     - all others: as before
 
-    ValueError if a product stays as before, but must not depend on the batch.
+    With `batch_invariant`, ValueError if the bits of a product depend on its rows.
     """
     weight = linear.weight.detach()
     more: Any = {"bias": linear.bias, "batch_invariant": batch_invariant}
@@ -64,9 +65,22 @@ def pack(linear: nn.Linear, batch_invariant: bool) -> None:
         linear.weight = nn.Parameter(packed, requires_grad=False)
         linear.forward = partial(  # type: ignore
             packed_product, weight=packed, blocks=find_blocks(packed, weight), **more)
-    else:
-        check(not batch_invariant, "batch_invariant",
-              f"False (oneDNN cannot pack {weight.dtype} here)", batch_invariant)
+    check(not batch_invariant or rows_are_alone(linear, weight.dtype),
+          "batch_invariant", "False (with this processor, torch and Numba, the number "
+          f"of rows changes the bits of a product in {weight.dtype})", True)
+
+
+def rows_are_alone(linear: nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether rows of a product get the same bits in any company. Libraries compute
+    several rows at once, and what is left of them in another way, so some numbers of
+    rows are tried.
+    """
+    if not isinstance(linear.forward, partial):  # torch computes it, and promises less
+        return False
+    x = torch.randn(40, linear.in_features).to(compute_dtype(dtype, CPU))
+    together = linear(x)
+    return all(torch.equal(linear(x[:count]), together[:count])
+               for count in (1, 2, 3, 4, 7, 16))
 
 
 def reorder(weight: Tensor) -> Tensor | None:
