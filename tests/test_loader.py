@@ -113,8 +113,8 @@ FIX = "(repair it or download it again): "
     ("generation_config.json", b"[]", "cannot read {name} of {path} " + FIX),
     ("generation_config.json", b"", "cannot read {name} of {path} " + FIX),
     ("config.json", b'{"model_type": "llama", "hidden_size": "64"}',
-     "cannot read {name} of {path} " + FIX + "TypeError(\"Field 'hidden_size' expected "
-     "int, got str (value: '64')\")"),
+     "cannot read {name} of {path} " + FIX + "Validation error for field 'hidden_size'"
+     ": TypeError: Field 'hidden_size' expected int, got str (value: '64')"),
     ("config.json", LAYERS, "layer_types in {name} must be one of (None, 'full_atten")])
 def test_an_error_in_a_file_is_one_sentence_that_names_it(
         name, content, message, llama, edit_model):
@@ -122,14 +122,14 @@ def test_an_error_in_a_file_is_one_sentence_that_names_it(
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
     # (A wrong default is an error for those who want it.)
     found = message_of(
-        lambda: LLM(file.parent, **CPU).generate([[5]], use_tqdm=False), ValueError)
+        lambda: LLM(file.parent, **CPU).generate([[5]], use_tqdm=False))
     assert message.format(name=name, path=file.parent) in found and "\n" not in found
 
 
 @pytest.mark.parametrize(("change", "message"), [
     (lambda path, others: path.unlink(), "cannot read {path} " + FIX),
     (lambda path, others: path.write_bytes(LFS), "cannot read {path} " + FIX),
-    (lambda path, others: shutil.copy(others[-1], path), "in no other file"),
+    (lambda path, others: shutil.copy(others[-1], path), "missing ['model.layers.0"),
     (lambda path, others: path.with_name("model.safetensors.index.json").unlink(),
      "must be in one of ('model.safetensors',")],
     ids=["missing", "Git LFS", "copied", "no index"])
@@ -146,7 +146,7 @@ def test_weights_that_are_no_floats_are_refused(dtype, llama, edit_model):
     path = edit_model(llama, weights=lambda tensors: tensors.update(
         {name: tensors[name].to(getattr(torch, dtype))}))
     message = message_of(lambda: LLM(path, **CPU))
-    assert f"the dtype of {name} must be one of (torch.float16, " in message
+    assert f"{name} must be a dense tensor of floating-point numbers" in message
 
 
 # -- Memory ----------------------------------------------------------------------------
@@ -208,8 +208,8 @@ def test_random_weights_depend_on_the_seed_alone(llama, tmp_path, monkeypatch):
     ({"eos_token_id": [4, 5, 160, 6]}, [4, 5, 6], {}),  # there is no token 160
     ({"temperature": 0.7, "top_p": 0.8, "top_k": 20}, [3],
      {"temperature": 0.7, "top_p": 0.8, "top_k": 20}),
-    ({"temperature": 0, "top_p": 0.0, "top_k": -1}, [3],
-     {"temperature": 0, "top_p": 1e-6}),
+    ({"temperature": 0, "top_p": 0.5, "top_k": -1}, [3],
+     {"temperature": 0, "top_p": 0.5}),
     ({"do_sample": True, "repetition_penalty": 1.0, "pad_token_id": 5}, [3], {}),
     ({"repetition_penalty": 1.1}, [3], {"repetition_penalty": 1.1}),
     ({"max_new_tokens": 99, "length_penalty": 1.1}, [3], {"max_tokens": 99})], ids=str)

@@ -14,7 +14,6 @@ the bytes of an incomplete one wait. If the bundled model answers " so é!", for
 
 import codecs
 from functools import lru_cache
-from itertools import product
 from typing import Any
 from weakref import ref
 
@@ -33,7 +32,7 @@ def token_bytes(tokenizer_ref: ref[Any], token: int,
     decodes a token as "block", and the same token twice as "block block", so the bytes
     are those of "block" and " block". Special tokens that are skipped have none.
 
-    This assumes that a token never changes the text before it: see `is_additive`.
+    This assumes that the text of a token does not depend on its neighbours.
     """
     tokenizer: Any = tokenizer_ref()
     once, twice = (
@@ -50,19 +49,6 @@ def token_bytes(tokenizer_ref: ref[Any], token: int,
 
 
 @lru_cache(16)
-def is_additive(tokenizer_ref: ref[Any]) -> bool:
-    """Whether the text of a token does not depend on its neighbours, as far as some
-    pairs of tokens tell. (CTC decoders, for example, merge equal neighbours.)
-    """
-    tokenizer: Any = tokenizer_ref()
-    ids = range(0, len(tokenizer), 1 + len(tokenizer) // 24)
-    texts = {pair: tokenizer.decode(pair) for pair in product(ids, ids)}
-    return all("\ufffd" in text or text.encode() == token_bytes(
-        tokenizer_ref, one, False)[0] + token_bytes(tokenizer_ref, other, False)[1]
-        for (one, other), text in texts.items())
-
-
-@lru_cache(16)
 def special_tokens(tokenizer_ref: ref[Any]) -> dict[str, int]:
     """The ids of special tokens. (A tokenizer makes this table anew for each look.)"""
     tokens = tokenizer_ref().added_tokens_decoder.items()  # type: ignore[union-attr]
@@ -76,6 +62,11 @@ class Detokenizer:
                  skip_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.skip_special_tokens = skip_special_tokens
+        # In a few decoders the text of a token depends on its neighbours, and so it may
+        # in a tokenizer that is written in Python (CTRL's): they decode all, each time.
+        raw = getattr(tokenizer, "backend_tokenizer", None)
+        self.is_additive = raw and not any(
+            merging in str(raw.decoder) for merging in ("CTC", "BPEDecoder"))
         self.stops = stops
         # So many last characters may be the beginning of a stop string.
         self.num_held_back = max(map(len, stops), default=1) - 1
@@ -113,7 +104,7 @@ class Detokenizer:
         self.num_read = len(token_ids)
         new, num_decoded = codecs.utf_8_decode(data, "replace", final)
         self.waiting = bytes(data[num_decoded:])
-        if not is_additive(ref(self.tokenizer)):  # such tokenizers are rare
+        if not self.is_additive:
             self.text, new = "", self.tokenizer.decode(
                 token_ids[self.num_prompt_tokens :],
                 skip_special_tokens=self.skip_special_tokens)

@@ -17,7 +17,7 @@ that case every later call that needs a step fails.
 import os
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from nanopaged.engine import Changed
 from nanopaged.frontend.outputs import Outbox, Request, RequestOutput, let_go
 from nanopaged.frontend.prompts import Params, make_requests, render_chats, tokenizer_of
 from nanopaged.loading import checkpoint
+from nanopaged.loading.errors import REPAIR, explained
 from nanopaged.loading.start_up import free_runner, make_engine
 from nanopaged.loading.weights import check_weights, replace_weights
 from nanopaged.sequence import SequenceGroup
@@ -52,9 +53,6 @@ class LLM(AbstractContextManager["LLM"]):
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        known = EngineConfig.__dataclass_fields__
-        unknown = sorted(options.keys() - known)
-        check(not unknown, "options of LLM", f"among {[*known]}", unknown, TypeError)
         self.config = EngineConfig(model, **options)
         self.model_config = checkpoint.load_config(self.config)
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
@@ -75,7 +73,7 @@ class LLM(AbstractContextManager["LLM"]):
         generation_config.json has wrong ones.
         """
         source = self.model_config.source
-        with checkpoint.reading(f"generation_config.json of {source}"):
+        with explained(f"cannot read generation_config.json of {source} ({REPAIR}): "):
             return SamplingParams(**self._defaults)
 
     # -- Prompts in, text out ----------------------------------------------------------
@@ -160,10 +158,9 @@ class LLM(AbstractContextManager["LLM"]):
     def _submit(self, requests: list[Request], outbox: Outbox,
                 final_only: bool = False) -> None:
         """Queue requests, all at once. What they report will be in this outbox."""
-        self._check_open()
-        if self._half_loaded:  # perhaps another thread is loading weights now: wait
-            with self._exclusive():
-                self._check_loaded()
+        # Perhaps another thread is loading weights now. Then wait.
+        with self._exclusive() if self._half_loaded else nullcontext():
+            self._check_open()
         for request in requests:
             request.outbox, request.final_only = outbox, final_only
         try:
@@ -197,7 +194,6 @@ class LLM(AbstractContextManager["LLM"]):
             # The step of another thread may have filled the outbox already. If a step
             # has failed, `_run` resets the engine instead of taking the next one.
             if self._step_unfinished or (not outbox and self.engine.num_unfinished):
-                self._check_loaded()
                 self._run(self.engine.step)
             outputs = [request.output() for request in outbox.values()]
             outbox.clear()
@@ -207,7 +203,7 @@ class LLM(AbstractContextManager["LLM"]):
         """Let the engine act. Read the text of what it changes, as far as stop strings
         need it, and put it into outboxes. If a step has failed, reset the engine.
         """
-        self._check_open()
+        self._check_open(act)
         act = self.engine.reset if self._step_unfinished else act
         self._step_unfinished = True
         changed = act()
@@ -224,15 +220,14 @@ class LLM(AbstractContextManager["LLM"]):
         changed.clear()
         self._step_unfinished = False
 
-    def _check_open(self) -> None:
+    def _check_open(self, act: Any = None) -> None:
         runner = self.engine.runner
         is_broken = self._step_unfinished and runner.ranks.size > 1
         if runner.model is None or is_broken:
             raise RuntimeError("this engine was shut down, or a step on several ranks "
                                "failed: start a new one")
-
-    def _check_loaded(self) -> None:
-        if self._half_loaded:
+        # `load_weights` begins with a reset.
+        if self._half_loaded and act != self.engine.reset_if_idle:
             raise RuntimeError("load_weights broke off, so only some weights are new: "
                                "call it again, with a whole checkpoint")
 
@@ -296,16 +291,19 @@ class LLM(AbstractContextManager["LLM"]):
         are unfinished. If it breaks off later, by Ctrl-C for example, the engine
         answers nothing until it has been called again.
         """
+        impl, runner = self.model_config.model_impl, self.engine.runner
+        check(impl == "nanopaged" and runner.ranks.size == 1, "model_impl",
+              "'nanopaged', on one rank, for load_weights", impl)
         named = dict(weights)  # without the lock: this may run any code
+        check_weights(self.model_config, named)
         with self._exclusive():
             # The cache is emptied first: if the rest is interrupted, no old K and V
             # remain.
             self._run(self.engine.reset_if_idle)
             check(not self.engine.num_unfinished, "the number of unfinished requests",
                   "0 for load_weights", self.engine.num_unfinished)
-            check_weights(self.model_config, named, self.engine.runner.ranks)
             self._half_loaded = True
-            replace_weights(self.engine.runner, named)
+            replace_weights(runner, named)
             self._half_loaded = False
 
     def shutdown(self) -> None:

@@ -12,6 +12,7 @@ from nanopaged.checks import check, plain
 from nanopaged.config import BeamSearchParams, SamplingParams
 from nanopaged.frontend.detokenizer import Detokenizer
 from nanopaged.frontend.outputs import Request
+from nanopaged.loading.errors import explained
 from nanopaged.sequence import SequenceGroup
 
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
@@ -40,24 +41,18 @@ def as_prompts(given: Any) -> list[Any]:
           "or several of these (from a tokenizer, its input_ids)", given, TypeError)
     items = plain([*given])
     # A list of nothing but numbers is a single prompt.
-    kinds = {*map(type, items)}
-    is_one = kinds and all(issubclass(kind, Number) for kind in kinds)
-    return [items] if is_one else items
+    is_one = all(issubclass(kind, Number) for kind in {*map(type, items)})
+    return [items] if items and is_one else items
 
 
 def as_dict(prompt: Any) -> Mapping[str, Any]:
     """One prompt as a dict."""
-    content, *others = as_prompts(prompt) or [[]]
-    check(not others, "prompt", "one prompt, a string or a list of token ids", prompt,
-          TypeError)
-    if not isinstance(content, Mapping):
-        return {"prompt": content}
-    content = {name: each for name, each in content.items() if each is not None}
+    if not isinstance(prompt, Mapping):
+        return {"prompt": prompt}
+    content = {name: each for name, each in prompt.items() if each is not None}
     unknown = content.keys() - NAMES
     check(not unknown, "prompt", f"a dict with names among {NAMES} (from a "
           "tokenizer, pass its input_ids)", unknown, TypeError)
-    ids = content.get("prompt_token_ids")
-    check(not isinstance(ids, str), "prompt_token_ids", "a list of ids", ids, TypeError)
     return content
 
 
@@ -118,15 +113,13 @@ def as_message(given: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
 
 def as_tool_call(call: Any) -> dict[str, Any]:
     """A tool call whose arguments are a dict. They may be its JSON, or missing."""
-    try:
+    with explained("tool_calls must be a list of calls, with arguments in JSON, got "
+                   f"{call!r:.200}: "):
         function = call["function"]
         found = function.get("arguments")
         if isinstance(found, str):
             found = json.loads(found.strip() or "null")
         return {**call, "function": {**function, "arguments": {**(found or {})}}}
-    except Exception as error:
-        raise ValueError("tool_calls must be a list of calls, with arguments in JSON, "
-                         f"got {call!r:.200} ({error})") from error
 
 
 # -- Requests --------------------------------------------------------------------------
@@ -145,13 +138,8 @@ def of_each(name: str, inputs: list[Any], act: Callable[[Any], Any]) -> list[Any
     """What `act` makes of several inputs. Its errors say which of them is wrong."""
     found = []
     for number, each in enumerate(inputs):
-        try:
-            found.append(act(each))
-        except Exception as error:  # from a template, too
-            # (A subclass, such as UnicodeEncodeError, takes other arguments.)
-            kind = TypeError if isinstance(error, TypeError) else ValueError
-            where = f"{name}[{number}]: " if len(inputs) > 1 else ""
-            raise kind(f"{where}{error}") from error
+        with explained(f"{name}[{number}]: " if len(inputs) > 1 else ""):
+            found.append(act(each))  # its errors may be a template's, too
     return found
 
 
@@ -166,7 +154,7 @@ def make_request(llm: Any, params: Any, prompt: Any = None,
                  prompt_token_ids: Any = None, cache_salt: Any = None) -> Request:
     """A request that can be served; ValueError or TypeError if it never can be."""
     ids = given = plain(prompt if prompt_token_ids is None else prompt_token_ids)
-    if isinstance(ids, str):
+    if isinstance(ids, str) and prompt_token_ids is None:
         ids.encode()  # an error for a lone surrogate
         ids = tokenizer_of(llm)(ids).input_ids
     # Anything else becomes [None], which the next line refuses.

@@ -24,6 +24,7 @@ from nanopaged.attention import TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.loading import states
+from nanopaged.loading.errors import explained
 from nanopaged.sequence import NO_STATES
 
 FAMILY = ("a family that remembers earlier tokens by attention, or by a state in "
@@ -63,10 +64,9 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
     check(k.shape[1:] == v.shape[1:] == shape, f"K and V in {name}",
           f"{shape}, as in all other layers", tuple(k.shape[1:]))
-    # (Of this call, not of this layer: a layer may run twice.)
-    kv_cache = next(shared.unused_caches, None)
-    check(kv_cache is not None, "num_hidden_layers", "the number of calls of attention "
-          "in a step", "fewer")
+    # (Of this call, not of this layer: a layer may run twice. If there are more calls
+    # than caches, this is a StopIteration.)
+    kv_cache = next(shared.unused_caches)
     shared.windows.add(sliding_window)
     backend.store(k, v, kv_cache, shared.metadata.slots)
     out = backend.attend(
@@ -145,17 +145,13 @@ class AnyDecoder(nn.Module):
         half = max((length - 4) // 2, 1)
         ids = torch.arange(2 * length, device=runner.device).view(2, -1) % vocab_size
         runner.make_pools(2 * cdiv(length, size), 0)  # for this comparison alone
-        try:
+        with explained(f"model_type in config.json must be {FAMILY}, got "
+                       f"{self.sizes.model_type!r}: "):
             wanted = self.model(ids, use_cache=False).logits.float()
             self.model.set_attn_implementation("nanopaged")
             self.decoder.forward = lambda *_, **__: self.output
             states.plug_in_states(self.stateful, self.sizes.hf_config, self.shared)
             errors = (self.compute_in_blocks(runner, ids, half) - wanted).norm(dim=-1)
-        except Exception as error:
-            if isinstance(error, MemoryError) or "memory" in str(error):
-                raise  # the family is not to blame
-            raise ValueError(f"model_type in config.json must be {FAMILY}, got "
-                             f"{self.sizes.model_type!r} ({error})") from error
         # (If a token's embedding is zero, its logits may be, too.)
         errors /= wanted.norm(dim=-1).clamp(min=1e-6)
         # Each call of attention has used one cache. The others need no place in a pool.

@@ -2,10 +2,7 @@
 that have none.
 """
 
-import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,21 +13,7 @@ from transformers.utils import cached_file
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import check_family
-
-REPAIR = "repair it or download it again"
-
-
-@contextmanager
-def reading(what: str, remedy: str = REPAIR) -> Iterator[None]:
-    """Make a library's errors say what could not be read, and what to do about it."""
-    try:
-        yield
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            raise ValueError(f"{what} must not need Python code that the checkpoint "
-                             "brings along, because such code is never run") from error
-        raise ValueError(
-            f"cannot read {what} ({remedy}): {error.__cause__ or error!r}") from error
+from nanopaged.loading.errors import REPAIR, explained
 
 
 def find_file(name: str | Path, file: str) -> Any:
@@ -66,6 +49,7 @@ MODEL = ("an existing directory with a config.json, or the id of a repository on
 # angles depend on the position alone, and not on the length of the sequence.
 ATTENTION = (None, "full_attention", "sliding_attention")
 KNOWN = {
+    "quantization_config": (None,),
     "rope_type": ("default", "linear", "llama3", "yarn", "proportional", None),
     "is_causal": (None, True),
     "layer_types": (*ATTENTION, "linear_attention", "conv", "hybrid", "mlp", "moe")}
@@ -76,19 +60,13 @@ OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("si
 def load_config(config: EngineConfig) -> ModelConfig:
     """The model's config; ValueError if what `model_impl` names cannot compute it."""
     name = os.path.expanduser(BUNDLED if config.model is None else config.model)
+    check(not Path(name, "adapter_config.json").is_file(), "model", "a whole model, "
+          "and not an adapter (peft's `merge_and_unload` makes one of it)", name)
     is_local = Path(name, "config.json").is_file()
-    if Path(name, "adapter_config.json").is_file():
-        check(is_local, "model", "a whole model, and not an adapter (peft's "
-              "`merge_and_unload` makes one of it)", name)
-        logging.getLogger("nanopaged").warning(
-            "the adapter in %s is not used: only the whole model beside it", name)
     check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
-    with reading(f"config.json of {name}", remedy):
+    with explained(f"cannot read config.json of {name} ({remedy}): "):
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
-    quantization = getattr(found, "quantization_config", None)
-    check(quantization is None, "quantization_config in config.json",
-          "absent (quantised weights are not supported)", quantization)
     # (A model may have other parts, with configs of their own.)
     text = found.get_text_config(decoder=True)
     impl = choose_decoder(config.model_impl, found, text)
@@ -99,7 +77,9 @@ def load_config(config: EngineConfig) -> ModelConfig:
 
 def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
     """Whose modules compute the model; ValueError if they cannot."""
-    facts = text.to_dict() | {"model_type": found.model_type}
+    facts = text.to_dict() | {
+        "model_type": found.model_type,
+        "quantization_config": getattr(found, "quantization_config", None)}
     # In transformers 5, `rope_parameters` has all fields about positions. If a family
     # has several types of layers, there may be such a dict for each type.
     ropes = facts.get("rope_parameters") or {}
@@ -112,7 +92,7 @@ def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
     for field, known in (KNOWN | more).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
-        check(set(values) <= set(known), f"{field} in config.json",
+        check(all(each in known for each in values), f"{field} in config.json",
               f"one of {known}", value)
     if model_impl == "transformers":
         check_family(found)
@@ -155,32 +135,18 @@ def longest_sequence(config: EngineConfig, sizes: ModelConfig) -> int:
 
 # -- The tokenizer ---------------------------------------------------------------------
 
-# Texts that show whether two tokenizers agree.
-SAMPLES = ("1234 + 56", "don't  stop\n\n\tit's", "Grüße, 日本語! ÉTÉ", "f(x):\n  a_b")
-
-
 def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer; None for a directory without one."""
     path = Path(name)
     if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
         return None
-    with reading(f"the tokenizer of {name}"):
+    with explained(f"cannot read the tokenizer of {name} ({REPAIR}): "):
+        # Some classes of transformers replace rules of tokenizer.json with their own.
+        is_plain = find_file(name, "tokenizer.json")
+        kind = TokenizersBackend if is_plain else AutoTokenizer
         # With clean-up, the text of a token would depend on the tokens that follow.
-        tokenizer = AutoTokenizer.from_pretrained(
+        return kind.from_pretrained(
             name, clean_up_tokenization_spaces=False, trust_remote_code=False)
-        file = find_file(name, "tokenizer.json")
-        plain = TokenizersBackend(tokenizer_file=file) if file else tokenizer
-    # A wrong tokenizer_class replaces rules of tokenizer.json with its own.
-    for text in SAMPLES:
-        found, stored = (
-            each.encode(text, add_special_tokens=False) for each in (tokenizer, plain))
-        if found != stored:
-            logging.getLogger("nanopaged").warning(
-                "%s turns %r into the tokens %s, but tokenizer.json of %s turns it "
-                "into %s. Is tokenizer_class in tokenizer_config.json right?",
-                type(tokenizer).__name__, text, found, name, stored)
-            break
-    return tokenizer
 
 
 # -- generation_config.json ------------------------------------------------------------
@@ -199,7 +165,7 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
     config.json has one or none.
     """
     name = model_config.source
-    with reading(f"generation_config.json of {name}"):
+    with explained(f"cannot read generation_config.json of {name} ({REPAIR}): "):
         found = GenerationConfig.from_model_config(model_config.hf_config)
         fields: dict[str, Any] = {"eos_token_id": found.eos_token_id}
         if find_file(name, "generation_config.json"):

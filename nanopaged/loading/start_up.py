@@ -19,8 +19,9 @@ from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.engine import Engine
 from nanopaged.loading.checkpoint import ModelConfig
+from nanopaged.loading.errors import explained
 from nanopaged.loading.processes import divide, join
-from nanopaged.loading.weights import load_model, main_dtype, products, stored_tensors
+from nanopaged.loading.weights import load_model, products, stored_tensors
 from nanopaged.model_runner import ModelRunner, own_settings
 from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
@@ -111,7 +112,8 @@ def pick_dtype(config: EngineConfig, share: ModelConfig, device: torch.device
         return getattr(torch, config.dtype)  # type: ignore[no-any-return]
     model_dtype: Any = share.dtype
     if model_dtype is None and config.load_format != "dummy":
-        model_dtype = main_dtype(stored_tensors(share.source))
+        largest = max(stored_tensors(share.source).values(), key=torch.numel)
+        model_dtype = largest.dtype
     if model_dtype not in (torch.bfloat16, torch.float16):
         return torch.float32
     if device.type == "cuda":
@@ -217,13 +219,8 @@ def size_pools(runner: ModelRunner) -> None:
     check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
     swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
     num_swap_blocks = min(runner.most_blocks, int(swap_bytes) // block_bytes)
-    try:
+    with explained(f"num_blocks={num_blocks} (or swap_space) must be lower: "):
         runner.make_pools(num_blocks, num_swap_blocks)
-    except (RuntimeError, TypeError):
-        check(False, "num_blocks (or swap_space)", "lower, because the pool of "
-              f"{num_blocks * block_bytes / 2**30:.1f} GiB and "
-              f"{num_swap_blocks * block_bytes / 2**30:.1f} GiB of swap space do not "
-              "fit into memory", num_blocks)
 
 
 def free_bytes(runner: ModelRunner) -> int:

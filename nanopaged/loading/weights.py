@@ -1,8 +1,9 @@
 """From a checkpoint to the weights of a model.
 
-Transformers reads the checkpoint, whoever computes the model. `fill` then writes the
-weights of transformers' model into our own decoder. Every tensor is accounted for: it
-is an error if one is missing, or if one is left over that could change an answer.
+Our own decoder is filled with tensors that are named as transformers names them, from
+files or from `load_weights`. Transformers reads the files of its own decoders. Every
+tensor is accounted for: it is an error if one is missing, or if one is left over that
+could change an answer.
 """
 
 from contextlib import suppress
@@ -14,14 +15,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import load_state_dict, local_torch_dtype
-from transformers.utils import logging
 from transformers.utils.hub import get_checkpoint_shard_files
 
 from nanopaged.attention import TorchAttention
 from nanopaged.checks import check
 from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import AnyDecoder
-from nanopaged.loading.checkpoint import ModelConfig, find_file, reading
+from nanopaged.loading.checkpoint import ModelConfig, find_file
+from nanopaged.loading.errors import REPAIR, explained
 from nanopaged.model import CausalLM
 from nanopaged.ranks import Ranks
 
@@ -35,7 +36,6 @@ with suppress(ImportError):
 FILES = ("model.safetensors", "model.safetensors.index.json",
          "pytorch_model.bin", "pytorch_model.bin.index.json")
 HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @torch.no_grad()
@@ -47,17 +47,16 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     standard deviation of 0.02, around 1 in norms and around 0 elsewhere.
     """
     is_dummy = config.load_format == "dummy"
+    tensors = {} if is_dummy else stored_tensors(model_config.source)
     if model_config.model_impl == "nanopaged":
         model: Any = make_ours(model_config, backend, ops, ranks)
-        if not is_dummy:
-            pretrained = load_pretrained(model_config)
-            tensors = dict(pretrained.named_parameters(remove_duplicate=False))
-            fill(config, model, tensors, ranks)
+        if tensors:
+            check_weights(model_config, tensors)
+            fill(model, tensors, ranks)
     else:
         check(ranks.size == 1, "tensor_parallel_size",
               "1 for modules of transformers", ranks.size)
-        load = make_pretrained if is_dummy else load_pretrained
-        pretrained = load(model_config, backend.dtype)
+        pretrained = make_pretrained(model_config, backend.dtype, tensors)
         for parameter in pretrained.parameters():  # out of the file, which may change
             parameter.data = parameter.data.to(backend.device, copy=True)
         model = AnyDecoder(pretrained, model_config, backend)
@@ -88,16 +87,36 @@ def make_ours(model_config: ModelConfig, backend: TorchAttention, ops: Any, rank
     return model
 
 
-# -- From files ------------------------------------------------------------------------
+def make_pretrained(model_config: ModelConfig, dtype: torch.dtype,
+                    tensors: dict[str, Tensor] | None = None) -> Any:
+    """Transformers' model, with the checkpoint's tensors. Without these `tensors`, its
+    weights mean nothing.
+    """
+    source, hf_config = model_config.source, model_config.hf_config
+    options: Any = {"dtype": dtype, "attn_implementation": "eager",
+                    "trust_remote_code": False}
+    if not tensors:
+        return AutoModelForCausalLM.from_config(hf_config, **options).eval()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source, config=hf_config, ignore_mismatched_sizes=True,
+        output_loading_info=True, **options)
+    check_fit(source, info["missing_keys"], info["unexpected_keys"],
+              info["mismatched_keys"])
+    check_kinds({name: tensors[name]
+                 for name in tensors.keys() & dict(model.named_parameters())})
+    return model
+
+
+# -- Tensors, and whether they fit -----------------------------------------------------
 
 def stored_tensors(source: str | Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, with shape and dtype, but without their numbers.
+    """The tensors of a checkpoint, mapped into memory: they are read when they are
+    used, and the system may forget that again.
 
-    ValueError if a file is missing or damaged: transformers would not say which one.
-    And if two files have the same tensor: it would take the last one.
-    Files that an index does not name are ignored, and are not downloaded.
+    ValueError names a file that is missing or damaged. Files that an index does not
+    name are ignored, and are not downloaded.
     """
-    with reading(f"the weights in {source}"):
+    with explained(f"cannot read the weights in {source} ({REPAIR}): "):
         found = next(filter(None, (find_file(source, name) for name in FILES)), "")
         files = [found]
         if found.endswith(".json"):
@@ -105,53 +124,43 @@ def stored_tensors(source: str | Path) -> dict[str, Tensor]:
     check(bool(found), f"the weights in {source}", f"in one of {FILES}", "none")
     tensors: dict[str, Tensor] = {}
     for file in files:
-        with reading(file):
-            more = load_state_dict(file, map_location="meta")
-        twice = sorted(tensors.keys() & more.keys())
-        check(not twice, f"the tensors in {file}", "in no other file, too", twice)
-        tensors |= more
+        with explained(f"cannot read {file} ({REPAIR}): "):
+            tensors |= load_state_dict(file)
     return tensors
 
 
-def main_dtype(tensors: dict[str, Tensor]) -> torch.dtype:
-    """The dtype of the largest of these tensors."""
-    return max(tensors.values(), key=Tensor.numel).dtype
-
-
-def load_pretrained(model_config: ModelConfig, dtype: torch.dtype | None = None) -> Any:
-    """Transformers' model, with the weights of the checkpoint; ValueError if a tensor
-    is missing, is left over, or does not fit.
-
-    Tensors that are stored in this dtype (None: that of the largest one) are mapped
-    into memory: they are read when they are used, and the system may forget that again.
+def check_weights(model_config: ModelConfig, weights: dict[str, Any]) -> None:
+    """ValueError or TypeError if these cannot be the weights of our own decoder,
+    because one is missing, is left over, or does not fit.
     """
-    source = model_config.source
-    stored = stored_tensors(source)
-    dtype = dtype or main_dtype(stored)
-    shows_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with reading(f"the weights in {source}"):
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source, config=model_config.hf_config, dtype=dtype,
-                attn_implementation="eager", ignore_mismatched_sizes=True,
-                output_loading_info=True, trust_remote_code=False)
-    finally:
-        if shows_bars:
-            logging.enable_progress_bar()
-    check_fit(source, info["missing_keys"], info["unexpected_keys"],
-              info["mismatched_keys"])
-    for name in sorted(stored.keys() & dict(model.named_parameters())):
-        check(stored[name].dtype in FLOATS, f"the dtype of {name}",
-              f"one of {FLOATS}", stored[name].dtype)
-    return model
+    check_kinds(weights)
+    with torch.device("meta"):  # names and shapes alone
+        expected = make_pretrained(model_config, torch.float32).state_dict()
+    if model_config.tie_word_embeddings and HEAD not in weights:
+        del expected[HEAD]
+    # Old checkpoints also have the angles by which Q and K are rotated.
+    given = {name for name in weights if ".rotary_emb." not in name}
+    missing, left_over = expected.keys() - given, given - expected.keys()
+    shapes = [(name, weights[name].shape, expected[name].shape)
+              for name in given & expected.keys()]
+    check_fit(model_config.source, missing, left_over, shapes)
 
 
-def make_pretrained(model_config: ModelConfig, dtype: torch.dtype) -> Any:
-    """Transformers' model, with weights that mean nothing."""
-    return AutoModelForCausalLM.from_config(
-        model_config.hf_config, dtype=dtype, attn_implementation="eager",
-        trust_remote_code=False).eval()
+def check_kinds(tensors: dict[str, Any]) -> None:
+    """TypeError if one of these cannot be copied. (A DTensor has only a part of its
+    numbers. A FakeTensor has none, and a parameter that FSDP has divided has no
+    memory.)
+    """
+    for name, tensor in tensors.items():
+        kind: Any = type(tensor)
+        is_right = (
+            isinstance(tensor, Tensor) and tensor.layout == torch.strided
+            and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+            and tensor.is_floating_point() and tensor.itemsize > 1  # no float8
+            and tensor.untyped_storage().data_ptr() != 0)
+        found = f"{kind.__name__} of {getattr(tensor, 'dtype', None)}"
+        check(is_right, name, "a dense tensor of floating-point numbers, all here",
+              found, TypeError)
 
 
 def check_fit(source: object, missing: Any, left_over: Any, shapes: Any) -> None:
@@ -168,57 +177,17 @@ def check_fit(source: object, missing: Any, left_over: Any, shapes: Any) -> None
         check(shape == expected, f"the shape of {name}", [*expected], [*shape])
 
 
-# -- From `load_weights` ---------------------------------------------------------------
-
-def check_weights(model_config: ModelConfig, weights: dict[str, Tensor], ranks: Ranks
-                  ) -> None:
-    """ValueError or TypeError if these tensors cannot replace the weights of a model,
-    because one is missing, is left over, or does not fit.
-    """
-    check(ranks.size == 1, "tensor_parallel_size", "1 for load_weights", ranks.size)
-    check(model_config.model_impl == "nanopaged", "model_impl",
-          "'nanopaged' for load_weights", model_config.model_impl)
-    for name, tensor in weights.items():
-        # (A DTensor has only a part of its numbers. A FakeTensor has none, and a
-        # parameter that FSDP has divided has no memory.)
-        kind: Any = type(tensor)
-        is_right = (
-            isinstance(tensor, Tensor) and tensor.layout == torch.strided
-            and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
-            and tensor.dtype in FLOATS and tensor.untyped_storage().data_ptr() != 0)
-        found = f"{kind.__name__} of {getattr(tensor, 'dtype', None)}"
-        check(is_right, name, "a dense tensor of floating-point numbers, all here",
-              found, TypeError)
-    with torch.device("meta"):  # names and shapes alone
-        expected = make_pretrained(model_config, torch.float32).state_dict()
-    if model_config.tie_word_embeddings and HEAD not in weights:
-        del expected[HEAD]
-    # Old checkpoints also have the angles by which Q and K are rotated.
-    given = {name for name in weights if ".rotary_emb." not in name}
-    missing, left_over = expected.keys() - given, given - expected.keys()
-    shapes = [(name, weights[name].shape, expected[name].shape)
-              for name in given & expected.keys()]
-    check_fit(model_config.source, missing, left_over, shapes)
-
-
-def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
-    """Replace the weights of a model in use. If this breaks off, only some are new."""
-    with runner.settings(), torch.inference_mode(False):
-        fill(runner.config, runner.model, weights, runner.ranks)
-        if products:
-            products.pack_products(runner.model, runner.config.batch_invariant)
-
-
 # -- Into our own decoder --------------------------------------------------------------
 
 @torch.no_grad()
-def fill(config: EngineConfig, model: CausalLM, tensors: dict[str, Tensor],
-         ranks: Ranks) -> None:
+def fill(model: CausalLM, tensors: dict[str, Tensor], ranks: Ranks) -> None:
     """Write these tensors into the model."""
     tensors = {HEAD: tensors[EMBEDDINGS]} | tensors  # in case that the head is tied
-    is_tied = tensors[HEAD] is tensors[EMBEDDINGS]
-    if not is_tied and model.lm_head.weight is model.model.embed_tokens.weight:
-        # The checkpoint has a head, although config.json says that it is tied.
+    is_tied = model.lm_head.weight is model.model.embed_tokens.weight
+    head, embeddings = tensors[HEAD], tensors[EMBEDDINGS]
+    is_same = head.dtype == embeddings.dtype and torch.equal(head, embeddings)
+    if is_tied and not is_same:
+        # There is another head, although config.json says that it is tied.
         model.lm_head.weight = nn.Parameter(
             torch.empty_like(model.lm_head.weight), requires_grad=False)
     # (Where the head and the embeddings are one parameter, it is listed once.)
@@ -229,17 +198,14 @@ def fill(config: EngineConfig, model: CausalLM, tensors: dict[str, Tensor],
         path, _, kind = name.rpartition(".")
         module, own_name = model.get_submodule(path), path.rpartition(".")[2]
         target = getattr(module, kind)
-        stacked = getattr(module, "stacked", {own_name: len(target)})
-        shares = [share(tensors[name.replace(own_name, each)], module, ranks)
-                  for each in stacked]
         if target.is_mkldnn:  # packed: it cannot be written to
-            module.weight = nn.Parameter(
-                torch.cat(shares).to(target.dtype), requires_grad=False)
-            products.pack(module, config.batch_invariant)
-        else:  # in place: CUDA graphs have its address
-            parts = target.split([*stacked.values()])
-            for part, new in zip(parts, shares, strict=True):
-                part.copy_(new)
+            del module.forward  # it holds the packed weight
+            target = module.weight = nn.Parameter(
+                torch.empty(target.shape, dtype=target.dtype), requires_grad=False)
+        stacked = getattr(module, "stacked", {own_name: len(target)})
+        # In place: CUDA graphs have its address.
+        for each, part in zip(stacked, target.split([*stacked.values()]), strict=True):
+            part.copy_(share(tensors[name.replace(own_name, each)], module, ranks))
 
 
 def share(tensor: Tensor, module: Any, ranks: Ranks) -> Tensor:
@@ -249,3 +215,11 @@ def share(tensor: Tensor, module: Any, ranks: Ranks) -> Tensor:
         return tensor.tensor_split(ranks.size, divided)[ranks.rank]
     # A bias has no dimension 1. The ranks' results are added up, so rank 0 adds it.
     return torch.zeros_like(tensor) if divided == 1 and ranks.rank > 0 else tensor
+
+
+def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
+    """Replace the weights of a model in use. If this breaks off, only some are new."""
+    with runner.settings(), torch.inference_mode(False):
+        fill(runner.model, weights, runner.ranks)
+        if products:
+            products.pack_products(runner.model, runner.config.batch_invariant)

@@ -193,7 +193,7 @@ def test_what_only_our_own_decoder_can_do_says_so(family, engine, monkeypatch):
     assert "model_type in config.json must be one of ('llama'" in message
     llm = engine(path)
     message = message_of(lambda: llm.load_weights(model.state_dict().items()))
-    assert message == ("model_impl must be 'nanopaged' for load_weights, "
+    assert message == ("model_impl must be 'nanopaged', on one rank, for load_weights, "
                        "got 'transformers'")
     backend = llm.engine.runner.backend
     message = message_of(lambda: load_model(

@@ -303,10 +303,10 @@ def test_chunks_of_mamba_1_are_computed_by_token(name, dtype, family, engine,
         assert "a family that remembers earlier tokens by" in message
 
 
-def test_without_memory_the_family_is_not_to_blame(family, engine, monkeypatch):
+def test_without_memory_that_is_told(family, engine, monkeypatch):
     def fail(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     monkeypatch.setattr(AnyDecoder, "compute_in_blocks", fail)
     path, _ = family("lfm2")
-    assert message_of(lambda: engine(path), RuntimeError).startswith("DefaultCPU")
+    assert message_of(lambda: engine(path)).endswith("can't allocate memory")
