@@ -1,20 +1,12 @@
 """Attention on a CPU: the loops of `paged_attention.py`, run on several threads."""
 
-from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from nanopaged.attention import Ints, Metadata, TorchAttention, locate
 from nanopaged.cpu import kernels, threads
 from nanopaged.paged_attention import run_program
-
-
-def bits(x: Tensor) -> Any:
-    """A tensor as an array. NumPy has no bfloat16, so it gets the bits (uint16)."""
-    x = x.contiguous()
-    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 class NumbaAttention(TorchAttention):
@@ -41,19 +33,18 @@ class NumbaAttention(TorchAttention):
         return plan[:, counts[at.entries] < self.min_queries]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        k, v = (bits(each.to(kv_cache.dtype)) for each in (k, v))
-        threads.run(kernels.store, len(k), k, v, bits(kv_cache), slots.numpy())
+        k, v = (each.to(kv_cache.dtype) for each in (k, v))
+        threads.run(kernels.store, len(k), k, v, kv_cache, slots)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
                window: int | None = None, sinks: Tensor | None = None) -> Tensor:
         shape = -1, self.num_kv_heads, self.group_size, self.head_dim
-        sink_scores = None if sinks is None else sinks.float().view(shape[1:3]).numpy()
+        sink_scores = None if sinks is None else sinks.float().view(shape[1:3])
         out = q.new_empty(q.shape)
         threads.run(
             run_program, metadata.plan.shape[1] * self.num_kv_heads,
-            bits(out.view(shape)), bits(q.view(shape)), bits(kv_cache),
-            metadata.block_tables.numpy(), *metadata.plan.numpy(), scale,
-            window, sink_scores)
+            out.view(shape), q.view(shape), kv_cache, metadata.block_tables,
+            *metadata.plan, scale, window, sink_scores)
         for entry in np.flatnonzero(metadata.counts >= self.min_queries):
             self.attend_entry(
                 int(entry), q, kv_cache, metadata, scale, window, sinks, out)

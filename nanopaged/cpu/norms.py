@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from nanopaged.cpu import kernels, threads
-from nanopaged.cpu.attention import bits
 from nanopaged.fused import silu_mul as fused_silu_mul
 
 
@@ -12,8 +11,7 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor,
              eps: float) -> tuple[Tensor, Tensor]:
     """As in `nanopaged/fused.py`, but `residual` itself becomes the sum."""
     out = x.new_empty(x.shape)
-    threads.run(
-        kernels.add_norm, len(x), *map(bits, (out, x, residual, weight)), eps)
+    threads.run(kernels.add_norm, len(x), out, x, residual, weight, eps)
     return out, residual
 
 
@@ -21,10 +19,10 @@ def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
                 cos: Tensor, sin: Tensor) -> Tensor:
     """As in `nanopaged/fused.py`."""
     out = x.new_empty(x.shape)
-    q_weight, k_weight = map(bits, weights) if weights else (None, None)
+    q_weight, k_weight = weights or (None, None)
     threads.run(
-        kernels.norm_rotate, len(x), bits(out), bits(x), q_weight, k_weight,
-        bits(cos), bits(sin), num_kv_heads, eps)
+        kernels.norm_rotate, len(x), out, x, q_weight, k_weight, cos, sin, num_kv_heads,
+        eps)
     return out
 
 

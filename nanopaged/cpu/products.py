@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nanopaged.attention import cdiv
 from nanopaged.checks import check
 from nanopaged.cpu import kernels, threads
-from nanopaged.cpu.attention import bits
+from nanopaged.cpu.threads import bits
 from nanopaged.model import Linear
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, blocks: Any,
         return product(x, weight, bias, "none", [], "")  # type: ignore[no-any-return]
     rows = x.flatten(0, -2)
     out = x.new_empty(len(rows), 64 * len(blocks))
-    threads.run(kernels.multiply_block, len(blocks), bits(out), bits(rows), blocks)
+    threads.run(kernels.multiply_block, len(blocks), out, rows, blocks)
     out = out if bias is None else out + bias
     return out.view(*x.shape[:-1], -1)
 
@@ -148,10 +148,9 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None,
         # The kernel reads two numbers of W as one uint32. It takes the even and the odd
         # columns of x apart.
         pairs = bits(weight).view("uint32")
-        even, odd = (inputs[:, i::2].contiguous().numpy() for i in (0, 1))
+        even, odd = inputs[:, ::2], inputs[:, 1::2]
         num_programs = cdiv(len(weight), 4)
-        threads.run(
-            kernels.multiply_four, num_programs, out.numpy(), even, odd, pairs)
+        threads.run(kernels.multiply_four, num_programs, out, even, odd, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import xxhash
 from numba import njit, prange
+from torch import Tensor
 
 from nanopaged import paged_attention
 
@@ -33,16 +34,23 @@ LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 def run(program: Any, count: int, *arguments: Any) -> None:
     """Call program(i, *arguments) for each i below `count`, on as many threads as torch
-    has. `program` is a function that Numba compiles.
+    has. `program` is a function that Numba compiles. It gets tensors as arrays.
     """
+    arrays = [bits(each) if isinstance(each, Tensor) else each for each in arguments]
     num_threads = min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS)
     if num_threads == 1:
         # This does not even enter OpenMP, so a forked process can run it.
-        loop(program, parallel=False)(count, *arguments)
+        loop(program, parallel=False)(count, *arrays)
         return
     with LOCK:
         numba.set_num_threads(num_threads)
-        loop(program, parallel=True)(count, *arguments)
+        loop(program, parallel=True)(count, *arrays)
+
+
+def bits(x: Tensor) -> Any:
+    """A tensor as an array. NumPy has no bfloat16, so it gets the bits (uint16)."""
+    x = x.contiguous()
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
 @cache

@@ -255,8 +255,8 @@ def free_memory(root: Path = Path("/")) -> int:
 
     proc = root / "proc"
     resident = int(search(proc / "self/status", r"VmRSS:\s+(\d+) kB", 0)) << 10
-    available = search(proc / "meminfo", r"MemAvailable:\s+(\d+) kB", None)
-    free = [int(available) << 10 if available else half_of_memory()]
+    unknown = half_of_memory() >> 10
+    free = [int(search(proc / "meminfo", r"MemAvailable:\s+(\d+) kB", unknown)) << 10]
     for line, place, file in GROUPS:
         group = Path(search(proc / "self/cgroup", line, ""))
         for each in (group, *group.parents):

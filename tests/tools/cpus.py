@@ -53,7 +53,7 @@ def pretend(kind, patch):
 
 def arrange(packed, weight):
     """What `find_blocks` finds where oneDNN has bfloat16, arranged by hand."""
-    from nanopaged.cpu.attention import bits
+    from nanopaged.cpu.threads import bits
 
     num_outputs, size = weight.shape
     if weight.dtype != torch.bfloat16 or num_outputs % 64 or size % 2:
