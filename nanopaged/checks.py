@@ -40,7 +40,8 @@ class Checked:
         for each in fields(self):  # type: ignore[arg-type]
             value = plain(getattr(self, each.name))
             object.__setattr__(self, each.name, value)  # they are frozen
-            expected = formatannotation(each.type)
+            # Python 3.13 says pathlib._local.Path.
+            expected = formatannotation(each.type).replace("._local", "")
             error = ValueError if expected.startswith("Literal") else TypeError
             try:
                 type_validator(each.name, value, each.type)

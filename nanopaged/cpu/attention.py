@@ -1,6 +1,5 @@
 """Attention on a CPU: the loops of `paged_attention.py`, run on several threads."""
 
-
 import numpy as np
 from torch import Tensor
 

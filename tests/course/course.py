@@ -47,7 +47,7 @@ MILESTONES = {int(row[0]): row[1:] for row in ROWS if row[0].isdigit()}
 FIRST = [4, 5]  # they depend on nothing else, so a notebook begins with them
 NO_PROJECT = (".*", "__pycache__", "nanopaged-tour")
 NOT_FOR_STUDENTS = (*NO_PROJECT, "solutions", "hidden", "course", "chapters",
-                    "mutants.py")
+                    "mutants.py", "smallest.py", "test_smallest.py")
 COMPILED = "nanopaged/cpu/__pycache__"
 # Whoever writes the function on the left finds the same algorithm in these.
 ALSO_EMPTIED = {"paged_attention.run_program": [
