@@ -8,7 +8,6 @@ cache keeps, ranks among ties. (What concerns a server: solutions/checks/server.
 import gc
 import logging
 import math
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,17 +31,13 @@ from helpers import (
     generate,
     greedy,
     message_of,
-    new_group,
-    sample_for,
     tokens_of,
 )
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.frontend import llm as frontend
-from nanopaged.frontend.detokenizer import special_tokens
 from nanopaged.frontend.outputs import Request
 from nanopaged.frontend.prompts import render_chats
 from nanopaged.loading import checkpoint, start_up
-from nanopaged.logits import report_logprobs
 from nanopaged.sequence import Sequence, SequenceGroup
 
 CHAT = [{"role": "user", "content": "the block"}]
@@ -55,24 +50,19 @@ TEXT = "the block table"
 # {name: (what is passed, with the tokenizer; how many prompts TEXT it is)}
 PROMPTS = {
     "str": (lambda tok: TEXT, 1), "list of str": (lambda tok: [TEXT, TEXT], 2),
-    "tuple of str": (lambda tok: (TEXT, TEXT), 2),
     "generator": (lambda tok: (TEXT for _ in range(3)), 3),
     "column": (lambda tok: Column([TEXT, TEXT]), 2),
     "array of str": (lambda tok: np.array([TEXT, TEXT]), 2),
     "ids": (lambda tok: tok.encode(TEXT), 1),
-    "tuple of ids": (lambda tok: tuple(tok.encode(TEXT)), 1),
     "array of ids": (lambda tok: np.array(tok.encode(TEXT), np.int32), 1),
     "tensor of ids": (lambda tok: torch.tensor(tok.encode(TEXT)), 1),
     "list of numbers of numpy": (lambda tok: list(np.array(tok.encode(TEXT))), 1),
-    "list of numbers of torch": (lambda tok: list(torch.tensor(tok.encode(TEXT))), 1),
     "two rows": (lambda tok: np.array([tok.encode(TEXT)] * 2), 2),
     "list of arrays": (lambda tok: [np.array(tok.encode(TEXT))] * 2, 2),
-    "list of tensors": (lambda tok: [torch.tensor(tok.encode(TEXT))] * 2, 2),
     "dict": (lambda tok: {"prompt": TEXT}, 1),
     "dict with ids": (lambda tok: {"prompt_token_ids": tok.encode(TEXT)}, 1),
     "dict with a tensor": (
         lambda tok: {"prompt_token_ids": torch.tensor(tok.encode(TEXT))}, 1),
-    "dict with None": (lambda tok: {"prompt": TEXT, "multi_modal_data": None}, 1),
     "ids and None": (lambda tok: {"prompt_token_ids": tok.encode(TEXT), "prompt": None,
                                   "mm_processor_kwargs": None}, 1),
     "mixed": (lambda tok: [TEXT, {"prompt": TEXT}, tok.encode(TEXT)], 3)}
@@ -80,21 +70,15 @@ WRONG_PROMPTS = {
     "None": (None, "a string, a list of token ids"), "number": (5, "a string, a list"),
     "bytes": (b"the block", "a string, a list of token ids"),
     "floats": ([1.0, 2.0], "a string or a list of token ids, got [1.0, 2.0]"),
-    "bools": ([True], "a string or a list of token ids, got [True]"),
-    "string among ids": ([1, "2"], "prompts[0]: prompt must be a string, a list of"),
     "None among ids": ([[1], [1, None]], "a string or a list of token ids, got [1, N"),
     "NaN among thousands": (
         [TEXT] * 1723 + [math.nan] + [TEXT] * 1276, "prompts[1723]: prompt must be a"),
-    "NaN first": ([math.nan, TEXT], "prompts[0]: prompt must be a string, a list of"),
     "string as ids": ({"prompt_token_ids": "1 2"}, "prompt_token_ids must be a list"),
     "misspelt": ({"promt": "a"}, "a dict with names among"),
     "image": ({"prompt": "a", "multi_modal_data": {"image": 1}}, "a dict with names"),
-    "neither": ({"prompt": None}, "a string or a list of token ids, got None"),
-    "nothing in a list": (["a", None], "prompts[1]: prompt must be a string, a list"),
     "two in one": (["a", ["b", "c"]], "prompts[1]: prompt must be one prompt"),
     "BatchEncoding": ({"input_ids": [[1, 2, 3]]}, "pass its input_ids"),
     "bytearray": (bytearray(b"ab"), "a string, a list of token ids"),
-    "set": ({1, 2}, "a string, a list of token ids"),
     "half a character": ("\ud800", "surrogates not allowed"),
     "too long": ([[5]] * 99 + [[5] * 200] + [[5]], "prompts[99]: number of prompt tok")}
 
@@ -207,14 +191,6 @@ def test_a_conversation_is_what_transformers_makes_of_it(kind, shared):
                             (parts, texts if kind == "strings" else parts)):
             ours = said(partial(render_chats, shared), given[start:], options)
             assert ours == said(expected, like[start:], options), (template, options)
-
-
-def test_the_parts_of_a_message_are_its_text(shared):
-    parts = [{"type": "text", "text": "the block"}, {"type": "text", "text": "table"}]
-    plain, asked = ([{"role": "user", "content": content}]
-                    for content in ("the block\ntable", parts))
-    prompts = [render_chats(shared, chat, {}) for chat in (plain, iter(plain), asked)]
-    assert prompts[0] == prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize("words", WRONG_CHATS)
@@ -359,19 +335,6 @@ def test_scored_prompts_take_no_place_in_the_prefix_cache(llama, engine):
     assert output.num_cached_tokens == 100
 
 
-def test_tied_tokens_have_the_same_rank():
-    logits = torch.tensor([[3.0, 4, 1, 2, 1, 3, 5, 5, 4, 5, 4, 1]])
-    group = new_group([1, 2], SamplingParams(temperature=0, logprobs=5))
-    group.sequences[0].num_computed_tokens = 2
-    for token in (6, 7, 9):
-        (report,) = report_logprobs(logits, torch.tensor([token]), [5])
-        assert report[token].rank == 1 and next(iter(report)) == token
-        assert sorted(entry.rank for entry in report.values())[:3] == [1, 1, 1]
-        assert {entry.rank for entry in report.values()} <= {1, 4}
-    (found,) = sample_for(logits, group.sequences).logprobs.values()
-    assert {entry.rank for entry in found.values()} == {1, 4}
-
-
 # -- Weights that do not fit -----------------------------------------------------------
 
 
@@ -438,25 +401,6 @@ def test_a_long_prompt_holds_no_stream_up_on_a_cpu(llama, engine):
     assert llm.engine.config.max_num_batched_tokens == 99
 
 
-def test_the_pool_is_not_filled(llama, engine, monkeypatch):
-    """PyTorch fills new memory with NaN when its algorithms must be deterministic."""
-    filled, empty = [], torch.empty
-
-    def make_empty(*size, **options):
-        if len(size) == 6:  # a pool
-            filled.append(torch.utils.deterministic.fill_uninitialized_memory)
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", make_empty)
-    torch.use_deterministic_algorithms(True)
-    try:
-        engine(llama)
-        assert torch.utils.deterministic.fill_uninitialized_memory, "the caller's"
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert filled and not any(filled)
-
-
 # -- What is the caller's --------------------------------------------------------------
 
 
@@ -519,25 +463,6 @@ def test_a_request_waits_for_weights_that_another_thread_loads(
 
 
 # -- Growth ----------------------------------------------------------------------------
-
-
-def test_added_tokens_are_looked_up_once_for_all_requests(
-        text_model, engine, monkeypatch):
-    llm = engine(text_model)
-    table = type(llm.tokenizer).added_tokens_decoder
-    looks = []
-    monkeypatch.setattr(type(llm.tokenizer), "added_tokens_decoder", property(
-        lambda self: looks.append(1) or table.fget(self)))
-    special_tokens.cache_clear()
-    llm.generate([TEXT] * 20, greedy(2, stop="<|end|>"), use_tqdm=False)
-    assert len(looks) == 1
-
-
-def test_a_bias_alone_reads_no_tokens():
-    group = new_group([1, 2, 3], SamplingParams(temperature=0, logit_bias={5: 9.0}))
-    (seq,) = group.sequences
-    seq.num_computed_tokens, seq.token_ids = 3, None
-    assert sample_for(torch.zeros(1, 8), [seq]).read() == [5] and not group.errors
 
 
 def test_eight_streams_take_turns(text_model, engine):
@@ -604,10 +529,3 @@ def test_a_finished_request_waits_for_no_garbage_collector(kind, text_model, eng
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def test_a_pickled_request_is_whole():
-    group = pickle.loads(pickle.dumps(new_group([1, 2], SamplingParams(n=2))))
-    assert [seq.group for seq in group.sequences] == [group, group]
-    copy = deepcopy(group)
-    assert [seq.group for seq in copy.sequences] == [copy, copy]

@@ -179,6 +179,7 @@ def with_our_body(code):
     return f"{magic}\n{ast.unparse(course.find(ROOT, magic.split()[1])[1])}"
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_notebook_fail_until_the_functions_are_written(
         student, warm, monkeypatch, capfd):
     monkeypatch.setattr(subprocess, "run", lambda words, stdout, text: SimpleNamespace(
