@@ -226,14 +226,15 @@ INTERRUPTED = """if True:
     import os, runpy, sys
 
     class Strike:
-        def find_spec(self, *_):
-            raise KeyboardInterrupt
+        def find_spec(self, name=None, *_):
+            if name in (None, "torch"):
+                raise KeyboardInterrupt
 
     when, *sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))
     if when == "loading":
         import nanopaged
-        nanopaged.LLM.__init__ = Strike.find_spec
+        nanopaged.LLM.__init__ = lambda self, *_, **__: Strike().find_spec()
     else:
         sys.meta_path.insert(0, Strike())
     run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module

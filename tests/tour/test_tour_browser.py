@@ -336,17 +336,6 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
     assert browser.run("return location.hash").startswith("#two=")
 
 
-def test_a_link_brings_its_player_onto_the_screen(shown, open_page):
-    browser = open_page(shown, "#two=2")
-    browser.want_no_motion()  # so that it has arrived when one clicks
-    top = "return document.querySelector('#two').getBoundingClientRect().top"
-    assert 0 <= browser.run(top) < 100
-    browser.run("scrollTo(0, 0); location.hash = 'two=3-updated'; const y = () => {"
-                f"{top} }}; while (y() > 100) await new Promise(requestAnimationFrame)")
-    assert browser.text("#two .np-where").startswith("Step 3 of")
-    assert browser.run("return location.hash") == "#two=3-updated"
-
-
 def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser = open_page(shown, "#one=4-begin")
     ask = "#one .np-ask"

@@ -4,35 +4,29 @@ What a chapter shows is computed while the page is made, so the slow tests make 
 """
 
 import html
-import json
 import re
 import shutil
 from html.parser import HTMLParser
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from jinja2 import UndefinedError
 from markupsafe import escape
 
-from helpers import ROOT, SOLUTIONS, apply_patch
+from helpers import ROOT, apply_patch
 from nanopaged import SamplingParams, attention
 from nanopaged.batch import Work
-from nanopaged.paper.figures import USE, standalone
-from nanopaged.paper.workloads import DATA_SETS
 from nanopaged.sequence import Sequence
 from nanopaged.tour import guide
 from nanopaged.tour.__main__ import main
-from nanopaged.tour.guide import blockwise, figures, lab, lessons, paper
-from nanopaged.tour.guide.markdown import Html, colour, render
+from nanopaged.tour.guide import blockwise, figures, lab, lessons
+from nanopaged.tour.guide.markdown import Html, render
 from nanopaged.tour.recorder import unpack
 from test_tour_browser import check_all_players, open_page  # noqa: F401
 
 PACKAGE = ROOT / "nanopaged"
 CHAPTERS = [chapter.name for chapter in guide.CHAPTERS]
 TEXTS = {name: guide.read_chapter(name) for name in ["opening", *CHAPTERS]}
-MANUALS = {path.stem: path.read_text("utf-8") for path in SOLUTIONS.glob("*.md")}
-
 # What breaks the engine, in chapter "build": file, old line, new line, test.
 MUTANTS = re.findall(
     r"In `(\w+\.py)`:\n\n```diff\n-(.*)\n\+(.*)\n```\n(?s:.*?)pytest (\S+::\w+)\n",
@@ -115,48 +109,9 @@ def test_hostile_values_are_shown_as_text():
         assert not re.search("<img|</script|<em>", markup)
 
 
-def test_bars_need_no_number_of_the_papers():
-    rows = {"a": {"times": 1.0, "times (paper)": 3.0}, "b": {"times": 2.0}}
-    found = figures.bars("Gains (Figure 1).", rows, "")
-    assert found.rows == rows and found.chart.count('class="paper"') == 2
-    svg = ElementTree.fromstring(standalone(found.chart))
-    texts = [text.text for text in svg]
-    assert {"Gains", "(Figure 1)"} < {*texts} and svg.get("width") == "480"
-
-
-def test_the_tour_shows_the_results_that_the_simulation_gave():
-    kept = json.loads((ROOT / "tests/results/cpu-memory.json").read_text("utf-8"))
-    assert {name: kept["memory"][name] for name in paper.RESULTS} == paper.RESULTS
-    shown = paper.use_of_memory(paper.RESULTS["memory"])
-    for name, row in USE.items():
-        assert shown.rows[name]["tokens (paper)"] == row["tokens"]
-    chats = DATA_SETS["ShareGPT"]
-    assert (chats.mean_in, chats.mean_out) == paper.MEAN_LENGTHS
-
-
-def test_what_was_measured_is_what_the_results_say():
-    served, gpu = (json.loads((ROOT / f"tests/results/{name}.json").read_text("utf-8"))
-                   for name in ("cpu-serve", "gpu-h100"))
-    assert paper.MEASURED["serve"] == served["serve"]
-    assert paper.MEASURED["limits"] == served["arguments"]["limits"]
-    tasks, h100 = gpu["parts"]["step"]["tasks"], dict(paper.MEASURED["h100"])
-    assert paper.MEASURED["sampling"].items() <= tasks["pieces of 256"].items()
-    for size, row in h100.pop("steps").items():
-        found = tasks[f"step of {size}"] | tasks[f"kernels of {size}"]
-        assert row == {name: found[name] for name in row}
-    assert h100 == {name: tasks["limits"][name] for name in h100}
-
-
 def test_a_name_without_a_value_is_an_error():
     with pytest.raises(UndefinedError, match="no_such_value"):
         render("a {{ no_such_value }}", {})
-
-
-def test_quoted_source_keeps_every_character():
-    for path in PACKAGE.glob("*.py"):
-        code = path.read_text("utf-8")
-        shown = html.unescape(re.sub(r"<[^>]+>", "", colour(code, "python", "")))
-        assert shown.rstrip("\n") == code.rstrip("\n")
 
 
 # -- Mutants and exercises -------------------------------------------------------------
@@ -277,22 +232,3 @@ def test_in_a_browser_all_players_step_by_keys(path, open_page):  # noqa: F811
     for size in ((1280, 720), (420, 844)):
         browser.resize(size)
         assert len(check_all_players(browser)) == 8
-
-
-@pytest.mark.slow
-@pytest.mark.browser
-def test_the_first_screen_has_a_picture_and_a_run_to_step(path, open_page):  # noqa: F811
-    browser = open_page(path, size=(1280, 900))
-    bottoms = browser.run(
-        "return ['.picture', '#start [aria-label^=Next]', '#start .np-pools .np-cell']"
-        ".map(name => document.querySelector(name).getBoundingClientRect().bottom)")
-    assert max(bottoms) < 900
-    step = browser.text(".guide > header > p a")  # of which the words speak
-    assert browser.text("#start .np-where").lower().startswith(f"{step} of")
-    browser.run("document.querySelector('#start [aria-label^=Next]').click()")
-    assert "updated" in browser.text("#start .np-where")
-    # (Then the front end finds a stop string, which ends a sequence.)
-    browser.run("document.querySelector('#start [aria-label^=Next]').click()")
-    assert browser.text("#start .np-ask").startswith("Predict:")
-    assert browser.run("const panel = document.querySelector('#start .np-tables');"
-                       "return panel.scrollHeight <= panel.clientHeight")
