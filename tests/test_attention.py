@@ -7,7 +7,6 @@ multiply bfloat16; tests/gpu has the compiled ones.
 import itertools
 import os
 import random
-import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.machinery import ModuleSpec
@@ -66,13 +65,6 @@ def test_dividing_the_keys_changes_nothing(name):
     """At most once a round of the kernel: one tile of queries has up to 57 parts."""
     for seqs in ([(300, 1), (0, 1)], [(90, 40), (3, 1)], [(900, 1), (3, 1), (0, 1)]):
         Case(seqs, (2, 1, 256), 16).check(name, target_parts=64, keys_per_round=16)
-
-
-@EACH
-def test_flat_and_steep_scores(name):
-    for temper in (0.0, 30.0, 100.0):
-        case = Case([(0, 1), (200, 1), (150, 20)], (3, 1, 64), 16, temper=temper)
-        case.check(name, target_parts=12)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -253,22 +245,6 @@ def test_no_program_of_a_decode_is_much_longer_than_the_others(ends):
     assert starts == sorted(starts, reverse=True), "a long one that starts last"
 
 
-@TRITON
-def test_the_plan_of_the_docstring():
-    from nanopaged.gpu.attention import TritonAttention
-
-    backend = make_backend("triton", (16, 8, 128), dtype=BF16)
-    backend.target_parts = 4
-    items = backend.plan(np.array([1, 1]), np.array([1000, 100]))
-    table = re.findall(r"^ +\d[ \d]+$", TritonAttention.plan.__doc__, flags=re.M)
-    rows = [[int(number) for number in line.split()] for line in table]
-    whole, short, *parts = rows  # without parts, and then those of the first
-    assert len(parts) == 4 and items.tolist()[:5] == [*parts, short]
-    assert not items[5:].any(), "the rest is empty"
-    backend.target_parts = 1
-    assert backend.plan(np.array([1]), np.array([1000])).tolist()[0] == whole
-
-
 # -- The CPU's kernel ------------------------------------------------------------------
 
 
@@ -377,23 +353,6 @@ def test_kernels_as_plain_python_without_a_folder_and_in_a_forked_process(
     assert (status, printed.split()) == (0, [kind])
     torch.testing.assert_close(
         small_cases(), torch.load(tmp_path / "outs"), rtol=1e-2, atol=1e-6)
-
-
-@SLOW
-@NUMBA
-def test_a_kernel_that_someone_has_edited_is_compiled_again(warm, tmp_path):
-    copy = copy_package(tmp_path)
-    code = """from test_attention import Case, make_backend
-print(float(Case([(5, 1)]).run(make_backend("numba")).sum()))"""
-
-    def run():
-        _, printed = warm("-c", code, cwd=tmp_path, NUMBA_CACHE_DIR=None,
-                          PYTHONPATH=str(Path(__file__).parent))
-        return float(printed)
-
-    before, path = run(), copy / "paged_attention.py"
-    path.write_text(path.read_text("utf-8").replace("/ total[g]", "/ total[g] * 2"))
-    assert run() == pytest.approx(2 * before, rel=1e-5)
 
 
 # -- FlashAttention --------------------------------------------------------------------

@@ -146,7 +146,8 @@ def check_searches(llm, path, requests, search, eos=EOS):
 # -- The beams of transformers ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("width", [2, 3, 4, 6])
+@pytest.mark.parametrize("width", [
+    2, 3, *(pytest.param(width, marks=pytest.mark.slow) for width in (4, 6))])
 def test_beams_equal_transformers(
     width, beam_model, engine, reference, search, draw, draw_prompts
 ):

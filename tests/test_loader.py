@@ -265,13 +265,6 @@ def test_wrong_weights_change_nothing(llama, engine):
     for _ in range(2):
         assert llm.reset_prefix_cache()
         assert generate(llm, [prompt], greedy(8)) == expected
-    wrong_kind = tensors | {name: tensors[name].numpy()}
-    with pytest.raises(TypeError, match="up_proj.weight must be a dense tensor"):
-        llm.load_weights(wrong_kind.items())
-    for change in (torch.Tensor.long, torch.Tensor.to_sparse):
-        with pytest.raises(TypeError, match="a dense tensor of floating-point"):
-            llm.load_weights((tensors | {name: change(tensors[name])}).items())
-    assert generate(llm, [prompt], greedy(8)) == expected
     stream = llm.stream([prompt], greedy(8))
     next(stream)
     stream.close()  # it is aborted, although no step has seen that yet

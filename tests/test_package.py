@@ -10,9 +10,7 @@ import contextlib
 import io
 import re
 import shutil
-import tokenize
-from collections import Counter, namedtuple
-from graphlib import TopologicalSorter
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -40,22 +38,12 @@ CEILINGS = {
     "any_decoder": 187,
     "cpu": 301,
     "frontend": 464,
-    "all": 3092,
+    "all": 3076,
     "tour": 1498,
     "paper": 369,
-    "tests": 5375,
-    "all tests": 8738,
+    "tests": 5164,
+    "all tests": 8041,
 }
-
-# These top-level files import what is read later.
-UPWARD = {
-    "engine": {"batch", "block_manager", "checks", "config", "model_runner", "sampler",
-               "scheduler", "sequence", "stats"},
-    "sequence": {"config"}, "block_manager": {"prefix_cache"},
-    "scheduler": {"config", "beam_search", "stats"},
-    "model_runner": {"config", "fused", "logits", "ranks", "sampler"},
-    "model": {"fused", "ranks"}, "sampler": {"config", "logits"},
-    "logits": {"checks", "config"}, "config": {"checks"}}
 
 
 def read(path):
@@ -83,12 +71,6 @@ def count(paths):
     return {str(path): len(code_lines(read(path))) for path in paths}
 
 
-def test_code_lines_are_counted_without_blanks_comments_and_docstrings():
-    source = ('"""Doc.\n\nMore."""\n\nx = 1  # why\n# what\n'
-              'def f():\n    """Doc."""\n    return (\n        x)\n')
-    assert code_lines(source) == {5, 7, 9, 10}
-
-
 @pytest.mark.upstream
 @pytest.mark.parametrize("name", CEILINGS)
 def test_no_part_grows(name):
@@ -108,33 +90,9 @@ def test_no_part_grows(name):
 
 
 @pytest.mark.upstream
-def test_top_level_files_can_be_read_at_once():
-    lengths = {path.stem: len(read(path).splitlines()) for path in SOURCES[""]
-               if path != SMALLEST}
-    assert max(lengths.values()) <= 200, lengths
-
-
-@pytest.mark.upstream
-def test_no_line_is_packed():
-    """Each counts by itself, so short ones elsewhere make up for nothing. Kernels are
-    dense by nature.
-    """
-    for path in [SMALLEST, *EVERYTHING]:
-        nodes = Counter(node.lineno for node in ast.walk(parse(path))
-                        if isinstance(node, ast.expr | ast.stmt))
-        line, most = nodes.most_common(1)[0]
-        limit = 27 if is_kernel(path) else 22
-        assert most <= limit, f"{path}, line {line}: {most} expressions"
-
-
-def is_kernel(path):
-    return path.stem in ("kernels", "paged_attention")
-
-
-@pytest.mark.upstream
 @pytest.mark.parametrize("path", [SMALLEST, *EVERYTHING], ids=lambda path: path.stem)
 def test_functions_stay_short(path):
-    most = 60 if is_kernel(path) else 40
+    most = 60 if path.stem in ("kernels", "paged_attention") else 40
     code = code_lines(read(path))
     for node in ast.walk(parse(path)):
         if isinstance(node, FUNCTIONS):
@@ -142,15 +100,7 @@ def test_functions_stay_short(path):
             assert length <= most, f"{node.name} has {length} lines"
 
 
-@pytest.mark.upstream
-def test_the_files_of_the_tests_stay_small():
-    counts = count(TESTS)
-    assert {name: lines for name, lines in counts.items() if lines > 500} == {}
-    counts = count((ROOT / "tests/gpu").glob("*.py"))
-    assert sum(counts.values()) <= 807, counts
-
-
-# -- Imports and names -----------------------------------------------------------------
+# -- Imports ---------------------------------------------------------------------------
 
 
 def imports(path):
@@ -159,18 +109,9 @@ def imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path.name}, line {node.lineno}: relative"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
             found = PACKAGE.parent.joinpath(*node.module.split("."))
             yield from names if found.is_dir() else [node.module]
-
-
-def own_imports(path):
-    """The folder and the file of each module of the package that a file imports."""
-    for module in imports(path):
-        if module.startswith("nanopaged."):
-            *folder, name = module.split(".")[1:]
-            yield "/".join(folder), name
 
 
 @pytest.mark.upstream
@@ -180,20 +121,10 @@ def test_folders_import_downward():
     """
     for folder, paths in SOURCES.items():
         for path in paths:
-            upward = {found for found, _ in own_imports(path)}
-            upward -= MAY_IMPORT[folder] | {folder}
+            upward = {"/".join(module.split(".")[1:-1]) for module in imports(path)
+                      if module.startswith("nanopaged.")} - MAY_IMPORT[folder]
+            upward.discard(folder)
             assert not upward or path == PACKAGE / "__init__.py", f"{path}: {upward}"
-
-
-@pytest.mark.upstream
-def test_top_level_files_import_what_is_read_before():
-    order, graph = reading_order(), {}
-    for path in SOURCES[""]:
-        if (name := path.stem) not in ("__init__", "__main__"):
-            graph[name] = {found for _, found in own_imports(path)}
-            later = graph[name] & {*order[order.index(name) :]}
-            assert later <= UPWARD.get(name, set()), f"{name}.py imports {later}"
-    list(TopologicalSorter(graph).static_order())  # raises CycleError
 
 
 @pytest.mark.upstream
@@ -201,17 +132,6 @@ def test_scheduling_knows_no_tensors():
     for name in ("config", "sequence", "block_manager", "scheduler", "beam_search"):
         roots = {module.split(".")[0] for module in imports(PACKAGE / f"{name}.py")}
         assert not roots & {"torch", "numpy", "transformers", "triton"}, name
-
-
-def test_files_and_public_names_have_docstrings():
-    for path in [SMALLEST, *EVERYTHING]:
-        assert ast.get_docstring(parse(path)), path
-    for name in nanopaged.__all__:
-        public = getattr(nanopaged, name)
-        methods = [value for key, value in vars(public).items()
-                   if callable(value) and not key.startswith("_")]
-        assert public.__doc__, name
-        assert [method for method in methods if not method.__doc__] == []
 
 
 # -- What could be left out ------------------------------------------------------------
@@ -266,12 +186,6 @@ def reading_order():
     return re.findall(rows, read(ROOT / "README.md"), re.M)
 
 
-def names(path):
-    """All names in a file's code, but not those in its comments and strings."""
-    tokens = tokenize.generate_tokens(io.StringIO(read(path)).readline)
-    return {token.string for token in tokens if token.type == tokenize.NAME}
-
-
 @pytest.mark.upstream
 def test_the_readme_is_short_and_knows_the_size_of_the_engine(readme):
     assert len(readme.split()) <= 1300
@@ -291,30 +205,6 @@ def test_the_map_has_all_files_and_folders(readme):
     assert ["smallest", *listed] == order
     folders = [path.name for path in PACKAGE.iterdir() if path.is_dir()]
     assert all(f"[`{name}/`]" in readme for name in folders if name.isalpha())
-
-
-@pytest.mark.upstream
-def test_the_loop_is_the_one_in_the_readme(readme):
-    (step,) = [node for node in ast.walk(parse(PACKAGE / "engine.py"))
-               if isinstance(node, FUNCTIONS) and node.name == "step"]
-    (shown,) = [block.body for block in fenced_blocks(readme)
-                if "scheduler.schedule()" in block.body]
-    body = [ast.unparse(line) for line in step.body[1:]]  # below the docstring
-    assert body == [ast.unparse(line) for line in ast.parse(shown).body]
-
-
-@pytest.mark.upstream
-def test_all_that_its_tables_name_exists(readme):
-    num_symbols = 0
-    for row in re.findall(r"^\|.*\|$", readme, re.M):
-        named = re.findall(r"`([\w./]*\w)`", row)
-        paths = [PACKAGE / name for name in named if name.endswith(".py")]
-        known = set().union(*map(names, paths or EVERYTHING))
-        symbols = {part for name in named if not name.endswith(".py")
-                   for part in name.split(".")}
-        assert symbols <= known, f"{row}: no {symbols - known}"
-        num_symbols += len(symbols)
-    assert num_symbols > 10
 
 
 @pytest.mark.upstream

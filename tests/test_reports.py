@@ -8,7 +8,6 @@ cache keeps, ranks among ties. (What concerns a server: solutions/checks/server.
 import gc
 import json
 import math
-import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,17 +32,13 @@ from helpers import (
     generate,
     greedy,
     message_of,
-    new_group,
-    sample_for,
     tokens_of,
 )
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.frontend import llm as frontend
-from nanopaged.frontend.detokenizer import special_tokens
 from nanopaged.frontend.outputs import Request
 from nanopaged.frontend.prompts import render_chats
 from nanopaged.loading import checkpoint, start_up
-from nanopaged.logits import report_logprobs
 from nanopaged.sequence import Sequence, SequenceGroup
 
 CHAT = [{"role": "user", "content": "the block"}]
@@ -56,24 +51,19 @@ TEXT = "the block table"
 # {name: (what is passed, with the tokenizer; how many prompts TEXT it is)}
 PROMPTS = {
     "str": (lambda tok: TEXT, 1), "list of str": (lambda tok: [TEXT, TEXT], 2),
-    "tuple of str": (lambda tok: (TEXT, TEXT), 2),
     "generator": (lambda tok: (TEXT for _ in range(3)), 3),
     "column": (lambda tok: Column([TEXT, TEXT]), 2),
     "array of str": (lambda tok: np.array([TEXT, TEXT]), 2),
     "ids": (lambda tok: tok.encode(TEXT), 1),
-    "tuple of ids": (lambda tok: tuple(tok.encode(TEXT)), 1),
     "array of ids": (lambda tok: np.array(tok.encode(TEXT), np.int32), 1),
     "tensor of ids": (lambda tok: torch.tensor(tok.encode(TEXT)), 1),
     "list of numbers of numpy": (lambda tok: list(np.array(tok.encode(TEXT))), 1),
-    "list of numbers of torch": (lambda tok: list(torch.tensor(tok.encode(TEXT))), 1),
     "two rows": (lambda tok: np.array([tok.encode(TEXT)] * 2), 2),
     "list of arrays": (lambda tok: [np.array(tok.encode(TEXT))] * 2, 2),
-    "list of tensors": (lambda tok: [torch.tensor(tok.encode(TEXT))] * 2, 2),
     "dict": (lambda tok: {"prompt": TEXT}, 1),
     "dict with ids": (lambda tok: {"prompt_token_ids": tok.encode(TEXT)}, 1),
     "dict with a tensor": (
         lambda tok: {"prompt_token_ids": torch.tensor(tok.encode(TEXT))}, 1),
-    "dict with None": (lambda tok: {"prompt": TEXT, "multi_modal_data": None}, 1),
     "ids and None": (lambda tok: {"prompt_token_ids": tok.encode(TEXT), "prompt": None,
                                   "mm_processor_kwargs": None}, 1),
     "mixed": (lambda tok: [TEXT, {"prompt": TEXT}, tok.encode(TEXT)], 3)}
@@ -81,21 +71,15 @@ WRONG_PROMPTS = {
     "None": (None, "a string, a list of token ids"), "number": (5, "a string, a list"),
     "bytes": (b"the block", "a string, a list of token ids"),
     "floats": ([1.0, 2.0], "a string or a list of token ids, got [1.0, 2.0]"),
-    "bools": ([True], "a string or a list of token ids, got [True]"),
-    "string among ids": ([1, "2"], "prompts[0]: prompt must be a string or a list"),
     "None among ids": ([[1], [1, None]], "a string or a list of token ids, got [1, N"),
     "NaN among thousands": (
         [TEXT] * 1723 + [math.nan] + [TEXT] * 1276, "prompts[1723]: prompt must be a"),
-    "NaN first": ([math.nan, TEXT], "prompts[0]: prompt must be a string or a list"),
     "string as ids": ({"prompt_token_ids": "1 2"}, "a list of token ids, got '1 2'"),
     "misspelt": ({"promt": "a"}, "a dict with names among"),
     "image": ({"prompt": "a", "multi_modal_data": {"image": 1}}, "a dict with names"),
-    "neither": ({"prompt": None}, "a string or a list of token ids, got None"),
-    "nothing in a list": (["a", None], "prompts[1]: prompt must be a string or a li"),
     "two in one": (["a", ["b", "c"]], "prompts[1]: prompt must be a string or a list"),
     "BatchEncoding": ({"input_ids": [[1, 2, 3]]}, "pass its input_ids"),
     "bytearray": (bytearray(b"ab"), "a string, a list of token ids"),
-    "set": ({1, 2}, "a string, a list of token ids"),
     "half a character": ("\ud800", "surrogates not allowed"),
     "too long": ([[5]] * 99 + [[5] * 200] + [[5]], "prompts[99]: number of prompt tok")}
 
@@ -208,14 +192,6 @@ def test_a_conversation_is_what_transformers_makes_of_it(kind, shared):
                             (parts, texts if kind == "strings" else parts)):
             ours = said(partial(render_chats, shared), given[start:], options)
             assert ours == said(expected, like[start:], options), (template, options)
-
-
-def test_the_parts_of_a_message_are_its_text(shared):
-    parts = [{"type": "text", "text": "the block"}, {"type": "text", "text": "table"}]
-    plain, asked = ([{"role": "user", "content": content}]
-                    for content in ("the block\ntable", parts))
-    prompts = [render_chats(shared, chat, {}) for chat in (plain, iter(plain), asked)]
-    assert prompts[0] == prompts[1] == prompts[2]
 
 
 @pytest.mark.parametrize("words", WRONG_CHATS)
@@ -356,46 +332,17 @@ def test_scored_prompts_take_no_place_in_the_prefix_cache(llama, engine):
     assert output.num_cached_tokens == 100
 
 
-def test_tied_tokens_have_the_same_rank():
-    logits = torch.tensor([[3.0, 4, 1, 2, 1, 3, 5, 5, 4, 5, 4, 1]])
-    group = new_group([1, 2], SamplingParams(temperature=0, logprobs=5))
-    group.sequences[0].num_computed_tokens = 2
-    for token in (6, 7, 9):
-        (report,) = report_logprobs(logits, torch.tensor([token]), [5])
-        assert report[token].rank == 1 and next(iter(report)) == token
-        assert sorted(entry.rank for entry in report.values())[:3] == [1, 1, 1]
-        assert {entry.rank for entry in report.values()} <= {1, 4}
-    (found,) = sample_for(logits, group.sequences).logprobs.values()
-    assert {entry.rank for entry in found.values()} == {1, 4}
-
-
 # -- Weights that do not fit -----------------------------------------------------------
 
 
-NAMES = {  # how others name the tensors of a Llama
-    "torch.compile": lambda name: f"_orig_mod.{name}",
-    "DataParallel": lambda name: f"module.{name}",
-    "multimodal": lambda name: f"language_model.{name}",
-    "GPTQ": lambda name: name.replace("proj.weight", "proj.qweight")}
-
-
 @pytest.mark.parametrize("model_impl", ["nanopaged", "transformers"])
-@pytest.mark.parametrize("kind", NAMES)
-def test_weights_that_do_not_fit_are_counted_and_named(
-        kind, model_impl, llama, edit_model):
-    own = sorted(load_file(llama / "model.safetensors"))
-    given = sorted(map(NAMES[kind], own))
-
-    def rename(tensors):
-        renamed = {NAMES[kind](name): tensors[name] for name in own}
-        tensors.clear()
-        tensors.update(renamed)
-
-    path = edit_model(llama, weights=rename)
+def test_weights_that_do_not_fit_are_counted_and_named(model_impl, llama, edit_model):
+    """As GPTQ names them."""
+    name = "model.layers.0.mlp.up_proj."
+    path = edit_model(llama, weights=lambda tensors: tensors.update(
+        {f"{name}qweight": tensors.pop(f"{name}weight")}))
     message = message_of(lambda: LLM(path, model_impl=model_impl, **CPU))
-    missing, left_over = (sorted({*a} - {*b}) for a, b in ((own, given), (given, own)))
-    assert (f"{len(missing)} missing {missing[:2]} and "
-            f"{len(left_over)} left over {left_over[:2]}") in message
+    assert f"1 missing ['{name}weight'] and 1 left over ['{name}qweight']" in message
     assert "`save_pretrained`" in message
 
 
@@ -434,25 +381,6 @@ def test_a_long_prompt_holds_no_stream_up_on_a_cpu(llama, engine):
     assert llm.engine.config.max_num_batched_tokens == 99
 
 
-def test_the_pool_is_not_filled(llama, engine, monkeypatch):
-    """PyTorch fills new memory with NaN when its algorithms must be deterministic."""
-    filled, empty = [], torch.empty
-
-    def make_empty(*size, **options):
-        if len(size) == 6:  # a pool
-            filled.append(torch.utils.deterministic.fill_uninitialized_memory)
-        return empty(*size, **options)
-
-    monkeypatch.setattr(torch, "empty", make_empty)
-    torch.use_deterministic_algorithms(True)
-    try:
-        engine(llama)
-        assert torch.utils.deterministic.fill_uninitialized_memory, "the caller's"
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert filled and not any(filled)
-
-
 # -- What is the caller's --------------------------------------------------------------
 
 
@@ -482,19 +410,6 @@ def test_padding_in_the_file_of_a_tokenizer_is_no_disagreement(
         text_model)(TEXT).input_ids
 
 
-def test_autocast_of_the_caller_ends_at_a_step(llama, engine):
-    llm = engine(llama)
-    prompt, params = [list(range(40))], greedy(4, logprobs=2)
-    with torch.autocast("cpu", torch.bfloat16):
-        (within,) = llm.generate(prompt, params, use_tqdm=False)
-    (cached,) = llm.generate(prompt, params, use_tqdm=False)
-    (outside,) = engine(llama).generate(prompt, params, use_tqdm=False)
-    assert cached.num_cached_tokens > 0
-    for output in (within, cached):
-        found = output.outputs[0].cumulative_logprob
-        assert found == pytest.approx(outside.outputs[0].cumulative_logprob, abs=1e-5)
-
-
 def test_a_request_waits_for_weights_that_another_thread_loads(
         llama, engine, monkeypatch):
     llm, begun, replace = engine(llama), threading.Event(), frontend.replace_weights
@@ -515,25 +430,6 @@ def test_a_request_waits_for_weights_that_another_thread_loads(
 
 
 # -- Growth ----------------------------------------------------------------------------
-
-
-def test_added_tokens_are_looked_up_once_for_all_requests(
-        text_model, engine, monkeypatch):
-    llm = engine(text_model)
-    table = type(llm.tokenizer).added_tokens_decoder
-    looks = []
-    monkeypatch.setattr(type(llm.tokenizer), "added_tokens_decoder", property(
-        lambda self: looks.append(1) or table.fget(self)))
-    special_tokens.cache_clear()
-    llm.generate([TEXT] * 20, greedy(2, stop="<|end|>"), use_tqdm=False)
-    assert len(looks) == 1
-
-
-def test_a_bias_alone_reads_no_tokens():
-    group = new_group([1, 2, 3], SamplingParams(temperature=0, logit_bias={5: 9.0}))
-    (seq,) = group.sequences
-    seq.num_computed_tokens, seq.token_ids = 3, None
-    assert sample_for(torch.zeros(1, 8), [seq]).read() == [5] and not group.errors
 
 
 def test_eight_streams_take_turns(text_model, engine):
@@ -600,10 +496,3 @@ def test_a_finished_request_waits_for_no_garbage_collector(kind, text_model, eng
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-def test_a_pickled_request_is_whole():
-    group = pickle.loads(pickle.dumps(new_group([1, 2], SamplingParams(n=2))))
-    assert [seq.group for seq in group.sequences] == [group, group]
-    copy = deepcopy(group)
-    assert [seq.group for seq in copy.sequences] == [copy, copy]

@@ -8,7 +8,6 @@ words with marked spaces, of which the first may be cut off.
 
 import copy
 import random
-import re
 import weakref
 from collections import defaultdict
 from itertools import product
@@ -19,10 +18,8 @@ from transformers import PreTrainedTokenizerFast
 
 from helpers import HALF, complete, greedy, tokens_of
 from nanopaged import SamplingParams
-from nanopaged.frontend import detokenizer
-from nanopaged.frontend.detokenizer import Detokenizer, token_bytes
+from nanopaged.frontend.detokenizer import Detokenizer
 from nanopaged.loading import checkpoint
-from nanopaged.loading.checkpoint import BUNDLED
 
 CHARACTERS = "ab  stheé€你的热情😀\u0301\n"
 
@@ -140,18 +137,6 @@ def test_where_tokens_change_each_other_the_whole_answer_is_decoded(decoder):
         assert finals_of(ours, [2], [*answer]) == {ours.decode(answer)}
 
 
-def test_the_example_at_the_top_of_the_file_is_true():
-    bundled, ids = checkpoint.load_tokenizer(BUNDLED), [0]
-    row = r'(\d+) +"(.+)" +([0-9A-F ]+?)   +([0-9A-F]*) +"(.+)"'
-    for token, name, data, waiting, text in re.findall(row, detokenizer.__doc__):
-        ids.append(int(token))
-        assert bundled.convert_ids_to_tokens(ids[-1]) == name
-        assert bytes.fromhex(data) in token_bytes(weakref.ref(bundled), ids[-1])
-        (ours := Detokenizer(bundled, [0], [])).update(ids, False, True)
-        assert (ours.waiting, ours.text) == (bytes.fromhex(waiting), text)
-    assert len(ids) == 6
-
-
 # -- Stop strings ----------------------------------------------------------------------
 
 
@@ -222,12 +207,6 @@ def test_a_stop_string_ends_a_sequence_and_is_not_its_text(
     *shown, last = llm.stream(script[-2:], params)
     assert (last.outputs[0].text, tokens_of(last)) == (answer.text, answer.token_ids)
     assert all(answer.text.startswith(output.outputs[0].text) for output in shown)
-
-
-def test_of_several_stop_strings_the_one_that_is_complete_first_counts(tokenizer):
-    ours = Detokenizer(tokenizer, [0], ["xabc", "ab"])
-    ours.update([0, *encode(tokenizer, "xabc")], False, True)
-    assert (ours.text, ours.stopped_by) == ("x", "ab")
 
 
 # -- In the engine ---------------------------------------------------------------------

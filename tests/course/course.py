@@ -47,7 +47,7 @@ MILESTONES = {int(row[0]): row[1:] for row in ROWS if row[0].isdigit()}
 FIRST = [4, 5]  # they depend on nothing else, so a notebook begins with them
 NO_PROJECT = (".*", "__pycache__", "nanopaged-tour")
 NOT_FOR_STUDENTS = (*NO_PROJECT, "solutions", "hidden", "course", "chapters",
-                    "mutants.py", "smallest.py", "test_smallest.py")
+                    "smallest.py", "test_smallest.py")
 COMPILED = "nanopaged/cpu/__pycache__"
 # Whoever writes the function on the left finds the same algorithm in these.
 ALSO_EMPTIED = {"paged_attention.run_program": [
@@ -69,8 +69,7 @@ sys.exit(pytest.main(["-Wignore", "--junitxml=../report.xml", *sys.argv[3:]]))
 """
 
 # Ways to break the engine, in files in which students write nothing: file, old text and
-# new text. All of them load and run a model. `witnesses.py` has a test for each
-# that fails on this one alone.
+# new text. All of them load and run a model.
 STOPS, SEQUENCE = "frontend/detokenizer.py", "sequence.py"
 FAULTS = {
     "a_stop_string_in_two_tokens": (STOPS, "- len(stop) + 1)", ")"),

@@ -13,7 +13,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,12 +22,10 @@ import pytest
 
 import course
 from helpers import ROOT
-from nanopaged.tour import guide
 
 # Milestones whose tests are quick, and functions of some of them.
 BLOCKS, SCHEDULER, TRAFFIC, BROKEN = 1, 3, 7, 8
 SCHEDULE, KERNEL = "scheduler.Scheduler.schedule", "paged_attention.run_program"
-WITNESSES = Path(course.__file__).with_name("witnesses.py")
 FORGED = """
 print('51 passed')
 import pathlib
@@ -94,8 +91,8 @@ def test_the_copy_has_signatures_and_docstrings_and_the_tests_as_they_are(studen
     assert not list(student.rglob("*.patch")) and not list(student.rglob("course.py"))
     for number in course.MILESTONES:
         solve(student, number)
-    for path in (ROOT / "nanopaged").glob("*.py"):
-        code = (student / "nanopaged" / path.name).read_text("utf-8")
+    for path in (student / "nanopaged").glob("*.py"):
+        code, path = path.read_text("utf-8"), ROOT / "nanopaged" / path.name
         assert ast.unparse(ast.parse(code)) == ast.unparse(ast.parse(path.read_bytes()))
 
 
@@ -120,24 +117,6 @@ def test_the_copy_has_no_answers(copy):
     assert_no_answers(copy)
 
 
-def test_the_points_add_up_to_100():
-    assert sum(int(points) for _, points, *_ in course.MILESTONES.values()) == 100
-
-
-def test_the_weeks_name_files_chapters_and_milestones_that_exist():
-    text = course.PAGE.partition("<!-- README")[0]
-    rows = [line.split("|")[1:-1] for line in text.splitlines()]
-    weeks = [row[2:] for row in rows if row and row[0].strip().isdigit()]
-    titles = {chapter.title for chapter in guide.CHAPTERS}
-    handed_in = []
-    for files, chapters, _, milestones in weeks:
-        for name in re.findall(r"`(.*?)`", files):
-            assert (ROOT / "nanopaged" / name).exists()
-        assert set(re.findall(r"[A-Z][^?]*\?", chapters)) <= titles
-        handed_in += map(int, re.findall(r"\d+", milestones))
-    assert len(weeks) == 12 and sorted(handed_in) == list(course.MILESTONES)
-
-
 @pytest.mark.parametrize("name", course.FAULTS)
 def test_a_broken_engine_differs_in_one_line_of_a_file_that_students_leave(name):
     file, broken = course.break_file(name)
@@ -147,13 +126,6 @@ def test_a_broken_engine_differs_in_one_line_of_a_file_that_students_leave(name)
     assert len(changed) == 1
     ast.parse(broken)
     assert file not in {f"{name.split('.')[0]}.py" for name in emptied()}
-
-
-def test_a_seed_draws_the_same_three_broken_engines_each_time():
-    drawn = [course.draw_faults(seed) for seed in range(20)]
-    assert drawn == [course.draw_faults(seed) for seed in range(20)]
-    assert all(len(set(three)) == 3 for three in drawn)
-    assert len(set(map(tuple, drawn))) > 10
 
 
 def test_the_autograder_has_two_scripts_and_the_whole_project(tmp_path):
@@ -192,6 +164,7 @@ def with_our_body(code):
     return f"{magic}\n{ast.unparse(course.find(ROOT, magic.split()[1])[1])}"
 
 
+@pytest.mark.slow
 def test_the_cells_of_a_notebook_fail_until_the_functions_are_written(
         student, warm, monkeypatch, capfd):
     monkeypatch.setattr(subprocess, "run", lambda words, stdout, text: SimpleNamespace(
@@ -247,40 +220,18 @@ def test_hostile_code_gets_nothing(code, student, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_grade_of_a_kernel_counts_what_it_reads_also_on_a_busy_machine(student):
-    """The second kernel is right, but takes one head after the other."""
-    solve(student, TRAFFIC)
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"])
-             for _ in range(4)]
-    try:
-        assert scores(student, TRAFFIC) == [5]
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-    _, node = course.find(student, KERNEL)
-    code = ast.unparse(ast.Module(node.body[1:], []))
-    code = code.replace("in range(group_size)", "in range(head, head + 1)", 3)
-    code = code.replace("for j in ", "for head in range(group_size):\n  for j in ")
-    course.replace_body(student, KERNEL, code)
-    assert scores(student, TRAFFIC) == [3]
-
-
-@pytest.mark.slow
-def test_hidden_tests_give_half_of_the_points(student, quick, monkeypatch, tmp_path):
-    root = tmp_path / "teacher"
-    shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(".*", "results"))
-    (root / "tests/hidden").mkdir()
-    (root / f"tests/hidden/test_{TRAFFIC}.py").write_text(
-        "def test_one(): pass\ndef test_two(): assert False\n")
-    monkeypatch.setattr(course, "ROOT", root)
-    solve(student, TRAFFIC)
-    assert scores(student, TRAFFIC) == [3.8]
-
-
-@pytest.mark.slow
 def test_an_empty_copy_gets_nothing(student, quick):
     assert sum(scores(student, *course.MILESTONES)) == 0
+
+
+@pytest.mark.slow
+def test_a_test_earns_the_broken_engines_that_it_sees(student, quick, monkeypatch):
+    """Here one of two, which it knows by its source."""
+    monkeypatch.setattr(course, "draw_faults", lambda seed: ["min_tokens", "seeds"])
+    (student / "tests/test_broken.py").write_text(
+        "def test_one():\n    with open('nanopaged/sequence.py') as file:\n"
+        "        assert 'num_prompt_tokens + params.min_tokens' in file.read()\n")
+    assert scores(student, BROKEN) == [5]
 
 
 @pytest.mark.slow
@@ -289,35 +240,6 @@ def test_the_whole_engine_gets_all_points_but_those_for_own_tests(student, quick
         solve(student, number)
     points = scores(student, *course.MILESTONES)
     assert points == [15, 10, 20, 15, 10, 10, 5, 0, 5]
-
-
-@pytest.mark.slow
-def test_each_broken_engine_runs_and_fails_only_on_what_it_breaks(tmp_path, quick):
-    """So a test that merely loads the model, or runs it, earns nothing."""
-    folder = course.copy_project(tmp_path / "project")
-    shutil.copy(WITNESSES, folder / "tests")
-    failed = {}
-    for name in (None, *course.FAULTS):
-        for path in (ROOT / "nanopaged").rglob("*.py"):
-            shutil.copy(path, folder / path.relative_to(ROOT))
-        if name:
-            file, broken = course.break_file(name)
-            (folder / "nanopaged" / file).write_text(broken, "utf-8")
-        _, output = course.run_tests(folder, f"pytest tests/{WITNESSES.name}")
-        failed[name] = re.findall(r"^test_(\w+): ", output, re.M)
-    expected = {name: [name] for name in course.FAULTS}
-    assert failed == {None: [], **expected}
-
-
-@pytest.mark.slow
-def test_a_test_earns_the_broken_engines_that_it_sees(student, quick):
-    """Two of three, here. One that only runs a model earns none: see above."""
-    text = WITNESSES.read_text("utf-8")
-    start, *tests = re.split(r"^(?=def test_)", text, flags=re.M)
-    seen = course.draw_faults(3)[:2]
-    answer = start + "".join(test for test in tests if test[9:].startswith(tuple(seen)))
-    (student / "tests/test_broken.py").write_text(answer, "utf-8")
-    assert scores(student, BROKEN, seed=3) == [6.7]
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from nanopaged.ranks import Ranks
 from tools.cpus import EACH_CPU
 
 # One of each kind: layers without positions, MLA, windows, learned positions, sinks,
-# scales of its own, a mixture of experts. The sweep has all.
-QUICK = ["cohere2", "deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "granite",
-         "mixtral"]
+# scales of its own, a mixture of experts, K and V of two shapes. The sweep has all.
+QUICK = ["cohere2", "deepseek_v3", "gemma3_text", "gemma4_text", "gpt2", "gpt_oss",
+         "granite", "mixtral"]
 # A GPU's kernels take long in the interpreter.
 ON_GPU = {"num_hidden_layers": 2, "num_key_value_heads": 1, "num_attention_heads": 2,
           "layer_types": ["sliding_attention", "full_attention"]}
@@ -96,7 +96,7 @@ def test_dummy_weights_need_no_checkpoint(family, engine, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "fields", "waits"), [
-    ("olmo3", {}, False),
+    pytest.param("olmo3", {}, False, marks=pytest.mark.slow),
     ("gemma3n_text", {"activation_sparsity_pattern": [0.95, 0.0],
                       "intermediate_size": [96] * 2, "num_kv_shared_layers": 1,
                       "layer_types": ["full_attention"] * 2}, True)])
@@ -108,7 +108,7 @@ def test_a_family_runs_in_cuda_graphs_unless_its_host_waits(
 
     path, _ = family(name, **ON_GPU | fields)
     options = {"max_num_seqs": 2, "max_model_len": 16, "max_num_batched_tokens": 8}
-    requests = [([*range(5, 15)][:n], greedy(6)) for n in (3, 10)]
+    requests = [([*range(5, 15)][:n], greedy(2 if waits else 6)) for n in (3, 10)]
     expected = serve(engine(path, **options), requests)
     with PretendedGpu() as gpu, caplog.at_level("WARNING", "nanopaged"):
         llm = engine(path, device="cuda", **options)

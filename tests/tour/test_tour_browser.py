@@ -22,7 +22,6 @@ from test_tour import HOSTILE, random_requests, record, showcase, small  # noqa:
 
 pytestmark = pytest.mark.browser
 
-SIZES = {"laptop": (1280, 720), "tablet": (768, 1024), "phone": (420, 844)}
 # What one may click on in a player.
 PLACES = [".np-title", ".np-where", ".np-button", ".np-key", "input",
           ".np-text", ".np-panel", ".np-tables", ".np-entry", ".np-pools", ".np-cell",
@@ -49,7 +48,7 @@ class Browser:
         self.received, self.session, self.last_id = b"", {}, 0
         self.context = self.events = None
 
-    def open(self, page, fragment="", size=SIZES["laptop"]):
+    def open(self, page, fragment="", size=(1280, 720)):
         """Open a page as if the browser were new, in place of the one before."""
         self.session, self.events = {}, []
         if self.context:
@@ -69,7 +68,6 @@ class Browser:
     def resize(self, size):
         self.call("Emulation.setDeviceMetricsOverride", width=size[0], height=size[1],
                   deviceScaleFactor=1, mobile=False)
-        self.call("Emulation.setTouchEmulationEnabled", enabled=size != SIZES["laptop"])
 
     def end(self):
         for pipe in (self.to_browser, self.from_browser):
@@ -139,11 +137,6 @@ class Browser:
                       button="left", clickCount=1)
         return place is not None
 
-    def tap(self, selector):
-        x, y = self.place_of(selector)
-        for kind, points in (("touchStart", [{"x": x, "y": y}]), ("touchEnd", [])):
-            self.call("Input.dispatchTouchEvent", type=kind, touchPoints=points)
-
     def want_no_motion(self):
         self.call("Emulation.setEmulatedMedia", features=[
             {"name": "prefers-reduced-motion", "value": "reduce"}])
@@ -208,10 +201,8 @@ def shown(tmp_path_factory):
                       run.player("one") + run.player("two", opens_at=3))
 
 
-@pytest.mark.parametrize("size", [
-    SIZES["laptop"], pytest.param(SIZES["phone"], marks=pytest.mark.slow)])
-def test_keys_step_after_a_click_anywhere_in_a_player(shown, open_page, size):
-    assert check_all_players(open_page(shown, size=size)) == ["one", "two"]
+def test_keys_step_after_a_click_anywhere_in_a_player(shown, open_page):
+    assert check_all_players(open_page(shown)) == ["one", "two"]
 
 
 # What the player shows in every frame, read from the page.
@@ -345,46 +336,6 @@ def test_players_of_a_page_move_on_their_own_and_links_lead_to_steps(
     assert browser.run("return location.hash").startswith("#two=")
 
 
-def test_a_link_brings_its_player_onto_the_screen(shown, open_page):
-    browser = open_page(shown, "#two=2")
-    browser.want_no_motion()  # so that it has arrived when one clicks
-    top = "return document.querySelector('#two').getBoundingClientRect().top"
-    assert 0 <= browser.run(top) < 100
-    browser.run("scrollTo(0, 0); location.hash = 'two=3-updated'; const y = () => {"
-                f"{top} }}; while (y() > 100) await new Promise(requestAnimationFrame)")
-    assert browser.text("#two .np-where").startswith("Step 3 of")
-    assert browser.run("return location.hash") == "#two=3-updated"
-
-
-@pytest.mark.slow
-def test_copied_blocks_move_unless_the_reader_wants_no_motion(shown, open_page):
-    browser = open_page(shown)
-    moved = ("const [one] = await npPlayers; const moved = new Set();"
-             "for (let at = 0; at <= one.last; at += 1) { one.show(at);"
-             "for (const each of document.getAnimations()) { if (each.effect"
-             ".getKeyframes()[0].transform) moved.add(one.trace.frames[at].step);"
-             "each.cancel(); }} return [...moved];")
-    copies = ("const [one] = await npPlayers; return [...new Set(one.trace.frames"
-              ".filter(({events}) => events.some(([kind]) => "
-              "['copy', 'swap_in', 'swap_out'].includes(kind)))"
-              ".map(({step}) => step))]")
-    assert browser.run(moved) == browser.run(copies) != []
-    browser.want_no_motion()
-    assert browser.run(moved) == []
-
-
-def test_a_player_opens_with_a_question_and_a_finger_is_enough(shown, open_page):
-    browser = open_page(shown, size=SIZES["phone"])
-    assert "Where does it open?" in browser.text("#one .np-ask")
-    assert browser.text("#two .np-ask") == ""  # the page asks for step 3
-    browser.tap("#one .np-ask button")
-    assert browser.text(".np-answers").startswith("1 of 4 questions answered")
-    browser.tap('#one [aria-label^="Next"]')
-    assert browser.text("#one .np-where").startswith("Step 1 of")
-    browser.tap("#one .np-cell")
-    assert browser.text("#one .np-detail").startswith("Block 0:")
-
-
 def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser = open_page(shown, "#one=4-begin")
     ask = "#one .np-ask"
@@ -400,42 +351,6 @@ def test_a_question_comes_before_the_step_that_answers_it(shown, open_page):
     browser.press("ArrowRight")
     assert browser.text("#one .np-where").startswith("Step 5")
     assert browser.text(ask) == ""
-
-
-def test_on_a_phone_what_one_looks_at_is_on_the_screen(shown, open_page):
-    """A question when it is asked; and in every step what changes in the blocks,
-    wherever one has scrolled before.
-    """
-    browser = open_page(shown, "#one=3", SIZES["phone"])
-    browser.run("scrollBy(0, 900); (await npPlayers)[0].go(1)")
-    assert browser.run("const {y, bottom} = document.querySelector('#one .np-ask')"
-                       ".getBoundingClientRect(); return 0 < y && bottom < innerHeight")
-    browser.resize((420, 860))
-    seen = browser.run("""
-        const [one] = await npPlayers, seen = [];
-        let before = new Map();
-        for (let at = 0; at <= one.last; at += 1) {
-          scrollBy(0, 500);
-          one.go(at);
-          for (const cell of one.root.querySelectorAll(".np-large .np-cell")) {
-            const {top, bottom} = cell.getBoundingClientRect();
-            if (before.get(cell.dataset.block) !== cell.textContent && at > 0)
-              seen.push(0 < top && bottom < innerHeight);
-            before.set(cell.dataset.block, cell.textContent);
-          }
-        }
-        return seen;""")
-    assert len(seen) > 100 and all(seen)
-    assert not browser.run("return document.querySelector('#one .np-source').open")
-
-
-def test_no_text_of_a_player_is_smaller_than_12_px(shown, open_page):
-    browser = open_page(shown, "#one=5")
-    for size in SIZES.values():
-        browser.resize(size)
-        sizes = browser.each("#one *", "one.textContent ? "
-                             "parseFloat(getComputedStyle(one).fontSize) : 12")
-        assert len(sizes) > 100 and min(sizes) >= 12, size
 
 
 def test_blocks_light_up_wherever_they_are_and_events_have_their_source(
