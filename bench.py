@@ -883,7 +883,8 @@ def options(text: str) -> Any:
         return json.loads(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(
-            f"must be JSON, such as '{{\"block_size\": 32}}', got {text}: {error}"
+            f"must be JSON, such as '{{\"block_size\": 32}}' (in PowerShell, with a "
+            f"backslash before each inner quote), got {text}: {error}"
             ) from None
 
 

@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, step by step. Start reading here.
+"""The engine: requests in, tokens out, step by step. After smallest.py, go on here.
 
 The engine repeats one step, `Engine.step`, until no request is left, and the files of
 this folder explain its lines. The top of `sequence.py` defines the terms.

@@ -394,6 +394,15 @@ def test_without_flash_attn_a_sentence_says_what_to_install(monkeypatch):
 
 
 @TRITON
+@pytest.mark.parametrize(("options", "message"), [
+    ({"block_size": 16, "dtype": "float16"}, "block_size must be a multiple of 256"),
+    ({"block_size": 256, "dtype": "float32"}, "dtype must be of 16 bits for 'flash'")])
+def test_what_flash_attn_would_refuse_is_refused_at_the_start(options, message, llama):
+    found = message_of(lambda: LLM(llama, attention_backend="flash", **options))
+    assert found.startswith(message)
+
+
+@TRITON
 def test_an_error_while_recording_is_not_hidden(monkeypatch):
     """Only what waits for the GPU means that a model cannot be recorded."""
     from nanopaged.gpu import graphs

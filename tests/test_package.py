@@ -34,15 +34,15 @@ TESTS = sorted({*(ROOT / "tests").rglob("*.py")}.difference(SOLUTIONS.rglob("*.p
 CEILINGS = {
     "smallest": 150,
     "engine": 1618,
-    "loading": 505,
+    "loading": 509,
     "any_decoder": 187,
     "cpu": 301,
     "frontend": 464,
-    "all": 3076,
+    "all": 3080,
     "tour": 1498,
     "paper": 369,
-    "tests": 5164,
-    "all tests": 8041,
+    "tests": 5171,
+    "all tests": 8048,
 }
 
 

@@ -53,6 +53,10 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         config = replace(config, max_num_batched_tokens=256)
     dtype = pick_dtype(config, share, device)
     name = pick_backend(config.attention_backend, dtype, device)
+    if name == "flash":  # what flash-attn itself would refuse in the first step
+        check(dtype.itemsize == 2, "dtype", "of 16 bits for 'flash'", config.dtype)
+        check(config.block_size % 256 == 0, "block_size",
+              "a multiple of 256 for attention_backend='flash'", config.block_size)
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
     is_gpu, has_triton = device.type == "cuda", find_spec("triton") is not None
     compiles = is_gpu and has_triton and not config.enforce_eager
