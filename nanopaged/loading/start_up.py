@@ -53,10 +53,6 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         config = replace(config, max_num_batched_tokens=256)
     dtype = pick_dtype(config, share, device)
     name = pick_backend(config.attention_backend, dtype, device)
-    if name == "flash":  # what flash-attn itself would refuse in the first step
-        check(dtype.itemsize == 2, "dtype", "of 16 bits for 'flash'", config.dtype)
-        check(config.block_size % 256 == 0, "block_size",
-              "a multiple of 256 for attention_backend='flash'", config.block_size)
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
     is_gpu, has_triton = device.type == "cuda", find_spec("triton") is not None
     compiles = is_gpu and has_triton and not config.enforce_eager
@@ -156,7 +152,14 @@ def pick_backend(name: str, dtype: torch.dtype, device: torch.device) -> str:
 
 
 def make_backend(name: str, *settings: Any) -> TorchAttention:
-    """An attention backend; ValueError if a package is missing."""
+    """An attention backend; ValueError if a package is missing, and for what flash-attn
+    itself would refuse in the first step.
+    """
+    _, block_size, dtype, _ = settings
+    is_flash = name == "flash"
+    check(not is_flash or dtype.itemsize == 2, "dtype", "of 16 bits for 'flash'", dtype)
+    check(not is_flash or block_size % 256 == 0, "block_size",
+          "a multiple of 256 for attention_backend='flash'", block_size)
     try:
         return resolve_name(f"nanopaged.{BACKENDS[name][0]}")(*settings)  # type: ignore
     except ImportError as error:
