@@ -137,7 +137,7 @@ def as_needed(chat: list[dict[str, Any]], write: Any) -> list[dict[str, Any]]:
         wrong = [as_json(each) if isinstance(each, str) else str(each)
                  for each in given if each != {}] + ["'text':"]
         try:
-            text = write(tried, continue_final_message=False).lower()
+            text: str = write(tried, continue_final_message=False).lower()
         except Exception:
             return math.inf
         lost = [each for each in given if isinstance(each, str)
