@@ -50,6 +50,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 try:
@@ -60,6 +61,7 @@ try:
     import nanopaged
     from nanopaged import LLM, EngineConfig, RequestOutput, SamplingParams
     from nanopaged.attention import cdiv
+    from nanopaged.checks import check
     from nanopaged.loading.weights import products
     from nanopaged.model import Linear
     from nanopaged.paper import simulation
@@ -622,15 +624,23 @@ def ask_server(url: str, requests: Requests, arrivals: list[float]) -> list[Serv
         times, count = [], 0
         with urlopen(request) as lines:
             for line in lines:
-                if line.startswith(b"data: {"):
-                    chunk = json.loads(line[6:])
-                    if chunk["choices"]:
-                        times.append(time.perf_counter() - began)
-                    count = (chunk.get("usage") or {}).get("completion_tokens", count)
+                data = line.removeprefix(b"data:").strip()
+                if data == line.strip() or not data.startswith(b"{"):
+                    continue
+                chunk = json.loads(data)
+                check(not chunk.get("error"), url, "free of errors", chunk)
+                if chunk.get("choices"):
+                    times.append(time.perf_counter() - began)
+                count = (chunk.get("usage") or {}).get("completion_tokens", count)
+        check(bool(times), url, "a stream with choices", times)
         return Served(came, times, count or len(times))
 
     with ThreadPoolExecutor(len(requests)) as pool:
-        return [*pool.map(ask, arrivals, *zip(*requests, strict=True))]
+        try:
+            return [*pool.map(ask, arrivals, *zip(*requests, strict=True))]
+        except (KeyError, OSError, ValueError) as error:
+            said = error.read().decode() if isinstance(error, HTTPError) else ""
+            sys.exit(f"bench.py: {url} fails: {error} {said:.200}".strip())
 
 
 def throughput(served: list[Served]) -> float:

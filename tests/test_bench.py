@@ -116,6 +116,14 @@ def test_serve_asks_any_server(bench, monkeypatch):
         b'{"data": [{"id": ""}]}' if isinstance(request, str) else lines))
     (served,) = bench.ask_server("http://localhost", [([1], 2)], [0.0])
     assert (len(served.times), served.num_tokens) == (1, 2)
+    for each in b'data:{"choices": [{}]}\n', b'data: {}\n\ndata: {"choices": [{}]}\n':
+        lines = each
+        (served,) = bench.ask_server("http://localhost", [([1], 2)], [0.0])
+        assert len(served.times) == 1
+    for each in b'data: {"error": "full"}\n', b"data: [DONE]\n", b"data: {half\n":
+        lines = each
+        with pytest.raises(SystemExit, match="^bench.py: http://localhost fails: "):
+            bench.ask_server("http://localhost", [([1], 2)], [0.0])
 
 
 @pytest.mark.slow

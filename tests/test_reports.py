@@ -95,8 +95,23 @@ WRONG_CHATS = {
         [{"role": "assistant", "content": "", "tool_calls": calls}]
         for calls in ([{"function": {"arguments": "{bad"}}], [{}], "x",
                       [{"function": {"arguments": [1]}}])]}
-# What APIs send as the arguments of a tool call, and what a template gets.
-ARGUMENTS = {'{"x": [1]}': {"x": [1]}, "": {}, " ": {}, "null": {}, None: {}}
+# How templates write arguments, and what `ARGUMENTS` are in the prompt.
+ARGUMENTS = [{"x": "ü"}, '{"x":  "ü"}', None, "", "{}"]
+CALLS = {
+    "'' + {}": ['{"x": "ü"}', '{"x":  "ü"}', "{}", "", "{}"],
+    "{} ~ '.'": ['{"x": "ü"}.', '{"x":  "ü"}.', "{}.", ".", "{}."],
+    "{}|trim": ['{"x": "ü"}', '{"x":  "ü"}', "{}", "", "{}"],
+    "{}|tojson": ['{"x": "ü"}', '{"x": "ü"}', "{}", "{}", "{}"],
+    "{}.x": ["ü", "ü", "", "", ""],
+    "{}|items|map('last')|join": ["ü", "ü", "", "", ""],
+    "{} if {} is string else {}|tojson": [
+        '{"x": "ü"}', '{"x":  "ü"}', "{}", "", "{}"]}
+# What a template says of a message `m` with a call, by its content.
+HISTORY = {
+    "{% if not m.content %}{{ m.tool_calls|length }}{% endif %}": {
+        None: "1", "": "1", "a": ""},
+    "{{ m.content or '' }}{{ m.tool_calls[0].name }}": {None: "f", "": "f", "a": "af"},
+    "{{ '' + m.content }}{{ m.tool_calls[0].name }}": {None: "f", "": "f", "a": "af"}}
 
 
 @pytest.fixture(scope="module")
@@ -202,14 +217,53 @@ def test_a_wrong_conversation_is_numbered_and_told(words, shared):
         assert message.startswith(f"messages[32]: {words}")
 
 
-def test_the_arguments_of_a_tool_call_may_be_json_or_missing(shared):
-    template = "{{ messages[0].tool_calls|map(attribute='function.arguments')|list }}"
-    calls = [{"function": {"arguments": each}} for each in ARGUMENTS]
-    chat = [{"role": "assistant", "tool_calls": [*calls, {"function": {}}]}]
-    before = deepcopy(chat)
-    (prompt,) = render_chats(shared, chat, {"chat_template": template})
-    assert prompt["prompt"] == str([*ARGUMENTS.values(), {}])
-    assert chat == before, "the caller's was changed"
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("template", CALLS)
+def test_arguments_are_a_dict_or_text_as_the_template_needs_them(
+        template, is_flat, shared):
+    name = "m.tool_calls[0].function.arguments"
+    options = {"chat_template": "{% set m = messages[0] %}{{ "
+               + template.replace("{}", name) + " }}"}
+    for arguments, expected in zip(ARGUMENTS, CALLS[template], strict=True):
+        call = {"name": "f", "arguments": arguments}
+        chat = [{"role": "assistant", "tool_calls": [
+            call if is_flat else {"function": call}]}]
+        before = deepcopy(chat)
+        (prompt,) = render_chats(shared, chat, options)
+        assert prompt["prompt"] == expected
+        assert chat == before, "the caller's was changed"
+
+
+@pytest.mark.parametrize("template", HISTORY)
+def test_null_beside_calls_stays_null_where_the_template_takes_it(template, shared):
+    for content, expected in HISTORY[template].items():
+        chat = [{"role": "assistant", "content": content, "tool_calls": [
+            {"name": "f", "arguments": {}}]}, {"role": "user", "content": "b"}]
+        (prompt,) = render_chats(shared, chat, {
+            "chat_template": "{% set m = messages[0] %}" + template})
+        assert prompt["prompt"] == expected
+
+
+def test_an_empty_list_of_calls_is_none(shared):
+    template = "{% for m in messages %}{{ '!' if 'tool_calls' in m else m.content }}"
+    for calls in [], None, ():
+        chat = [{"role": "assistant", "content": "a", "tool_calls": calls}]
+        (prompt,) = render_chats(shared, chat, {
+            "chat_template": template + "{% endfor %}"})
+        assert prompt["prompt"] == "a"
+
+
+def test_parts_become_a_string_only_for_the_roles_that_need_it(shared):
+    template = ("{% for m in messages %}{% if m.role == 'user' %}{% for p in m.content "
+                "%}<{{ p.text }}>{% endfor %}{% elif m.content is string %}"
+                "{{ m.content }}{% endif %}{% endfor %}")
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for roles, expected in ((["system", "user"], "a\nb<a><b>"), (["user"], "<a><b>"),
+                            (["user", "assistant", "user"], "<a><b>a\nb<a><b>")):
+        (prompt,) = render_chats(shared, [
+            {"role": role, "content": parts} for role in roles],
+            {"chat_template": template})
+        assert prompt["prompt"] == expected
 
 
 # -- One set of stop tokens ------------------------------------------------------------

@@ -1,10 +1,12 @@
 """From prompts to requests: what a caller may pass, and what can never be served."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
-from functools import lru_cache
+from functools import partial
+from itertools import product
 from numbers import Number
 from typing import Any, TypeAlias
 
@@ -17,14 +19,9 @@ from nanopaged.sequence import SequenceGroup
 
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dict
-# What to look for in a chat template. A content that is a list of parts:
-# `for part in message.content ... part.text`, or `part['text']`, or `content[0].text`,
-# or a filter, `attribute='text'`. (Documents have a text, too, so a loop over them does
-# not count.) A content that may also be a string: `message.content is string`.
-PARTS = re.compile(r"""(?sx)\bfor\s+(\w+)\s+in\s+(?!documents\b) .*?
-                   \b\1 (?:\.|\[['"]|\.get\(['"]) text\b
-                   | \[\d\] (?:\.|\[['"]) text\b | \battribute\s*=\s*['"]text\b""")
-STRING = re.compile(r"(\S+)\s+is\s+(?:not\s+)?string\b")
+MARK = re.compile("q[0-9]+z")  # what stands for a content while a template is tried
+KINDS = (None, "function", dict, str)  # see `as_tool_call`
+as_json = partial(json.dumps, ensure_ascii=False)
 Params: TypeAlias = SamplingParams | BeamSearchParams
 
 
@@ -64,62 +61,94 @@ def render_chats(llm: Any, messages: Any, options: dict[str, Any]) -> list[Any]:
     chats = [chats] if chats and isinstance(chats[0], Mapping) else chats
     is_new = not options.get("continue_final_message")
     options = {"add_generation_prompt": is_new} | options | {"tokenize": False}
-    tokenizer = llm.get_tokenizer()
+    write = partial(llm.get_tokenizer().apply_chat_template, **options)
 
     def render(chat: Any) -> dict[str, Any]:
         chat = list(chat) if isinstance(chat, Iterable) else [chat]
         check(bool(chat), "messages", "a list of at least one message", chat)
-        kinds = takes(tokenizer.get_chat_template(
-            options.get("chat_template"), options.get("tools")))
-        text = tokenizer.apply_chat_template(
-            [as_message(each, kinds) for each in chat], **options)
+        text = write(as_needed([as_message(each) for each in chat], write))
         ids = llm.tokenizer(text, add_special_tokens=False).input_ids
         return {"prompt": text, "prompt_token_ids": ids}
 
     return of_each("messages", chats, render)
 
 
-@lru_cache(8)
-def takes(template: str) -> tuple[type, ...]:
-    """What the content of a message may be: a string, a list of parts, or either.
-
-    A template that asks parts for their text takes lists. It takes strings, too, if it
-    asks whether anything but a part is one.
+def as_message(given: Any, changes: tuple[Any, ...] = (None,)) -> dict[str, Any]:
+    """A chat message, without an empty list of tool calls, and with these changes: the
+    roles whose parts become a string, or the other way round; "null" for a string
+    instead of it beside calls; and last, what `as_tool_call` shall do.
     """
-    parts = PARTS.search(template)
-    asks = parts and any(name != parts[1] for name in STRING.findall(template))
-    takes_parts = (str, list) if asks else (list,)
-    return takes_parts if parts else (str,)
-
-
-def as_message(given: Any, kinds: tuple[type, ...]) -> dict[str, Any]:
-    """A chat message whose content is of a kind that the template takes."""
     is_message = isinstance(given, Mapping) and isinstance(given.get("role"), str)
     check(is_message, "messages", MESSAGES, given, TypeError)
     message: dict[str, Any] = dict(given)
     content: Any = message.get("content")
-    if content is not None:
-        part = {"type": "text", "text": content}
-        parts = content if isinstance(content, list) else [part]
-        texts: Any = [p.get("text") if isinstance(p, Mapping) else p for p in parts]
-        check(all(isinstance(text, str) for text in texts), "content",
-              "a string, or a list of text parts", content, TypeError)
-        if not isinstance(content, kinds):
-            message["content"] = parts if list in kinds else "\n".join(texts)
-    if calls := message.get("tool_calls"):
-        message["tool_calls"] = list(map(as_tool_call, calls))
+    part = {"type": "text", "text": content}
+    parts = content if isinstance(content, list) else [part]
+    texts: Any = [p.get("text") if isinstance(p, Mapping) else p for p in parts]
+    check(content is None or all(isinstance(text, str) for text in texts), "content",
+          "a string, or a list of text parts", content, TypeError)
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [as_tool_call(call, changes[-1]) for call in calls]
+        if content is None and "null" in changes:
+            message["content"] = ""
+    if content is not None and message["role"] in changes:
+        message["content"] = "\n".join(texts) if parts is content else [part]
     return message
 
 
-def as_tool_call(call: Any) -> dict[str, Any]:
-    """A tool call whose arguments are a dict. They may be its JSON, or missing."""
+def as_tool_call(call: Any, kind: Any) -> dict[str, Any]:
+    """A tool call as it is, with a dict for arguments that are missing. If there is a
+    kind, the call is in a function; `dict` or `str` (JSON) is that of the arguments.
+    """
     with explained("tool_calls must be a list of calls, with arguments in JSON, got "
                    f"{call!r:.200}: "):
-        function = call["function"]
-        found = function.get("arguments")
-        if isinstance(found, str):
-            found = json.loads(found.strip() or "null")
-        return {**call, "function": {**function, "arguments": {**(found or {})}}}
+        is_flat = "name" in call
+        function = dict(call if is_flat else call["function"])
+        given = function.get("arguments")
+        found = json.loads(given.strip() or "null") if isinstance(given, str) else given
+        found = {**(found or {})}
+        if kind is dict or not isinstance(given, str):
+            function["arguments"] = as_json(found) if kind is str else found
+        outer = {"type": "function"} if is_flat else call
+        return {**outer, "function": function} if kind or not is_flat else function
+
+
+def as_needed(chat: list[dict[str, Any]], write: Any) -> list[dict[str, Any]]:
+    """The chat, or what has fewer faults if `write` renders it by the template.
+
+    A mark instead of each content shows which of them are lost. The other faults are
+    errors, lists and dicts as Python shows them, and JSON that is a string in JSON.
+    """
+    marked = [each | {"content": f"q{i}z" if isinstance(each["content"], str) else [
+        {"type": "text", "text": f"q{i}z"}]} if each.get("content") else each
+        for i, each in enumerate(chat)]
+    marks = {*MARK.findall(str(marked))}
+
+    def faults(changes: tuple[Any, ...]) -> float:
+        tried = [as_message(each, changes) for each in marked]
+        given = [call.get("function", call)["arguments"]
+                 for each in tried for call in each.get("tool_calls", ())]
+        wrong = [as_json(each) if isinstance(each, str) else str(each)
+                 for each in given if each != {}] + ["'text':"]
+        try:
+            text: str = write(tried, continue_final_message=False).lower()
+        except Exception:
+            return math.inf
+        lost = [each for each in given if isinstance(each, str)
+                and each.strip().lower() not in text]
+        lost += marks.difference(MARK.findall(text))
+        return len(lost) + sum(text.count(each.lower()) for each in wrong)
+
+    # At first the contents of all roles are changed together, so a chat that no change
+    # helps is rendered 16 times, however many roles it has.
+    roles = list({each["role"]: 0 for each in chat})
+    axes: list[Any] = [*((None, role) for role in roles), (None, "null"), KINDS]
+    tries: list[Any] = [(*(role if flips else None for role in roles), null, kind)
+                        for flips, null, kind in product((0, 1), *axes[-2:])]
+    best = next((each for each in tries if faults(each) < math.inf), tries[0])
+    for i, axis in enumerate(axes if best != tries[0] or faults(best) else ()):
+        best = min(((*best[:i], each, *best[i + 1 :]) for each in axis), key=faults)
+    return [as_message(each, best) for each in chat]
 
 
 # -- Requests --------------------------------------------------------------------------

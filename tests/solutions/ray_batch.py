@@ -53,8 +53,20 @@ def as_json(row):
 def read(path):
     if path.endswith(".parquet"):
         return pyarrow.parquet.read_table(path).to_pylist()
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file if line.strip()]
+    rows = []
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            try:  # a first line may begin with a mark of the encoding
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                row = json.loads(text or "{}")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} must be JSON in UTF-8: "
+                                 f"{error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}, line {number} must be an object, got "
+                                 f"{text:.80}")
+            rows += [row] if text else []
+    return rows
 
 
 def end_last_line(path):

@@ -59,6 +59,7 @@ class Engine:
         """Queue a request for each prompt, or none of them."""
         self.loop = asyncio.get_running_loop()
         for number, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            await asyncio.sleep(0)  # of thousands of prompts, let others take turns
             try:
                 request_id = self.llm.add_request(prompt, param)
             except (TypeError, ValueError) as error:  # too long, for example
@@ -167,8 +168,9 @@ class Answers:
         entries = {}
         for token, logprob in row.items():
             _, data = token_bytes(ref(self.llm.get_tokenizer()), token, False)
+            if not logprob.logprob <= 0.1:  # JSON has no NaN and no infinity
+                raise HTTPException(500, f"the model's logits are wrong: {logprob}")
             entries[token] = {"token": data.decode(errors="backslashreplace"),
-                              # JSON has no infinity.
                               "logprob": max(logprob.logprob, -9999.0),
                               "bytes": list(data)}
         return entries
@@ -312,26 +314,27 @@ def make_app(llm, name, origins=()):
                 each.cancel()
         if answers.failure:
             raise answers.failure
-        parts = answers.parts(answers.choices(), key)
-        return wrap(answers, parts, key) | {"usage": answers.usage()}
+        return wrap(answers, answers.parts(answers.choices(), key), key, True)
 
     async def chunks(answers, key, options):
         """Events with what is new in the choices that have changed."""
+        always = (options or {}).get("continuous_usage_stats")
         try:
             async for changed in answers.changes():
-                yield event(wrap(answers, answers.parts(changed, key), key))
+                yield event(wrap(answers, answers.parts(changed, key), key, always))
         except HTTPException as error:
             yield event(error_body(error.detail, error.status_code))
         if options and options.get("include_usage"):
-            yield event(wrap(answers, [], key) | {"usage": answers.usage()})
+            yield event(wrap(answers, [], key, True))
         yield "data: [DONE]\n\n"
 
     def event(content):
-        return f"data: {json.dumps(content)}\n\n"
+        return f"data: {json.dumps(content, allow_nan=False)}\n\n"
 
-    def wrap(answers, parts, key):
+    def wrap(answers, parts, key, has_usage):
+        usage = {"usage": answers.usage()} if has_usage else {}
         return {"id": answers.id, "object": OBJECTS[key], "model": name,
-                "created": answers.created, "choices": parts}
+                "created": answers.created, "choices": parts} | usage
 
     return app
 

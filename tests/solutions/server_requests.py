@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveInt
+from pydantic import BaseModel, Field, PositiveInt, WrapValidator
 from server_tools import marks_of
 from structured import Grammars
 
@@ -32,16 +32,14 @@ class Strict(BaseModel, extra="allow", strict=True):
     pass
 
 
+# It stays as the client has sent it, with its own order of keys.
+Kept = WrapValidator(lambda given, validate: validate(given) and given)
+
+
 class Message(Strict):
     role: Literal["assistant", "developer", "function", "system", "tool", "user"]
     content: str | list | None = None
     tool_calls: list[dict] | None = None
-
-    def plain(self, name):
-        """What a chat template reads. It may take "tool_calls": null for calls."""
-        check(self.content is not None or bool(self.tool_calls), f"{name}.content",
-              "a string or a list of text parts", self.content)
-        return {"content": ""} | self.model_dump(exclude_none=True)
 
 
 class Named(Strict):
@@ -52,6 +50,16 @@ class Named(Strict):
 class Tool(Strict):
     type: Literal["function"]
     function: Named
+
+
+def plain(message, name):
+    """What a chat template reads. It may take null for a value, but many write tool
+    calls only where the content is null.
+    """
+    check(message.get("content") is not None or bool(message.get("tool_calls")),
+          f"{name}.content", "a string or a list of text parts", None)
+    return {key: value for key, value in message.items()
+            if value is not None or key == "content"}
 
 
 # -- What is asked ---------------------------------------------------------------------
@@ -80,16 +88,17 @@ class Text(Strict, extra="forbid"):
 
 class Conversation(Strict, extra="forbid"):
     model: str | None = None
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Annotated[Message, Kept]] = Field(min_length=1)
     add_special_tokens: Literal[False] | None = None  # the template has them
-    tools: list[Tool] | None = None
+    tools: list[Annotated[Tool, Kept]] | None = None
     tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     chat_template_kwargs: dict | None = None
     reasoning_effort: str | None = None
 
     def usable_tools(self):
         """By name: those that the answer may call."""
-        tools = {tool.function.name: tool for tool in self.tools or []}
+        functions = [tool["function"] for tool in self.tools or []]
+        tools = {function["name"]: function for function in functions}
         if isinstance(self.tool_choice, Tool):
             name = self.tool_choice.function.name
             check(name in tools, "tool_choice", f"one of the tools {[*tools]}", name)
@@ -99,16 +108,16 @@ class Conversation(Strict, extra="forbid"):
         return {} if self.tool_choice == "none" else tools
 
     def prompts(self, llm):
-        messages = [message.plain(f"messages.{i}")
-                    for i, message in enumerate(self.messages)]
+        messages = [plain(m, f"messages.{i}") for i, m in enumerate(self.messages)]
         options = self.model_dump(include={"reasoning_effort"}, exclude_none=True)
         if self.usable_tools():
-            options["tools"] = [tool.model_dump(exclude_unset=True)
-                                for tool in self.tools]
+            options["tools"] = self.tools
         options |= self.chat_template_kwargs or {}
+        # A client's own template might compute for hours.
+        check("chat_template" not in options, "chat_template_kwargs",
+              "without a chat_template", self.chat_template_kwargs)
         try:
-            [prompt] = render_chats(llm, messages, options)
-            return [prompt["prompt_token_ids"]]
+            return [render_chats(llm, messages, options)[0]["prompt_token_ids"]]
         except Exception as error:  # whatever a template may raise
             raise ValueError("messages do not fit the model's chat template: "
                              f"{error}") from error
@@ -118,8 +127,8 @@ class Conversation(Strict, extra="forbid"):
 
 class Wanted(Strict):
     stream: bool | None = None
-    stream_options: dict[Literal["include_usage", "include_obfuscation"],
-                         bool | None] | None = None
+    stream_options: dict[Literal["continuous_usage_stats", "include_usage",
+                                 "include_obfuscation"], bool | None] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict | None = None
     # JSON has only strings as keys.
@@ -129,7 +138,7 @@ class Wanted(Strict):
 class Completion(Wanted, Text, extra="allow"):
     logprobs: Few | None = None
 
-    def options(self):
+    def options(self, _):
         return {"logprobs": self.logprobs}
 
 
@@ -139,12 +148,14 @@ class Chat(Wanted, Conversation, extra="allow"):
     max_completion_tokens: PositiveInt | None = None
     max_tokens: PositiveInt | None = None  # the old name
 
-    def options(self):
-        """What has other names in completions."""
+    def options(self, most):
+        """What has other names in completions, or by default other values: as many
+        tokens as the model's own file says, or up to the end.
+        """
         check(self.top_logprobs is None or self.logprobs, "logprobs",
               "true for top_logprobs", self.logprobs)
         # The mark before a call may be a special token.
-        return {"max_tokens": self.max_completion_tokens or self.max_tokens,
+        return {"max_tokens": self.max_completion_tokens or self.max_tokens or most,
                 "logprobs": (self.top_logprobs or 0) if self.logprobs else None
                 } | ({"skip_special_tokens": False} if self.usable_tools() else {})
 
@@ -165,8 +176,8 @@ class Reader:
         known = vars(self.llm.default_params).keys() - {"prompt_logprobs"}
         for name in given.keys() - known:
             check(False, name, "left out", given[name])
-        params = replace(self.llm.default_params, **body.options() | given,
-                         logit_bias=body.logit_bias)
+        options = body.options(self.llm._defaults.get("max_tokens")) | given
+        params = replace(self.llm.default_params, **options, logit_bias=body.logit_bias)
         if params.logprobs is not None:
             tokenizer_of(self.llm)  # their texts need it
         check(params.n <= self.llm.config.max_num_seqs, "n",
@@ -181,8 +192,8 @@ class Reader:
         return prompts, [params] * len(prompts), form
 
     def prompts(self, body):
-        for name, value in body.model_dump().items():
-            said = json.dumps(value, ensure_ascii=False)
+        for name, value in body:
+            said = json.dumps(value, ensure_ascii=False, default=str)
             check(not re.search("[\ud800-\udfff]", said), name,
                   "free of surrogates, which are halves of characters", value)
         return body.prompts(self.llm)
@@ -196,8 +207,8 @@ class Reader:
         """What an answer must be, for `Grammars.processor`. None if it is free."""
         tools, form = body.usable_tools(), body.response_format or {"type": "text"}
         if tools and body.tool_choice not in (None, "auto"):
-            schemas = {name: {"type": "object"} | (tool.function.parameters or {})
-                       for name, tool in tools.items()}
+            schemas = {name: {"type": "object"} | (function.get("parameters") or {})
+                       for name, function in tools.items()}
             marks = marks_of(self.llm.get_tokenizer().get_chat_template())
             # A small model might never stop calling, so several are for those who ask.
             return "calls", (*marks, schemas, body.parallel_tool_calls is True), "tools"

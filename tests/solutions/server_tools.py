@@ -18,6 +18,7 @@ MARKS = {"<tool_call>": "</tool_call>", "[TOOL_CALLS]": "", "<|tool_call|>": "",
 BEGINS = [*MARKS, "<think>"]
 BEGIN = re.compile("|".join(map(re.escape, BEGINS)))
 OPEN, BETWEEN = re.compile(r"[\s\[]*"), re.compile(r"[\s,;]*")
+KEY, DECODER = re.compile(r'"(arguments|parameters)"\s*:\s*'), json.JSONDecoder()
 TOKEN = re.compile(r'\\.?|["{}<]', re.DOTALL)  # what counts in an object of JSON
 
 
@@ -103,14 +104,18 @@ class Calls:
     def end(self, start):
         """The object is complete, or cannot be one."""
         try:
-            call = json.loads(self.rest[start : self.at])
+            # NaN and Infinity are no JSON.
+            call = json.loads(self.rest[start : self.at], parse_constant=int)
         except (RecursionError, ValueError):
             return self.say(max(1, self.lead), self.text)
         self.is_known = call.get("name") in [*self.names]  # it may be of any type
         if not self.is_known:
             return self.say(self.at, self.after)
         said = call.get("arguments", call.get("parameters", {}))
-        said = said if isinstance(said, str) else json.dumps(said)
+        if not isinstance(said, str):  # in the model's own characters
+            texts = [self.rest[key.end() : DECODER.raw_decode(self.rest, key.end())[1]]
+                     for key in KEY.finditer(self.rest, start, self.at)]
+            said = next((text for text in texts if json.loads(text) == said), "{}")
         if self.count < self.most:
             self.calls.append({
                 "index": self.count, "id": f"call_{uuid4().hex}", "type": "function",

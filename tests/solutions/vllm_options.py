@@ -120,6 +120,7 @@ class SamplingParams(with_defaults("SamplingParams")):
         """Logits processors: the caller's, for bad_words and for allowed_token_ids."""
         found, banned = [*map(as_processor, self.logits_processors or [])], []
         for word in self.bad_words:  # as it begins a text, and after a space
+            check(bool(word.strip()), "bad_words", "words that are not empty", word)
             alone, later = (tokenizer.encode(text, add_special_tokens=False)
                             for text in (word.lstrip(), " " + word.lstrip()))
             is_new = later[:1] != alone[:1] and len(later) == len(alone)

@@ -149,6 +149,17 @@ def check_second_run(rows, expected, num_batches):
         assert "row 0" in str(error), error
     else:
         raise AssertionError("the column was overwritten")
+    for data, words in ((b'{"a": 1', "line 2"), (b"[1]", "line 2"), (b'"A"', "line 2"),
+                        ('{"a": 1}'.encode("utf-16"), "line 2")):
+        taken.write_bytes(b'\xef\xbb\xbf{"prompt": "A"}\n' + data)
+        try:
+            solution.read(str(taken))
+        except ValueError as error:
+            assert "taken.jsonl" in str(error) and words in str(error), error
+        else:
+            raise AssertionError(f"{data} was read")
+    taken.write_bytes(b'\xef\xbb\xbf{"prompt": "A"}\n\n')
+    assert solution.read(str(taken)) == [{"prompt": "A"}]
     assert solution.as_json({"day": date(2026, 1, 1), "x": math.inf}) == (
         '{"day": "2026-01-01", "x": "Infinity"}')
     table = pyarrow.Table.from_pylist(rows)
