@@ -103,7 +103,7 @@ def pytest_addoption(parser):
 @pytest.fixture(autouse=True)
 def cpu(request, monkeypatch):
     """The processor: that of EACH_CPU, or of `--cpu`, or else the machine's."""
-    kind = getattr(request, "param", None) or request.config.getoption("--cpu")
+    kind = getattr(request, "param", request.config.getoption("--cpu"))
     if kind:
         cpus.pretend(kind, monkeypatch)
     return kind

@@ -92,10 +92,10 @@ def prepare_process() -> None:
         # Let glibc's malloc keep freed memory, because the next step needs it again. By
         # default large pieces go back to the system, and getting them again takes a
         # tenth of a step.
-        with suppress(AttributeError):  # other C libraries have no such function
-            libc = ctypes.CDLL(None)
-            libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-            libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+        # Other C libraries have no such function.
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", max)
+        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+        mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
     if sys.platform != "win32":
         # A forked process has one thread. torch would wait for its parent's threads,
         # and GNU's OpenMP would end the process.
@@ -105,5 +105,4 @@ def prepare_process() -> None:
 def give_memory_back() -> None:
     """Return to the system what malloc has kept."""
     if sys.platform == "linux":
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)
+        getattr(ctypes.CDLL(None), "malloc_trim", abs)(0)

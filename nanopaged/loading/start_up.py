@@ -156,10 +156,9 @@ def make_backend(name: str, *settings: Any) -> TorchAttention:
     itself would refuse in the first step.
     """
     _, block_size, dtype, _ = settings
-    is_flash = name == "flash"
-    check(not is_flash or dtype.itemsize == 2, "dtype", "of 16 bits for 'flash'", dtype)
-    check(not is_flash or block_size % 256 == 0, "block_size",
-          "a multiple of 256 for attention_backend='flash'", block_size)
+    check(name != "flash" or (block_size % 256 == 0 and dtype.itemsize == 2),
+          "block_size (with a dtype of 16 bits)", "a multiple of 256 for "
+          "attention_backend='flash'", f"{block_size}, {dtype}")
     try:
         return resolve_name(f"nanopaged.{BACKENDS[name][0]}")(*settings)  # type: ignore
     except ImportError as error:

@@ -23,6 +23,7 @@ KINDS = {
     "threads": "as float32, and two threads compute even a small model",
     "no-numba": "torch computes everything"}
 # (Threads that wait for each other take very long on a busy machine.)
+OWN_CPU = pytest.mark.parametrize("cpu", [None], indirect=True)  # whatever is asked for
 EACH_CPU = pytest.mark.parametrize(
     "cpu", [kind for kind in KINDS if kind != "threads"], indirect=True)
 
@@ -65,14 +66,21 @@ def arrange(packed, weight):
 class SlowOperators:
     """Those of oneDNN where it cannot compute in bfloat16, not even slowly."""
 
-    @staticmethod
-    def _reorder_linear_weight(weight, _):
-        return weight.clone()
+    real = torch.ops.mkldnn
 
-    def default(x, weight, bias, *_):
+    @classmethod
+    def _reorder_linear_weight(cls, weight, _):
+        if weight.dtype == torch.float32:
+            return cls.real._reorder_linear_weight(weight, None)
+        with torch.inference_mode(False):
+            return weight.clone()
+
+    def default(x, weight, bias, *others):
+        if not weight.is_mkldnn:
+            weight = SlowOperators._reorder_linear_weight(weight.float(), None)
         bias = None if bias is None else bias.float()
-        product = torch.nn.functional.linear(x.float(), weight.float(), bias)
-        return product.to(x.dtype)
+        product = SlowOperators.real._linear_pointwise.default
+        return product(x.float(), weight, bias, *others).to(x.dtype)
 
     _linear_pointwise = SimpleNamespace(default=staticmethod(default))
 
