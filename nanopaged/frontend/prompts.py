@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import replace
 from functools import partial
@@ -19,7 +18,6 @@ from nanopaged.sequence import SequenceGroup
 
 MESSAGES = "a list of {'role': ..., 'content': ...}, or several such lists"
 NAMES = ("prompt", "prompt_token_ids", "cache_salt")  # of a prompt that is a dict
-MARK = re.compile("q[0-9]+z")  # what stands for a content while a template is tried
 KINDS = (None, "function", dict, str)  # see `as_tool_call`
 as_json = partial(json.dumps, ensure_ascii=False)
 Params: TypeAlias = SamplingParams | BeamSearchParams
@@ -122,7 +120,7 @@ def as_needed(chat: list[dict[str, Any]], write: Any) -> list[dict[str, Any]]:
     marked = [each | {"content": f"q{i}z" if isinstance(each["content"], str) else [
         {"type": "text", "text": f"q{i}z"}]} if each.get("content") else each
         for i, each in enumerate(chat)]
-    marks = {*MARK.findall(str(marked))}
+    marks = [f"q{i}z" for i, each in enumerate(chat) if each.get("content")]
 
     def faults(changes: tuple[Any, ...]) -> float:
         tried = [as_message(each, changes) for each in marked]
@@ -136,7 +134,7 @@ def as_needed(chat: list[dict[str, Any]], write: Any) -> list[dict[str, Any]]:
             return math.inf
         lost = [each for each in given if isinstance(each, str)
                 and each.strip().lower() not in text]
-        lost += marks.difference(MARK.findall(text))
+        lost += [mark for mark in marks if mark not in text]
         return len(lost) + sum(text.count(each.lower()) for each in wrong)
 
     # At first the contents of all roles are changed together, so a chat that no change

@@ -261,7 +261,11 @@ def free_memory(root: Path = Path("/")) -> int:
 
     proc = root / "proc"
     resident = int(search(proc / "self/status", r"VmRSS:\s+(\d+) kB", 0)) << 10
-    unknown = half_of_memory() >> 10
+    # Where the system does not tell what is free, half of the machine's memory counts.
+    total = 8 << 30  # Windows tells nothing without more code
+    if hasattr(os, "sysconf"):
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    unknown = total // 2 >> 10
     free = [int(search(proc / "meminfo", r"MemAvailable:\s+(\d+) kB", unknown)) << 10]
     for line, place, file in GROUPS:
         group = Path(search(proc / "self/cgroup", line, ""))
@@ -269,13 +273,6 @@ def free_memory(root: Path = Path("/")) -> int:
             limit = search(root / place / each / file, r"^(\d+)", 2**62)
             free.append(int(limit) - resident)
     return min(free)
-
-
-def half_of_memory() -> int:
-    """Where the system does not tell what is free: half of the machine's memory."""
-    if hasattr(os, "sysconf"):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return 4 << 30  # Windows does not tell without more code; few machines have less
 
 
 def free_runner(runner: ModelRunner) -> None:
