@@ -317,8 +317,8 @@ def copy_package(folder, *more):
 def apply_patch(name, folder):
     """Apply a patch of solutions/ to a copy of the package in this folder."""
     result = subprocess.run(
-        ["git", "apply", SOLUTIONS / f"{name}.patch"], cwd=folder, capture_output=True,
-        text=True)
+        ["git", "apply", "-C1", SOLUTIONS / f"{name}.patch"],  # one line of context
+        cwd=folder, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
