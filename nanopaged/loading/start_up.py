@@ -54,8 +54,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     dtype = pick_dtype(config, share, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
-    is_gpu, has_triton = device.type == "cuda", find_spec("triton") is not None
-    compiles = is_gpu and has_triton and not config.enforce_eager
+    can_compile = device.type == "cuda" and find_spec("triton") is not None
+    compiles = can_compile and not config.enforce_eager
     module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
     if config.batch_invariant:
         check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
