@@ -27,7 +27,6 @@ last two tokens of its prompt:
     entries = [0, 1, 1]   positions = [6, 4, 5]   slots = [6, 8, 9]
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -36,26 +35,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanopaged.batch import Batch, Draws
+
 Ints: TypeAlias = NDArray[np.integer[Any]]
 # So many queries are computed at once: few, for a small mask, and for few gathered keys
 # if there is a window.
 QUERIES_AT_ONCE = 256
-
-
-@dataclass
-class Metadata:
-    """A step as the model sees it. Its tensors are on the device."""
-
-    counts: Ints  # [num_seqs]: how many tokens of each sequence this step computes
-    ends: Ints  # [num_seqs]: how many keys each sequence then has
-    token_ids: Tensor  # [num_tokens]
-    positions: Tensor  # [num_tokens]: where each token is in its sequence
-    slots: Tensor  # [num_tokens]
-    plan: Tensor  # what else the backend needs: see its method `plan`
-    block_tables: Tensor  # [num_table_blocks]
-    last_indices: Tensor  # [num_samples]: the token that each sample follows
-    draws: Any = None  # [5, num_samples]: see `draw_table` in `sampler.py`
-    seqs: Any = ()  # the sequence of each entry, for models with states
+# What the device needs of a step. (The last may grow while a CUDA graph is repeated.)
+INPUTS = ("token_ids", "positions", "slots", "plan", "last_indices", "draws",
+          "block_tables")
 
 
 def cdiv(number: Any, divisor: Any) -> Any:
@@ -72,27 +60,44 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
     return runs, np.arange(len(runs)) - starts[runs]
 
 
-class Places(NamedTuple):
-    """Where the tokens of a step belong. Every field is [num_tokens]."""
+class Metadata:
+    """A step as the model sees it: arrays, until `ModelRunner.prepare` puts tensors on
+    the device in place of all INPUTS.
+    """
 
-    entries: Ints  # the entry of each token
-    indices: Ints  # its index in the entry
-    positions: Ints  # its position in the whole sequence
-    table_starts: Ints  # where the block table of the entry starts
+    def __init__(self, batch: Batch, backend: "TorchAttention") -> None:
+        self.seqs = batch.seqs  # the sequence of each entry, for models with states
+        # [num_seqs]: how many tokens this step computes, and how many keys there are
+        self.counts, self.ends = np.array(batch.counts), np.array(batch.ends)
+        # [num_tokens]: the entry of each token, and its index there
+        self.entries, self.indices = spread(self.counts)
+        table_sizes = cdiv(self.ends, backend.block_size)
+        # [num_tokens]: where the block table of its entry starts
+        self.table_starts = (np.cumsum(table_sizes) - table_sizes)[self.entries]
+
+        self.token_ids: Any = np.array(batch.token_ids)  # [num_tokens]
+        self.positions: Any = (self.ends - self.counts)[self.entries] + self.indices
+        self.block_tables: Any = np.array(batch.block_ids)  # [num_table_blocks]
+        block, offset = np.divmod(self.positions, backend.block_size)
+        block_ids = self.block_tables[self.table_starts + block]
+        self.slots: Any = block_ids * backend.block_size + offset
+        # [num_samples]: the token that each sample follows
+        self.last_indices: Any = np.cumsum(self.counts)[batch.sample_entries] - 1
+        # [8, num_samples], the rows of `Draws`. Their bits are copied, as integers.
+        draws = np.zeros((len(batch.sample_entries), len(Draws._fields)))
+        draws.flat[: len(batch.draws)] = batch.draws
+        self.draws: Any = draws.T.view(np.int64)
+        self.plan: Any = backend.plan(self)  # what else the backend needs
 
 
-def locate(counts: Ints, ends: Ints, block_size: int) -> Places:
-    """Entry i has counts[i] tokens, and they end before position ends[i]."""
-    entries, indices = spread(counts)
-    table_sizes = cdiv(ends, block_size)
-    table_starts = np.cumsum(table_sizes) - table_sizes
-    positions = (ends - counts)[entries] + indices
-    return Places(entries, indices, positions, table_starts[entries])
+class Scoring(NamedTuple):
+    """How a layer scores keys."""
 
-
-def slot_mapping(block_tables: Ints, at: Places, block_size: int) -> Ints:
-    block_ids: Ints = block_tables[at.table_starts + at.positions // block_size]
-    return block_ids * block_size + at.positions % block_size
+    scale: float  # a score is the product of a query and a key times this number
+    window: int | None = None  # how many keys a query sees, up to its own; None: all
+    # [num_heads]: the score of one more key for each head. Its V is zero, so it only
+    # takes weight from the others.
+    sinks: Tensor | None = None
 
 
 class TorchAttention:
@@ -103,15 +108,15 @@ class TorchAttention:
         self.num_kv_heads = model_config.num_key_value_heads
         self.group_size = model_config.num_attention_heads // self.num_kv_heads
         self.head_dim = model_config.head_dim
-        self.block_size = block_size
-        self.dtype = dtype
-        self.device = device
+        self.block_size, self.dtype, self.device = block_size, dtype, device
+        self.block_shape = 2, self.num_kv_heads, block_size, self.head_dim
+        self.ops: Any = None  # what else a device computes in its own way: `fused.py`
 
-    def plan(self, counts: Ints, ends: Ints) -> Ints:
+    def plan(self, metadata: Metadata) -> Ints:
         """Whatever else the backend needs on the device. Here it is nothing; on a GPU
         it says which program computes what.
         """
-        return counts[:0]
+        return metadata.counts[:0]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         """Put K and V into their slots."""
@@ -119,36 +124,33 @@ class TorchAttention:
         # Both sides are [num_tokens, 2, num_kv_heads, head_dim].
         kv_cache[slots // size, :, :, slots % size] = kv.to(kv_cache.dtype)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
-               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]
-
-        scale: a score is the product of a query and a key times this number.
-        window: how many keys a query sees, up to its own; None: all of them.
-        sinks: [num_heads], the score of one more key for each head. Its V is zero, so
-            it only takes weight from the others.
-        """
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scoring: Scoring
+               ) -> Tensor:
+        """[num_tokens, num_heads, head_dim] -> [num_tokens, num_heads * head_dim]"""
         out = q.new_empty(q.shape)
         for entry in range(len(metadata.counts)):
-            self.attend_entry(entry, q, kv_cache, metadata, scale, window, sinks, out)
+            self.attend_entry(entry, q, kv_cache, metadata, scoring, out)
         return out.flatten(1)
 
     def attend_entry(self, entry: int, q: Tensor, kv_cache: Tensor, metadata: Metadata,
-                     scale: float, window: int | None, sinks: Tensor | None,
-                     out: Tensor) -> None:
+                     scoring: Scoring, out: Tensor) -> None:
         """Fill the rows of `out` that belong to one entry of the batch."""
-        counts, ends = metadata.counts, metadata.ends
-        first_block = int(cdiv(ends[:entry], self.block_size).sum())
-        block_table = metadata.block_tables[first_block:]  # and what follows it
-        start, end = int(ends[entry] - counts[entry]), int(ends[entry])
-        # The query at position p is row p + to_row of q.
-        to_row = int(counts[:entry].sum()) - start
-        for first in range(start, end, QUERIES_AT_ONCE):
-            stop = min(first + QUERIES_AT_ONCE, end)
-            first_key = 0 if window is None else max(0, first + 1 - window)
-            k, v = self.gather(kv_cache, block_table, first_key, stop)
-            rows = slice(to_row + first, to_row + stop)
+        scale, window, sinks = scoring
+        size, end = self.block_size, int(metadata.ends[entry])
+        row = int(metadata.counts[:entry].sum())  # of q: the entry's first query
+        block_table = metadata.block_tables[metadata.table_starts[row] :]
+        for start in range(end - int(metadata.counts[entry]), end, QUERIES_AT_ONCE):
+            # The queries from position `start` on, which see no key from `stop` on.
+            stop = min(start + QUERIES_AT_ONCE, end)
+            rows = slice(row, row + stop - start)
             queries = q[rows].transpose(0, 1)  # [num_heads, num_queries, head_dim]
+            first_block = max(0, start + 1 - window) // size if window else 0
+            used = block_table[first_block : cdiv(stop, size)]
+            # [2, num_kv_heads, num_blocks, block_size, head_dim]
+            blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, used)
+            # [num_kv_heads, num_keys, head_dim] each. (From `stop` on, the last block
+            # holds old values, and a NaN among them would spread.)
+            k, v = blocks.flatten(2, 3)[:, :, : stop - first_block * size]
             mask = self.mask(queries, k.shape[1], window, sinks)
             if sinks is not None:  # one more key, with K = V = 0
                 k, v = (F.pad(x, (0, 0, 0, 1)) for x in (k, v))
@@ -156,20 +158,7 @@ class TorchAttention:
                 queries[None], k.to(q.dtype)[None], v.to(q.dtype)[None], mask,
                 scale=scale, enable_gqa=True)
             out[rows] = attended[0].transpose(0, 1)
-
-    def gather(self, kv_cache: Tensor, block_table: Tensor, start: int, end: int
-               ) -> tuple[Tensor, Tensor]:
-        """K and V of a sequence, from position `start` to `end` - 1: [num_kv_heads,
-        num_keys, head_dim] each. Nothing from `end` on is returned: the rest of the
-        last block holds old values, and a NaN among them would spread.
-        """
-        first_block = start // self.block_size
-        used = block_table[first_block : cdiv(end, self.block_size)]
-        # [2, num_kv_heads, num_blocks, block_size, head_dim]
-        blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, used)
-        skipped = first_block * self.block_size
-        k, v = blocks.flatten(2, 3)[:, :, start - skipped : end - skipped]
-        return k, v
+            row = rows.stop
 
     def mask(self, q: Tensor, num_keys: int, window: int | None, sinks: Tensor | None
              ) -> Tensor:

@@ -1,11 +1,10 @@
 """One step in plain numbers: what the scheduler hands to the model runner.
 
-Running ahead. On a CPU, a step's tokens are read as soon as it has run. On a GPU, the
-next step is scheduled and launched before the tokens of this one are read, so the GPU
-has work while Python reads them. Where a token is not known yet, the batch has a
-negative number, which the GPU replaces with the token. This changes no token: it is
-there before the GPU needs it, and a group whose next step needs it in Python waits
-(`needs_last_token`). Therefore:
+Running ahead. On a GPU, the next step is scheduled and launched before the tokens of
+this one are read, so the GPU has work while Python reads them. Where a token is not
+known yet, the batch has a negative number, which the GPU replaces with the token. A
+group whose next step needs it in Python waits (`needs_last_token`). So no token
+changes, but:
 
   - the next step may have an entry for a sequence that has ended. Its new token is
     ignored. Its K and V do no harm: whoever takes their block, in a later step, writes
@@ -17,20 +16,51 @@ there before the GPU needs it, and a group whose next step needs it in Python wa
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+import xxhash
 
 from nanopaged.block_manager import Moves
 from nanopaged.sequence import Sequence
 
+RESOLUTION = 2.0**-32  # of random numbers: what is less likely may never be drawn
+# What is sampled instead of a token if nothing can be chosen, and why.
+MODEL_FAILED, REQUEST_FAILED = -1, -2
+
+
+def failure(token: int) -> Exception:
+    """The error for MODEL_FAILED or REQUEST_FAILED."""
+    if token == MODEL_FAILED:
+        return RuntimeError("the model's own logits have a NaN or +inf, or nothing but "
+                            "-inf (check its weights; float16 may overflow)")
+    return ValueError(
+        "logits must be finite for at least one token, and no NaN, once "
+        "logits_processors, logit_bias and min_tokens have changed them")
+
+
+class Draws(NamedTuple):
+    """How to draw the tokens of a step: one row for each sample. Without a receiver, as
+    in padding and on ranks above 0, a row is all zeros, and so it is greedy.
+    """
+
+    uniform: Any  # a random number from 0 to 1
+    temperature: Any
+    top_k: Any  # larger than any vocabulary if all tokens may stay
+    top_p: Any
+    min_p: Any
+    repetition_penalty: Any
+    presence_penalty: Any
+    frequency_penalty: Any
+
 
 @dataclass(kw_only=True)
-class Work:
-    """What a step computes, in numbers. Rank 0 sends this to the other ranks.
+class Batch:
+    """A step as the scheduler plans it: what it computes, and for whom.
 
-    Entry i of the step computes `counts[i]` tokens of a sequence, up to, but not
-    including, position `ends[i]`. Sample j is drawn from the logits after entry
-    `sample_entries[j]`, and goes to the sequence `receivers[j]`. When a group forks,
-    all its sequences receive samples from the one entry that computed the prompt.
+    Entry i of the step computes `counts[i]` tokens of a sequence, those before position
+    `ends[i]`. Sample j is drawn from the logits after entry `sample_entries[j]`, for
+    the sequence `receivers[j]`. When a group forks, all its sequences receive samples
+    from the one entry that computed the prompt.
 
     In the story of `sequence.py`, A decodes t0 while B computes what is new in its
     prompt, and forks, with block_size=4:
@@ -52,35 +82,27 @@ class Work:
     # Copies of blocks to make before the model runs, one after another: for swaps and
     # for copy-on-write. A later one may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
-
-
-@dataclass(kw_only=True)
-class Batch(Work):
-    """A step as the scheduler plans it: its work, and whom that is for. Only rank 0
-    fills the two lists that are added here.
-    """
-
+    # Only rank 0 knows the rest.
     seqs: list[Sequence] = field(default_factory=list)  # the sequence of each entry
     receivers: list[Sequence] = field(default_factory=list)  # and of each sample
+    draws: list[float] = field(default_factory=list)  # the `Draws` of each sample
 
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # Known tokens, or the one pending token that the step in flight samples. (Never
-        # both: all before it are computed. `add_sample` adds this step's own later.)
+        # Known tokens, or else the one pending token that the step in flight samples.
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)
         self.block_ids += block_ids
         self.seqs.append(seq)
 
-    @property
-    def sample_positions(self) -> list[int]:
-        """The position of each sampled token: the one after its entry."""
-        return [self.ends[entry] for entry in self.sample_entries]
-
     def add_sample(self, receiver: Sequence) -> None:
         """Sample a token for this sequence from the logits after the last entry."""
+        group = receiver.group
+        name = f"{group.seed} {receiver.index} {self.ends[-1]}".encode()
+        self.draws.append(RESOLUTION * (xxhash.xxh3_64_intdigest(name) >> 32))
+        self.draws += group.params.draw_numbers
         receiver.pending.append(-1 - len(self.receivers))
         self.sample_entries.append(len(self.counts) - 1)
         self.receivers.append(receiver)

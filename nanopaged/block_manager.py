@@ -61,18 +61,21 @@ class BlockManager:
 
     # -- A sequence comes, grows and goes ----------------------------------------------
 
-    def replace_blocks(self, seq: Sequence, block_ids: list[int], num_tokens: int,
-                       states: States = NO_STATES) -> None:
-        """Replace the blocks of `seq` with these, which hold the K and V of its first
+    def hold(self, seq: Sequence, block_ids: list[int], num_tokens: int,
+             states: States = NO_STATES) -> None:
+        """Give a sequence without blocks these, which hold the K and V of its first
         `num_tokens` tokens; `states` belong to these tokens, too.
-
-        Its old blocks are freed from the last to the first, so the beginning of a
-        sequence stays cached longest. References are added before any is dropped, so a
-        block in both lists is never free in between.
         """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # if it was free, and still cached
             self.ref_counts[block_id] += 1
+        seq.block_table = array("q", block_ids)
+        seq.num_computed_tokens, seq.states = num_tokens, states
+
+    def free(self, seq: Sequence) -> None:
+        """Drop all blocks of `seq`, the last one first, so the beginning of a sequence
+        stays cached longest. None of its tokens counts as computed any more.
+        """
         for block_id in reversed(seq.block_table):
             self.ref_counts[block_id] -= 1
             if self.ref_counts[block_id] == 0:
@@ -83,12 +86,7 @@ class BlockManager:
                 # all others to the back.
                 can_find = self.prefix_cache.can_find(block_id)
                 free_list.move_to_end(block_id, last=can_find)
-        seq.block_table = array("q", block_ids)
-        seq.num_computed_tokens, seq.states = num_tokens, states
-
-    def free(self, seq: Sequence) -> None:
-        """Drop all blocks of `seq`. None of its tokens counts as computed any more."""
-        self.replace_blocks(seq, [], 0)
+        self.hold(seq, [], 0)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not, and its
@@ -96,7 +94,7 @@ class BlockManager:
         """
         num_tokens = parent.num_computed_tokens
         shared = parent.block_table[: self.num_blocks_for(num_tokens)]
-        self.replace_blocks(child, list(shared), num_tokens, parent.states)
+        self.hold(child, list(shared), num_tokens, parent.states)
 
     def grow(self, seqs: list[Sequence], moves: Moves) -> bool:
         """Give a group's sequences blocks for all tokens before their `computable_end`:
@@ -125,8 +123,7 @@ class BlockManager:
             return False
 
         for seq in seqs:
-            table = seq.block_table
-            first = seq.num_computed_tokens // size
+            table, first = seq.block_table, seq.num_computed_tokens // size
             if first < len(table) and self.ref_counts[table[first]] > 1:
                 shared = table[first]
                 self.ref_counts[shared] -= 1
@@ -136,29 +133,23 @@ class BlockManager:
                 table.append(self._take(self.free_blocks))
         return True
 
-    def swap_out(self, seqs: list[Sequence]) -> Moves:
-        """Move the blocks of these sequences to CPU memory. If there is too little
-        room, this returns no moves and changes nothing. A block that several of them
-        share moves once.
+    def swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
+        """Move the blocks of these sequences to CPU memory, or back: `target` has the
+        free blocks there. If they are too few, this returns no moves and changes
+        nothing. A block that several sequences share moves once. The prefix cache does
+        not know what the new ones hold, so after a move back, the next `mark_computed`
+        publishes them again.
         """
-        return self._swap(seqs, self.free_swap_blocks)
-
-    def swap_in(self, seqs: list[Sequence]) -> Moves:
-        """Move their blocks back. The blocks have new ids, and the prefix cache does
-        not know what they hold, so the next `mark_computed` publishes them again.
-        """
-        return self._swap(seqs, self.free_blocks)
-
-    def _swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
-        """Replace the blocks of these sequences with free ones from `target`."""
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
             return []
-        # (ref_count=0: `replace_blocks` counts the holders.)
+        # (ref_count=0: `hold` counts the holders.)
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
-            new_table = [moved[block_id] for block_id in seq.block_table]
-            self.replace_blocks(seq, new_table, seq.num_computed_tokens, seq.states)
+            table, states = [moved[each] for each in seq.block_table], seq.states
+            num_tokens = seq.num_computed_tokens
+            self.free(seq)
+            self.hold(seq, table, num_tokens, states)
         return list(moved.items())
 
     def mark_computed(self, seq: Sequence, end: int) -> None:

@@ -15,9 +15,7 @@ def check(is_right: bool, name: str, expected: object, value: object,
 
 
 def bounded(default: Any = MISSING, low: float = 0, high: float = 2**63 - 1) -> Any:
-    """A field of a `Checked` class, and its bounds. (Without `bounded`, a number may be
-    from 0 to 2**63 - 1.)
-    """
+    """A number of a `Checked` class; without this, it may be from 0 to 2**63 - 1."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 

@@ -88,23 +88,19 @@ class SamplingParams(Checked):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @cached_property
-    def limits(self) -> tuple[float, ...]:
-        """For draws: temperature, top_k (larger than any vocabulary if all may stay),
-        top_p and min_p. (One more needs a row in `draw_table` and in `ModelRunner`.)
-        """
-        return self.temperature, self.top_k or 2**31, self.top_p, self.min_p
+    def draw_numbers(self) -> tuple[float, ...]:
+        """What `Draws` has of a request, in its order (`batch.py`)."""
+        return (self.temperature, self.top_k or 2**31, self.top_p, self.min_p,
+                self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
 
     @cached_property
     def has_limits(self) -> bool:
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
-    @property
-    def penalties(self) -> tuple[float, float, float]:
-        return self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-
     @cached_property
     def has_penalties(self) -> bool:
-        return self.penalties != (1, 0, 0)
+        return bool(self.repetition_penalty != 1 or self.presence_penalty
+                    or self.frequency_penalty)
 
     @cached_property
     def changes_logits(self) -> bool:
@@ -198,3 +194,19 @@ class EngineConfig(Checked):
     def budget(self) -> int:
         """How many tokens one step may compute. (On a CPU, it is always set.)"""
         return self.max_num_batched_tokens or 8192
+
+
+@dataclass
+class EngineStats:
+    """What `LLM.stats` returns. The counters begin again at 0 after an error or Ctrl-C
+    within a step, after `LLM.reset_prefix_cache`, and after `LLM.load_weights`.
+    """
+
+    blocks_total: int
+    blocks_used: int = 0  # held by a sequence
+    blocks_cached: int = 0  # in the prefix cache, held or free
+    steps: int = 0
+    output_tokens: int = 0
+    prefix_hit_tokens: int = 0  # found in the prefix cache, and not computed again
+    preemptions_recompute: int = 0
+    preemptions_swap: int = 0

@@ -8,19 +8,17 @@ tokens into text. `loading/` makes an engine from a checkpoint. `cpu/` and `gpu/
 what is specific to a device. They all import this folder, and it imports none of them.
 """
 
-from collections import deque
 from dataclasses import replace
 from itertools import count
 
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.checks import check
-from nanopaged.config import EngineConfig
+from nanopaged.config import EngineConfig, EngineStats
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
-from nanopaged.stats import EngineStats
 
 Changed = dict[str, SequenceGroup]  # requests by id, in the order in which they changed
 
@@ -45,7 +43,7 @@ class Engine:
             runner.num_blocks, config.block_size, may_cache, runner.num_swap_blocks)
         self.scheduler = Scheduler(config, self.block_manager)
         # The steps whose tokens are still to be read.
-        self.launched: deque[tuple[Batch, SamplerOutput]] = deque()
+        self.launched: list[tuple[Batch, SamplerOutput]] = []
         self.steps_ahead = 1 if runner.is_gpu else 0
         self.ids = count()
 
@@ -63,19 +61,19 @@ class Engine:
         batch = self.scheduler.schedule()
         self.launched.append((batch, self.runner.execute(batch)))
         if len(self.launched) > self.steps_ahead:
-            self.scheduler.update(*self.launched.popleft())
+            self.scheduler.update(*self.launched.pop(0))
         return self.scheduler.changed
 
     # -- Requests come and go ----------------------------------------------------------
 
     def check_fits(self, group: SequenceGroup) -> None:
-        """Call this before `add`. ValueError if a request would not fit even into an
-        empty pool: a group runs as a whole, so all must fit at their longest.
-        (For a beam search, `params.n` is beam_width.)
+        """Call this before `add`. ValueError if a request could never run: a group runs
+        as a whole, so all its sequences must fit into an empty pool at their longest.
+        For a beam search, `params.n` is beam_width.
         """
-        manager = self.block_manager
-        needed = manager.max_blocks(
-            group.num_prompt_tokens, [group.max_len] * group.params.n)
+        manager, n, most = self.block_manager, group.params.n, self.config.max_num_seqs
+        check(n <= most, "n (or beam_width)", f"at most max_num_seqs={most}", n)
+        needed = manager.max_blocks(group.num_prompt_tokens, [group.max_len] * n)
         check(needed <= manager.num_blocks, "num_blocks", f"at least {needed} for this "
               "request (raise it, or lower max_tokens, n or beam_width)",
               manager.num_blocks)

@@ -28,8 +28,7 @@ def make_ops(compiles: bool, *functions: Any) -> Any:
 def compiled(function: Any) -> Any:
     # Programmatic dependent launch (PDL): from Hopper on, a kernel may start while the
     # one before it ends, and only waits for its results where it reads them.
-    options: Any = {"triton.enable_pdl": True}
-    return torch.compile(function, dynamic=True, options=options)
+    return torch.compile(function, dynamic=True, options={"triton.enable_pdl": True})
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,

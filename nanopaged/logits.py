@@ -4,13 +4,14 @@ A request may bring logits processors, biases and penalties, and may ban tokens.
 also ask for log-probabilities: of the sampled tokens, and of those of its prompt.
 """
 
+from collections import OrderedDict
+from itertools import islice
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.batch import Batch
+from nanopaged.batch import MODEL_FAILED, Batch, failure
 from nanopaged.checks import check
 from nanopaged.sequence import Logprob, Logprobs, Sequence
 
@@ -20,45 +21,45 @@ HIGHEST = 1e30
 ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
-def to_device(numbers: Any, device: torch.device, dtype: Any = np.int64) -> Tensor:
+def to_device(numbers: Any, device: torch.device, dtype: Any = torch.int64) -> Tensor:
     """Numbers, as a tensor. For a GPU they go through pinned memory, because otherwise
     the host would wait for the copy.
     """
-    tensor = torch.from_numpy(np.array(numbers, dtype))
-    tensor = tensor.pin_memory() if device.type == "cuda" else tensor
+    tensor = torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
     return tensor.to(device, non_blocking=True)
 
 
-def process(logits: Tensor, batch: Batch, last_tokens: Tensor, ops: Any) -> Tensor:
+def process(logits: Tensor, batch: Batch, draws: Tensor, counts: "TokenCounts",
+            ops: Any) -> Tensor:
     """The logits as the requests change them: first by their logits processors, then by
     biases and bans, then by penalties. If nothing changes them, these are the same.
 
-    logits: [num_samples, vocab_size]; last_tokens: see `fill_pending`
+    logits: [num_samples, vocab_size]; draws: `Metadata.draws`
     """
-    seqs, positions = batch.receivers, batch.sample_positions
-    params = [seq.group.params for seq in seqs]
+    seqs = batch.receivers
     # What is added to the logits. Before `min_tokens`, no stop token may be sampled.
     edits = [(i, token, -torch.inf) for i, seq in enumerate(seqs)
-             if positions[i] < seq.group.min_len
+             if batch.ends[batch.sample_entries[i]] < seq.group.min_len
              for token in seq.group.banned_token_ids]
-    edits += [(i, *pair) for i, each in enumerate(params) if each.logit_bias
-              for pair in each.logit_bias.items()]
-    if not edits and not any(each.changes_logits for each in params):
+    changing = {i: seq.group.params for i, seq in enumerate(seqs)
+                if seq.group.params.changes_logits}
+    if not (edits or changing):
         return logits
+    edits += [(i, *pair) for i, each in changing.items() if each.logit_bias
+              for pair in each.logit_bias.items()]
     logits = logits.to(torch.float32, copy=True)
-    for i, seq in enumerate(seqs):
-        if params[i].logits_processors:
-            call_processors(seq, logits[i : i + 1])
+    for i, each in changing.items():
+        if each.logits_processors:
+            call_processors(seqs[i], logits[i : i + 1])
     if edits:
         rows, ids, values = zip(*edits, strict=True)
         at = to_device((rows, ids), logits.device).unbind()
-        added = to_device(values, logits.device, np.float32)
+        added = to_device(values, logits.device, torch.float32)
         logits.index_put_(at, added, accumulate=True)
-    if any(each.has_penalties for each in params):
-        factors = [each.penalties for each in params]
-        logits = ops.penalize(
-            logits, count_tokens(seqs, logits.shape[1], last_tokens, ops),
-            to_device(factors, logits.device, np.float32))
+    if any(each.has_penalties for each in changing.values()):
+        at_rows = to_device(counts.update(seqs, ops), logits.device)
+        penalties = draws[-3:, :, None]  # the last three of `Draws`
+        logits = ops.penalize(logits, counts.table, at_rows, *penalties)
     return logits.clamp_(max=HIGHEST)
 
 
@@ -71,31 +72,62 @@ def call_processors(seq: Sequence, row: Tensor) -> None:
         is_right = isinstance(new, Tensor) and new.is_floating_point()
         check(is_right and new.shape == row.shape, "what logits_processors return",
               f"{[*row.shape]} logits", new)
-        row.copy_(new)
+        # If each token is forced, none is.
+        row.copy_(new.masked_fill(new.amin() == torch.inf, torch.nan))
     except Exception as error:  # only this request ends: see `Scheduler.update`
         seq.group.errors = [error]
 
 
-def count_tokens(seqs: list[Sequence], vocab_size: int, last_tokens: Tensor, ops: Any
-                 ) -> Tensor:
-    """How often each token is in each sequence that has penalties: [num_samples,
-    vocab_size]. Tokens of the answer are counted in whole numbers, and those of the
-    prompt in a fraction that never adds up to 1. So `counts > 0` sees both, and rounded
-    down they are the answer's alone (`penalize`).
+class TokenCounts:
+    """How often each token is in each sequence that has penalties. A token is counted
+    in one step, and kept for those that follow.
     """
-    # (The last pending token is the one to be sampled now.)
-    rows = [[*seq.token_ids, *seq.pending[:-1]]
-            if seq.group.params.has_penalties else [] for seq in seqs]
-    shape = len(seqs), max(map(len, rows))
-    ids, weights = np.zeros(shape, np.int64), np.zeros(shape, np.float32)
-    for i, (seq, row) in enumerate(zip(seqs, rows, strict=True)):
-        ids[i, : len(row)] = row
-        weights[i, : len(row)] = 1
-        weights[i, : seq.group.num_prompt_tokens] = 2.0**-24
-    device = last_tokens.device
-    known = ops.fill_pending(to_device(ids.ravel(), device), last_tokens).view(shape)
-    added = to_device(weights, device, np.float32)
-    return added.new_zeros(len(seqs), vocab_size).scatter_add_(1, known, added)
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, last_tokens: Tensor) -> None:
+        self.last_tokens = last_tokens
+        # Each sequence has a row: twice the number of times that a token is in its
+        # answer, and 1 more if it is in its prompt.
+        self.table = last_tokens.new_empty(max_num_seqs, vocab_size, dtype=torch.int32)
+        # By request and index, the least recently used first: the row of a sequence,
+        # and how many of its tokens have been counted.
+        self.counted: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
+
+    def update(self, seqs: list[Sequence], ops: Any) -> list[int]:
+        """Count what is new in these sequences. Returns the row of each. Where there is
+        no penalty, any row will do.
+        """
+        keys = [(seq.group.request_id, seq.index) for seq in seqs]
+        for key in self.counted.keys() & keys:  # these keep their rows
+            self.counted.move_to_end(key)
+        found = [0] * len(seqs)
+        added: list[tuple[int, int]] = []
+        for i, (key, seq) in enumerate(zip(keys, seqs, strict=True)):
+            if not seq.group.params.has_penalties:
+                continue
+            if key not in self.counted:
+                self.counted[key] = self._begin(seq.group.prompt_token_ids)
+            row, start = self.counted[key]
+            found[i] = row
+            # The last pending token is the one to be sampled now.
+            new = seq.token_ids[start:] + seq.pending[:-1]
+            added += [(row, token) for token in new]
+            self.counted[key] = row, start + len(new)
+        rows, ids = to_device(added, self.table.device).view(len(added), 2).T
+        at = rows * self.table.shape[1] + ops.fill_pending(ids, self.last_tokens)
+        twice = torch.full_like(at, 2, dtype=torch.int32)
+        self.table.view(-1).scatter_add_(0, at, twice)
+        return found
+
+    def _begin(self, prompt: list[int]) -> tuple[int, int]:
+        """Count a prompt: in an unused row, or in that of the sequence that was counted
+        longest ago.
+        """
+        row = len(self.counted)
+        if row == len(self.table):
+            _, (row, _) = self.counted.popitem(last=False)
+        ids = to_device(prompt, self.table.device)
+        self.table[row].zero_().index_fill_(0, ids, 1)
+        return row, len(prompt)
 
 
 def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
@@ -106,25 +138,19 @@ def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
     return torch.where(token_ids < 0, pending, token_ids)
 
 
-def mark(tokens: Tensor, logits: Tensor) -> Tensor:
-    """The tokens, but -1 for each row of logits that has a NaN, nothing but -inf, or
-    nothing but HIGHEST, which stands for +inf.
-    """
-    low, high = logits.aminmax(dim=-1)
-    return tokens.where(high.isfinite() & (low < HIGHEST), -1)
-
-
-def penalize(logits: Tensor, counts: Tensor, factors: Tensor) -> Tensor:
+def penalize(logits: Tensor, table: Tensor, rows: Tensor, repetition: Tensor,
+             presence: Tensor, frequency: Tensor) -> Tensor:
     """Penalties, as vLLM defines them. The repetition penalty also looks at the prompt;
     the others only at what was sampled.
 
-    logits, counts: [num_samples, vocab_size]; factors: [num_samples, 3], `penalties`
+    logits: [num_samples, vocab_size]; table: see `TokenCounts`; rows: [num_samples], of
+    the table; the penalties: [num_samples, 1] each
     """
-    repetition, presence, frequency = factors.split(1, dim=1)
+    counts, repetition = table[rows], repetition.float()
     worse = torch.where(logits < 0, logits * repetition, logits / repetition)
     logits = torch.where(counts > 0, worse, logits)
-    in_answer = counts.floor()
-    penalty: Tensor = presence * (in_answer > 0) + frequency * in_answer
+    in_answer = counts // 2
+    penalty = presence.float() * (in_answer > 0) + frequency.float() * in_answer
     return logits - penalty
 
 
@@ -148,12 +174,9 @@ def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
     ids = torch.cat((tokens[:, None], likely.indices), 1).tolist()
     values = torch.cat((own, likely.values), 1).tolist()
     ranks = torch.cat((own_ranks, 1 + num_higher), 1).tolist()
-    reports = []
-    for i, count in enumerate(counts):
-        wanted = slice(count + 1)  # the row's own token comes first, and may come again
-        entries = map(Logprob, values[i][wanted], ranks[i][wanted])
-        reports.append(dict(zip(ids[i][wanted], entries, strict=True)))
-    return reports
+    # (A row's own token comes first, and may come again.)
+    return [dict(islice(zip(row, map(Logprob, *numbers), strict=True), 1 + count))
+            for count, row, *numbers in zip(counts, ids, values, ranks, strict=True)]
 
 
 def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
@@ -169,8 +192,7 @@ def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
     # (A recorded step has rows of padding after these.)
     entries = hidden[: sum(batch.counts)].split(batch.counts)
     for seq, entry, end in zip(batch.seqs, entries, batch.ends, strict=True):
-        group = seq.group
-        count = group.params.prompt_logprobs
+        group, count = seq.group, seq.group.params.prompt_logprobs
         # The position that the first row scores: 1 if this is the prompt's first chunk.
         first = end - len(entry) + 1
         if count is None or first >= group.num_prompt_tokens:
@@ -180,5 +202,7 @@ def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
         for start in range(0, len(tokens), ROWS):
             piece = tokens[start : start + ROWS].to(hidden.device)
             logits = head(entry[start : start + len(piece)])
+            if not logits.amax(-1).isfinite().all():
+                group.errors = [failure(MODEL_FAILED)]
             reports = report_logprobs(logits, piece, [count] * len(piece))
             group.prompt_logprobs.update(enumerate(reports, first + start))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from nanopaged.attention import Metadata, TorchAttention
+from nanopaged.attention import Metadata, Scoring, TorchAttention
 from nanopaged.ranks import Ranks
 
 
@@ -43,12 +43,10 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, backend: TorchAttention, ops: Any, layer: int
-                 ) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, layer: int) -> None:
         super().__init__()
-        self.backend, self.ops = backend, ops
-        self.scale = config.head_dim**-0.5
-        self.window = window_of(config, layer)
+        self.backend, self.ops = backend, backend.ops
+        self.scoring = Scoring(config.head_dim**-0.5, window_of(config, layer))
         self.eps = config.rms_norm_eps
         size, head_dim = config.hidden_size, config.head_dim
         q_size = config.num_attention_heads * head_dim
@@ -77,7 +75,7 @@ class Attention(nn.Module):
         qk = self.ops.norm_rotate(qk, weights, num_kv_heads, self.eps, *rotation)
         q, k = qk.tensor_split([-num_kv_heads], dim=1)
         self.backend.store(k, v, kv_cache, metadata.slots)
-        attended = self.backend.attend(q, kv_cache, metadata, self.scale, self.window)
+        attended = self.backend.attend(q, kv_cache, metadata, self.scoring)
         return self.o_proj(attended)  # type: ignore[no-any-return]
 
 
@@ -96,12 +94,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, backend: TorchAttention, ops: Any, ranks: Ranks,
-                 layer: int) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks, layer: int
+                 ) -> None:
         super().__init__()
-        self.ranks, self.ops = ranks, ops
-        self.self_attn = Attention(config, backend, ops, layer)
-        self.mlp = MLP(config, ops)
+        self.ranks, self.ops = ranks, backend.ops
+        self.self_attn = Attention(config, backend, layer)
+        self.mlp = MLP(config, backend.ops)
         self.eps = config.rms_norm_eps
         # (These, too, only hold weights.)
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
@@ -114,10 +112,9 @@ class DecoderLayer(nn.Module):
         the last output, not yet added to the residual.
         """
         norm, next_norm = self.input_layernorm, self.post_attention_layernorm
-        add_norm = self.ops.add_norm
-        x, residual = add_norm(x, residual, norm.weight, self.eps)
+        x, residual = self.ops.add_norm(x, residual, norm.weight, self.eps)
         x = self.ranks.all_reduce(self.self_attn(x, rotation, kv_cache, metadata))
-        x, residual = add_norm(x, residual, next_norm.weight, self.eps)
+        x, residual = self.ops.add_norm(x, residual, next_norm.weight, self.eps)
         return self.ranks.all_reduce(self.mlp(x)), residual
 
 
@@ -127,14 +124,13 @@ class CausalLM(nn.Module):
     config: what `loading/checkpoint.py` has read, with the sizes of this rank's share
     """
 
-    def __init__(self, config: Any, backend: TorchAttention, ops: Any, ranks: Ranks
-                 ) -> None:
+    def __init__(self, config: Any, backend: TorchAttention, ranks: Ranks) -> None:
         super().__init__()
         vocab_size, size = config.vocab_size, config.hidden_size
         self.model: Any = nn.Module()
         self.model.embed_tokens = nn.Embedding(vocab_size, size)
         self.model.layers = nn.ModuleList(
-            DecoderLayer(config, backend, ops, ranks, layer)
+            DecoderLayer(config, backend, ranks, layer)
             for layer in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
         # Cosines and sines of the angles at each position, [num_positions, 1, head_dim]

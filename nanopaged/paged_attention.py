@@ -1,9 +1,8 @@
 """PagedAttention in plain loops, compiled by Numba.
 
-On a CPU, this computes decodes and short chunks. Each query attends to the keys of its
-sequence up to its own position, or to a window of them. `nanopaged/attention.py`
-explains the shapes, and `cpu/attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is
-plain Python, and you can step through it with a debugger.
+On a CPU, this computes decodes and short chunks. `nanopaged/attention.py` explains the
+shapes, and `cpu/attention.py` calls this. With `NUMBA_DISABLE_JIT=1` it is plain
+Python, and you can step through it with a debugger.
 
 Equation 4 of the PagedAttention paper (Kwon et al. 2023) gives the output o_i of a
 query q_i. K_j and V_j are the keys and values of block j, and d is head_dim:

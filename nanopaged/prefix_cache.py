@@ -53,21 +53,19 @@ class PrefixCache:
 
     def publish(self, seq: Sequence) -> None:
         """List the blocks of `seq` that have become full, so that others find them."""
+        table, salt = seq.block_table, seq.group.params.cache_salt
         # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
-        num_full = num_known_tokens // self.block_size
-        first = num_full
+        first = num_full = num_known_tokens // self.block_size
         # Go back to the last block that was published, usually the one before. (After
         # a swap, a sequence has new blocks, and none of them was.)
-        while first and self.contents[seq.block_table[first - 1]] is None:
+        while first and self.contents[table[first - 1]] is None:
             first -= 1
-        before: Any = seq.group.params.cache_salt
-        if first:
-            before = self.contents[seq.block_table[first - 1]]
+        before: Any = self.contents[table[first - 1]] if first else salt
         for index in range(first, num_full):
             key = self._key(seq, index, before)
             content = self.published.setdefault(key, Content(*key))
-            content.block_id = seq.block_table[index]  # the newest that holds this
+            content.block_id = table[index]  # the newest that holds this
             self.contents[content.block_id] = before = content
 
     def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:

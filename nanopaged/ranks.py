@@ -16,17 +16,17 @@ share of the heads and of the MLP, and add up their results (Megatron-LM, Shoeyb
 
 import os
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanopaged.batch import Batch, Work
+from nanopaged.batch import Batch
 
 dist: Any = torch.distributed
-SENT = [field.name for field in fields(Work)]
+# The fields of a batch that the other ranks need.
+SENT = ("token_ids", "counts", "ends", "block_ids", "sample_entries", "moves")
 
 
 class Ranks:
@@ -49,9 +49,8 @@ class Ranks:
         return x
 
     def send(self, batch: Batch) -> None:
-        """Send the work of the next batch to the other ranks: how many numbers each of
-        its fields has, and then all these numbers. (Moves are sent as one flat list.
-        Nothing is pickled.)
+        """Send the next batch to the other ranks: how many numbers each of these fields
+        has, and then all these numbers. Moves become one flat list.
         """
         if self.size > 1:
             numbers = [np.array(getattr(batch, name), np.int64) for name in SENT]

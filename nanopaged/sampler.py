@@ -8,37 +8,33 @@ random number from 0 to 1 (inverse-transform sampling). Only tokens that top_k, 
 and min_p leave have a probability.
 """
 
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-import xxhash
 from torch import Tensor
 
-from nanopaged.batch import Batch
+from nanopaged.batch import MODEL_FAILED, REQUEST_FAILED, RESOLUTION, Batch
 from nanopaged.config import SamplingParams
-from nanopaged.logits import process, report_logprobs, to_device
+from nanopaged.logits import TokenCounts, process, report_logprobs, to_device
 from nanopaged.sequence import Logprobs
 
 GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow
-RESOLUTION = 2.0**-32  # of random numbers: what is less likely may never be drawn
 PART = 512  # tokens in each part of the vocabulary: see `search`
 
 
 class SamplerOutput:
     """The tokens of a step; until they are read, only the device knows them."""
 
-    def __init__(self, token_ids: Tensor, logprobs: dict[int, Logprobs],
-                 marked: Tensor | None = None) -> None:
-        self.token_ids = token_ids  # [num_samples]
+    def __init__(self, tokens: Tensor, logprobs: dict[int, Logprobs]) -> None:
+        # [num_samples]; for the model, which may run a step ahead, always an id.
+        self.token_ids = tokens.clamp(min=0)
         self.logprobs = logprobs  # by sample, for requests that want them
-        # For the host: the tokens, or -1 where a request has made its logits useless
-        # (`mark`). Queued before the next step, so `read` waits for this step alone.
-        marked = token_ids if marked is None else marked
-        self.host_ids = marked.to("cpu", non_blocking=True)
-        if token_ids.is_cuda:
+        # For the host: the tokens, or MODEL_FAILED or REQUEST_FAILED. They are queued
+        # before the next step, so `read` waits for this step alone.
+        self.host_ids = tokens.to("cpu", non_blocking=True)
+        if tokens.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
@@ -48,68 +44,63 @@ class SamplerOutput:
         return self.host_ids.tolist()
 
 
-def draw_table(batch: Batch) -> Any:
-    """How to draw the token of each sample: an array [5, num_samples], with random
-    numbers from 0 to 1, and then the requests' temperature, top_k, top_p and min_p.
+def sample(batch: Batch, counts: TokenCounts, ops: Any, raw: Tensor, draws: Tensor,
+           tokens: Tensor | None = None) -> SamplerOutput:
+    """A token for each sample of a step. If no prompt is complete and nothing decodes,
+    there is none, and these tensors have no rows.
 
-    Samples without a receiver are greedy: in padding, and on other ranks, which then
-    get the tokens of rank 0.
-    """
-    seqs = batch.receivers
-    table = np.zeros((5, len(batch.sample_entries)))
-    hashes = [xxhash.xxh3_64_intdigest(f"{seq.group.seed} {seq.index} {place}".encode())
-              for seq, place in zip(seqs, batch.sample_positions, strict=False)]
-    table[0, : len(seqs)] = RESOLUTION * (np.array(hashes, np.uint64) >> 32)
-    limits = chain.from_iterable(seq.group.params.limits for seq in seqs)
-    table[1:, : len(seqs)] = np.fromiter(limits, float).reshape(-1, 4).T
-    return table
-
-
-def sample(batch: Batch, last_tokens: Tensor, ops: Any, raw: Tensor, draws: Tensor,
-           chosen: Tensor | None = None) -> SamplerOutput:
-    """A token for each sample of a step. (If no prompt is complete and nothing decodes,
-    there is none, and these tensors have no rows.)
-
-    raw: logits, [num_samples, vocab_size]; draws: what `draw_table` gives; chosen: what
-    `choose` gives for these, if a recorded step has called it
+    raw: the model's logits, [num_samples, vocab_size]; draws: `Metadata.draws`; tokens:
+    what `choose` has made of both within a recorded step, if this is one
     """
     params = [seq.group.params for seq in batch.receivers]
-    # (If no request changes them, these are `raw`: then a recorded step's tokens hold.)
-    logits = changed = process(raw, batch, last_tokens, ops)
-    drawing = [p for p in params if p.temperature >= GREEDY]
-    if any(p.has_limits for p in drawing):
+    logits = changed = process(raw, batch, draws, counts, ops)
+    drawing = [each for each in params if each.temperature >= GREEDY]
+    if any(each.has_limits for each in drawing):
         logits = keep_likely(logits, params, draws, ops)
-    if chosen is None or logits is not raw:
+    # A recorded step's tokens are valid only if nothing has changed the logits.
+    if tokens is None or logits is not raw:
         any_greedy = len(drawing) < len(raw)
-        chosen = choose(logits, draws, ops, any_greedy, bool(drawing))
+        tokens = choose(logits, draws, ops, any_greedy, bool(drawing))
+    if changed is not raw:  # then the request may have made them useless, or the model
+        tokens = tokens.where(tokens >= 0, REQUEST_FAILED)
+        tokens = tokens.where(raw.amax(-1).isfinite(), MODEL_FAILED)
 
+    output = SamplerOutput(tokens, {})
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    reports = report_logprobs(
-        raw[[*wanted]], chosen[[*wanted]], [*wanted.values()]) if wanted else []
-    marked = None if changed is raw else ops.mark(chosen, changed)
-    return SamplerOutput(chosen, dict(zip(wanted, reports, strict=True)), marked)
+    if wanted:
+        rows, ids = raw[[*wanted]], output.token_ids[[*wanted]]
+        reports = report_logprobs(rows, ids, [*wanted.values()])
+        output.logprobs = dict(zip(wanted, reports, strict=True))
+    return output
 
 
 def choose(logits: Tensor, draws: Tensor, ops: Any, any_greedy: bool = True,
            any_drawn: bool = True) -> Tensor:
-    """A token for each row: the most likely one, or a drawn one."""
-    numbers, temperature = draws[:2, :, None]  # [num_samples, 1] each
-    if not any_drawn:
-        return logits.max(-1).indices  # same as argmax, but three times as fast
-    # (Greedy rows are drawn, too, but not used: their probabilities may be NaN.)
-    drawn: Tensor = ops.draw(logits, temperature, numbers)
-    if not any_greedy:
-        return drawn
-    return torch.where(temperature[:, 0] < GREEDY, logits.max(-1).indices, drawn)
+    """A token for each row: the most likely one, or a drawn one. It is MODEL_FAILED for
+    a row that has a NaN or +inf, or nothing but -inf.
+    """
+    drawn: Any = None
+    if any_drawn:
+        # Greedy rows are drawn, too, but not used: their probabilities may be NaN.
+        uniform, temperature, *_ = draws[:, :, None]  # [num_samples, 1] each
+        drawn = ops.draw(logits, temperature, uniform)
+        if not any_greedy:
+            return drawn  # type: ignore[no-any-return]
+    # The same as argmax, but three times as fast. A NaN counts as the highest value.
+    highest, likely = logits.max(-1)
+    likely = likely.where(highest.isfinite(), MODEL_FAILED)
+    return likely if drawn is None else drawn.where(draws[1] >= GREEDY, likely)
 
 
 # -- Draws and limits ------------------------------------------------------------------
 
-def draw(logits: Tensor, temperature: Tensor, numbers: Tensor) -> Tensor:
+def draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """A token for each row of logits, [num_samples, vocab_size] -> [num_samples]. The
     others are [num_samples, 1].
     """
-    return search((logits / temperature.float()).softmax(-1), numbers).squeeze(1)
+    probs = (logits / temperature.float()).softmax(-1)  # all NaN in a useless row
+    tokens = search(probs, uniform)
+    return tokens.where(probs.gather(1, tokens) >= 0, MODEL_FAILED).squeeze(1)
 
 
 def search(probs: Tensor, numbers: Tensor) -> Tensor:
@@ -153,11 +144,10 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
 
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
-    _, temperature, top_k, top_p, min_p = draws.unsqueeze(-1)
-    # How far below the highest logit a token may be: -inf without min_p. (A greedy row
-    # may have 0 * -inf, which is NaN, and masks nothing.)
-    gap = temperature * min_p.log()
-    lowest = logits.amax(-1, keepdim=True) + gap.float()
+    _, temperature, top_k, top_p, min_p, *_ = draws.unsqueeze(-1)
+    # The lowest logit that min_p allows: -inf without min_p. A greedy row may have
+    # 0 * -inf, which is NaN, and masks nothing.
+    lowest = logits.amax(-1, keepdim=True) + (temperature * min_p.log()).float()
     # Only rows with top_k or top_p are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:

@@ -14,19 +14,14 @@ is preempted has no entry in this step's batch, neither before (it is the younge
 after (its last token may be pending).
 """
 
-from collections import deque
 from itertools import islice
 from typing import Any
 
-from nanopaged.batch import Batch
+from nanopaged.batch import Batch, failure
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig
+from nanopaged.config import EngineConfig, EngineStats
 from nanopaged.sequence import Sequence, SequenceGroup
-from nanopaged.stats import EngineStats
-
-NO_LOGITS = ("logits must be finite for at least one token, and no NaN, once "
-             "logits_processors, logit_bias and min_tokens have changed them")
 
 
 class Scheduler:
@@ -37,7 +32,7 @@ class Scheduler:
         # By request id, oldest first. (Threads may add to `unfinished` and `aborted`.)
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
-        self.aborted: deque[str] = deque()  # ids of requests that the next step ends
+        self.aborted: list[str] = []  # ids of requests that the next step ends
         # To be reported. A group enters before it changes: an interrupt loses nothing.
         self.changed: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
@@ -48,6 +43,7 @@ class Scheduler:
         """Plan the next step. From now on its tokens count as computed."""
         self.end_aborted()
         batch, has_preempted, budget = Batch(), False, self.config.budget
+        manager = self.block_manager
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == budget:
@@ -57,8 +53,7 @@ class Scheduler:
                 self._admit(group, batch)
             # Preempt the youngest groups until this one fits, or is itself preempted.
             seqs = group.next_sequences
-            while request_id in self.running and not self.block_manager.grow(
-                    seqs, batch.moves):
+            while request_id in self.running and not manager.grow(seqs, batch.moves):
                 self._preempt(batch)
                 has_preempted = True
             if request_id not in self.running:
@@ -119,22 +114,22 @@ class Scheduler:
         if not group.has_started:
             group.has_started, group.num_cached_tokens = True, num_cached
         if is_swapped:
-            batch.moves += manager.swap_in(group.live)
+            batch.moves += manager.swap(group.live, manager.free_blocks)
             return
-        manager.replace_blocks(leader, prefix, num_cached)
+        manager.hold(leader, prefix, num_cached)
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
         """Make the youngest running group wait again, with its tokens. Its blocks move
         to the CPU's pool (empty without "swap") if they fit, or are given up.
         """
-        _, group = self.running.popitem()
-        if moves := self.block_manager.swap_out(group.live):
+        manager, (_, group) = self.block_manager, self.running.popitem()
+        if moves := manager.swap(group.live, manager.free_swap_blocks):
             batch.moves += moves
             self.stats.preemptions_swap += 1
         else:
             for seq in group.live:
-                self.block_manager.free(seq)
+                manager.free(seq)
             self.stats.preemptions_recompute += 1
 
     # -- After the forward pass --------------------------------------------------------
@@ -150,7 +145,7 @@ class Scheduler:
             self.changed[group.request_id] = group
             self.stats.output_tokens += 1
             if token < 0 and not group.errors:
-                group.errors = [ValueError(NO_LOGITS)]
+                group.errors = [failure(token)]
             if group.errors:
                 self.end_live(group)
             elif group.beam_params:
@@ -184,7 +179,7 @@ class Scheduler:
         while self.aborted:
             if group := self.unfinished.get(self.aborted[0]):
                 self.end_live(group)
-            self.aborted.popleft()  # only now, so that an interrupt loses nothing
+            self.aborted.pop(0)  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
         """Abort the groups that have started (a failed step may have half-changed

@@ -51,12 +51,9 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# What modules such as Mamba's remember, by the module's number. Only the model fills it
-# and looks inside (`loading/states.py`). Each step makes a new one. Forks share it, a
-# swap leaves it where it is, and `BlockManager.free` drops it.
-State = dict[int, Any]
-# (before, after) of a sequence's newest step: it starts from one and fills the other.
-States = tuple[State | None, State | None]
+# Of modules such as Mamba's, by number: what they remember before a sequence's newest
+# step, and after it. Only the model fills the latter, a new one in each step.
+States = tuple[dict[int, Any] | None, dict[int, Any] | None]
 NO_STATES: States = (None, None)  # before the first token
 
 
@@ -79,12 +76,11 @@ class Sequence:
         self.group = group
         self.index = index  # a part of the seed with which this sequence draws
         self.token_ids = list(group.prompt_token_ids)  # only methods here change it
-        # Only the block manager changes these three. (Models fill the states.)
+        # Only the block manager changes these three.
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.states = NO_STATES
-        # The pending tokens, oldest first: -1 - j stands for sample j of a step. There
-        # are at most two, of the step in flight and of the one just scheduled.
+        # The pending tokens, oldest first, at most two: -1 - j is sample j of a step.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -93,9 +89,7 @@ class Sequence:
         self.finish_reason: str | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but blocks and states, which belong to this engine.
-        Another one computes them again, as after a preemption.
-        """
+        """What is pickled: all but what another engine computes again."""
         return vars(self) | {"block_table": array("q"), "num_computed_tokens": 0,
                              "states": NO_STATES, "pending": []}
 

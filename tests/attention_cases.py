@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from nanopaged.attention import Metadata, locate, slot_mapping
+from nanopaged.attention import INPUTS, Metadata, Scoring
+from nanopaged.batch import Batch
 from nanopaged.loading import start_up
 
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -64,13 +65,12 @@ class Case:
         sizes = -(-self.ends // self.block_size)
         rows = [row[:size] for row, size in zip(self.tables, sizes, strict=True)]
         tables = np.concatenate([*rows, self.tables[0, -1:]])  # and a strange block
-        at = locate(self.counts, self.ends, self.block_size)
-        places = at.positions, slot_mapping(tables, at, self.block_size)
-        plan = backend.plan(self.counts, self.ends)
-        ids, last = np.zeros_like(places[0]), np.cumsum(self.counts) - 1
-        arrays = map(np.ascontiguousarray, (ids, *places, plan, tables, last))
-        tensors = [torch.from_numpy(array).to(backend.device) for array in arrays]
-        return Metadata(self.counts, self.ends, *tensors)
+        metadata = Metadata(
+            Batch(counts=self.counts, ends=self.ends, block_ids=tables), backend)
+        for name in INPUTS:
+            array = np.ascontiguousarray(vars(metadata)[name])
+            vars(metadata)[name] = torch.from_numpy(array).to(backend.device)
+        return metadata
 
     def run(self, backend):
         """Store K and V in the cache, then attend."""
@@ -86,7 +86,8 @@ class Case:
         q, k, v = qkv.split([self.heads[0], self.heads[1], self.heads[1]], 1)
         self.cache = self.cache.to(backend.device)
         backend.store(k, v, self.cache, metadata.slots)
-        return lambda: backend.attend(q, self.cache, metadata, **self.how)
+        return lambda: backend.attend(
+            q, self.cache, metadata, Scoring(**self.how))
 
     def worst_error(self, out):
         """Of a token's result, relative to that result."""

@@ -25,8 +25,8 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
 from nanopaged.fused import make_ops
 from nanopaged.loading.weights import products
-from nanopaged.logits import fill_pending, mark, penalize
-from nanopaged.sampler import draw, draw_table, lowest_kept, sample
+from nanopaged.logits import TokenCounts, fill_pending, penalize
+from nanopaged.sampler import draw, lowest_kept, sample
 from nanopaged.sequence import SequenceGroup
 
 ROOT = Path(nanopaged.__file__).parent.parent
@@ -95,16 +95,21 @@ def new_group(tokens, params=None, stop=(), max_model_len=10**6):
     return SequenceGroup(list(tokens), params, set(stop), max_model_len)
 
 
-OPS = make_ops(False, fill_pending, penalize, mark, lowest_kept, draw)
+OPS = make_ops(False, fill_pending, penalize, lowest_kept, draw)
 
 
 def sample_for(logits, seqs):
     """What is sampled if row i of the logits follows all computed tokens of seqs[i]."""
-    ends = [seq.num_computed_tokens for seq in seqs]
-    batch = Batch(ends=ends, sample_entries=list(range(len(seqs))), receivers=seqs)
-    draws = torch.from_numpy(draw_table(batch)).to(logits.device)
+    batch = Batch()
+    for seq in seqs:
+        batch.add_entry(seq, seq.num_computed_tokens, seq.block_table)
+        batch.add_sample(seq)
+        seq.pending.clear()
+    draws = torch.tensor(batch.draws, dtype=torch.double, device=logits.device)
+    draws = draws.view(-1, 8).T
     last_tokens = draws.new_zeros(len(seqs), dtype=torch.int64)
-    return sample(batch, last_tokens, OPS, logits, draws)
+    counts = TokenCounts(len(seqs), logits.shape[1], last_tokens)
+    return sample(batch, counts, OPS, logits, draws)
 
 
 def same_bits():

@@ -23,7 +23,7 @@ def admit(manager, tokens, n=1, salt=None):
     """A sequence with its blocks, whose prefix may come from the cache."""
     seq = group_of(tokens, n, salt).live[0]
     prefix = manager.prefix_cache.match(seq)
-    manager.replace_blocks(seq, prefix, len(prefix) * manager.block_size)
+    manager.hold(seq, prefix, len(prefix) * manager.block_size)
     assert manager.grow([seq], [])
     return seq
 

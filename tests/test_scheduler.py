@@ -103,7 +103,8 @@ class World:
                 logprobs[len(tokens)] = candidates(pasts[entry], count)
             tokens.append(next_token(pasts[entry], seq.index))
         self.last_tokens = tokens
-        return SamplerOutput(torch.tensor(tokens, dtype=torch.int64), logprobs)
+        tokens = torch.tensor(tokens, dtype=torch.int64)
+        return SamplerOutput(tokens, logprobs)
 
     def move(self, moves):
         for source, target in moves:
@@ -192,7 +193,9 @@ def test_the_story_of_the_batch():
     assert batch == Batch(
         token_ids=[seq.token_ids[6], 24, 25], counts=[1, 2], ends=[7, 6],
         block_ids=array("q", [0, 1, 0, 2]), sample_entries=[0, 1, 1],
-        seqs=[seq, leader], receivers=[seq, leader, sibling])
+        draws=batch.draws, seqs=[seq, leader], receivers=[seq, leader, sibling])
+    assert [tuple(batch.draws[i + 1 : i + 8]) for i in (0, 8, 16)] == [
+        each.group.params.draw_numbers for each in batch.receivers]
     world.scheduler.update(batch, world.execute(batch))
     batch = world.schedule()
     assert (batch.counts, batch.ends, batch.moves) == ([1] * 3, [8, 7, 7], [(2, 3)])

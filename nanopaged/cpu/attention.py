@@ -3,7 +3,7 @@
 import numpy as np
 from torch import Tensor
 
-from nanopaged.attention import Ints, Metadata, TorchAttention, locate
+from nanopaged.attention import Ints, Metadata, Scoring, TorchAttention
 from nanopaged.cpu import kernels, threads
 from nanopaged.paged_attention import run_program
 
@@ -21,22 +21,22 @@ class NumbaAttention(TorchAttention):
 
     min_queries = 9
 
-    def plan(self, counts: Ints, ends: Ints) -> Ints:
+    def plan(self, metadata: Metadata) -> Ints:
         """[3, num_queries], the queries for the kernel: which token each of them is,
         where its block table starts, and how many keys it sees. In the story of
         `sequence.py`: [[0, 1, 2], [0, 2, 2], [7, 5, 6]].
         """
-        at = locate(counts, ends, self.block_size)
-        tokens = np.arange(len(at.entries))
-        plan = np.stack((tokens, at.table_starts, at.positions + 1))
-        return plan[:, counts[at.entries] < self.min_queries]
+        entries, num_keys = metadata.entries, metadata.positions + 1
+        plan = np.stack((np.arange(len(entries)), metadata.table_starts, num_keys))
+        return plan[:, metadata.counts[entries] < self.min_queries]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
         k, v = (each.to(kv_cache.dtype) for each in (k, v))
         threads.run(kernels.store, len(k), k, v, kv_cache, slots)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
-               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scoring: Scoring
+               ) -> Tensor:
+        scale, window, sinks = scoring
         shape = -1, self.num_kv_heads, self.group_size, self.head_dim
         sink_scores = None if sinks is None else sinks.float().view(shape[1:3])
         out = q.new_empty(q.shape)
@@ -45,6 +45,5 @@ class NumbaAttention(TorchAttention):
             out.view(shape), q.view(shape), kv_cache, metadata.block_tables,
             *metadata.plan, scale, window, sink_scores)
         for entry in np.flatnonzero(metadata.counts >= self.min_queries):
-            self.attend_entry(
-                int(entry), q, kv_cache, metadata, scale, window, sinks, out)
+            self.attend_entry(int(entry), q, kv_cache, metadata, scoring, out)
         return out.flatten(1)

@@ -192,18 +192,17 @@ def make_request(llm: Any, params: Any, prompt: Any = None,
     check(isinstance(params, Params), "sampling_params",
           "SamplingParams or BeamSearchParams", params, TypeError)
     eos_ids = llm.eos_token_ids
-    vocab_size, max_seqs = llm.model_config.vocab_size, llm.config.max_num_seqs
+    vocab_size = llm.model_config.vocab_size
     beam_params = params if isinstance(params, BeamSearchParams) else None
     if beam_params:
         # A group of `beam_width` sequences. Each reports enough candidates for
         # `beam_width` to go on, even if every EOS token is among them.
         num_eos = 0 if params.ignore_eos else len(eos_ids)
-        max_seqs = min(max_seqs, vocab_size - num_eos)
+        check(params.beam_width <= vocab_size - num_eos, "beam_width", "at most "
+              f"{vocab_size - num_eos} with this vocabulary", params.beam_width)
         params = SamplingParams(
             n=params.beam_width, temperature=0, max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos, logprobs=params.beam_width + num_eos)
-    check(params.n <= max_seqs, "n (or beam_width)", f"at most {max_seqs}, "
-          "because of max_num_seqs or the vocabulary", params.n)
     if cache_salt is not None:
         params = replace(params, cache_salt=cache_salt)
     # Stop strings need a tokenizer.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2
 
-from nanopaged.attention import Ints, Metadata, TorchAttention, cdiv, locate, spread
+from nanopaged.attention import Ints, Metadata, Scoring, TorchAttention, cdiv, spread
 from nanopaged.gpu import kernels
 
 
@@ -55,23 +55,19 @@ class TritonAttention(TorchAttention):
         self.few_rows: int = next_power_of_2(max(16, self.group_size))
         self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
-    def rows_per_tile(self, counts: Ints) -> int:
-        """How many rows each tile of a step has. Large tiles would be mostly empty if
-        the sequences have few queries on average.
+    def tile_sizes(self, counts: Ints) -> tuple[int, int, int]:
+        """How many rows each tile of a step has: large tiles would be mostly empty if
+        the sequences have few queries on average. Into how many parts a step cuts its
+        keys: as many as run at once (a third as many of large tiles, which fill a
+        multiprocessor). And how many parts a tile may have: a program of `merge_parts`
+        holds a row of each in its registers, 2^14 numbers in all.
         """
         is_large = counts.mean() * self.group_size > self.few_rows
-        return self.many_rows if is_large else self.few_rows
-
-    def limit_parts(self, rows: int) -> tuple[int, int]:
-        """The target: into how many parts a step cuts its keys, as many as run at once
-        (a third as many of large tiles, which fill a multiprocessor). And how many
-        parts one tile may have: a program of `merge_parts` holds a row of each in its
-        registers, 2^14 numbers in all.
-        """
+        rows = self.many_rows if is_large else self.few_rows
         target = self.target_parts if rows <= 64 else cdiv(self.target_parts, 3)
-        return target, next_power_of_2(min(target, 2**14 // self.dim))
+        return rows, target, next_power_of_2(min(target, 2**14 // self.dim))
 
-    def plan(self, counts: Ints, ends: Ints) -> Ints:
+    def plan(self, metadata: Metadata) -> Ints:
         """Cut a step into items, [num_items, 6].
 
         First without parts: each tile is an item. For example, let two decodes have
@@ -102,14 +98,12 @@ class TritonAttention(TorchAttention):
 
         Items without keys follow, so that the shape depends on counts alone.
         """
-        rows = self.rows_per_tile(counts)
-        target, most = self.limit_parts(rows)
-        queries_per_tile = rows // self.group_size
-        at = locate(counts, ends, self.block_size)
-        tokens = np.flatnonzero(at.indices % queries_per_tile == 0)  # each tile's first
-        positions, table_starts = at.positions[tokens], at.table_starts[tokens]
-        num_keys = np.minimum(positions + queries_per_tile, ends[at.entries[tokens]])
-        tiles = np.stack((table_starts, tokens, positions, num_keys), 1)
+        rows, target, most = self.tile_sizes(metadata.counts)
+        size = rows // self.group_size  # how many queries a tile has
+        first = np.flatnonzero(metadata.indices % size == 0)  # each tile's first token
+        positions, ends = metadata.positions[first], metadata.ends[metadata.entries]
+        num_keys = np.minimum(positions + size, ends[first])
+        tiles = np.stack((metadata.table_starts[first], first, positions, num_keys), 1)
 
         # How many items can there be? A full one has `part_keys` keys, at least 1 /
         # target of all, so at most `target` are full. Each tile has at most one more:
@@ -132,14 +126,13 @@ class TritonAttention(TorchAttention):
             k, v, slots, kv_cache, k.stride(0), v.stride(0), k[0].numel(),
             self.head_dim, self.block_size, self.uses_pdl, launch_pdl=self.uses_pdl)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
-               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
-        items, rows = metadata.plan, self.rows_per_tile(metadata.counts)
-        out = q.new_empty(q.shape)
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scoring: Scoring
+               ) -> Tensor:
+        rows, target, most = self.tile_sizes(metadata.counts)
+        items, out = metadata.plan, q.new_empty(q.shape)
         # If its tile is cut, the result of item i goes to parts[i]. (Cut tiles come
         # first, and have at most 2 * target items: see `plan`. That is so for any keys,
         # so trial steps take as much memory as others.)
-        target, most = self.limit_parts(rows)
         max_parts = 2 * target
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
@@ -147,11 +140,11 @@ class TritonAttention(TorchAttention):
         # Both kernels take NUM_KV_HEADS, GROUP, HEAD_DIM, ROWS, DIM and PDL.
         sizes = (self.num_kv_heads, self.group_size, self.head_dim, rows, self.dim,
                  self.uses_pdl)
-        num_warps = 8 if rows > 64 else 4
         kernels.paged_attention[len(items), self.num_kv_heads](
-            q, kv_cache, metadata.block_tables, items, sinks, out, parts, log_sums,
-            scale, q.stride(0), window, *sizes, self.block_size, self.keys_per_round,
-            num_warps=num_warps, launch_pdl=self.uses_pdl)
+            q, kv_cache, metadata.block_tables, items, scoring.sinks, out, parts,
+            log_sums, scoring.scale, q.stride(0), scoring.window, *sizes,
+            self.block_size, self.keys_per_round, num_warps=8 if rows > 64 else 4,
+            launch_pdl=self.uses_pdl)
         # Each program merges `some_rows` rows: it has registers for most * some_rows *
         # dim numbers. In no tile are more than the first `num_rows` used.
         some_rows = 2**14 // self.dim // most
@@ -176,22 +169,22 @@ class FlashAttention(TritonAttention):
 
         self.flash: Any = flash_attn_varlen_func
 
-    def plan(self, counts: Ints, ends: Ints) -> Ints:
+    def plan(self, metadata: Metadata) -> Ints:
+        counts, ends = metadata.counts, metadata.ends
         if counts.max() == 1:
-            return super().plan(counts, ends)
+            return super().plan(metadata)
         # With chunks, [3, num_seqs + 1]: running totals of queries, keys and blocks,
         # from 0. flash-attn calls the first two cu_seqlens_q and cu_seqlens_k.
         sizes = counts, ends, cdiv(ends, self.block_size)
         return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
 
-    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scale: float,
-               window: int | None = None, sinks: Tensor | None = None) -> Tensor:
+    def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scoring: Scoring
+               ) -> Tensor:
         counts, ends = metadata.counts, metadata.ends
         if counts.max() == 1:
-            return super().attend(q, kv_cache, metadata, scale, window, sinks)
-        if sinks is not None:  # flash-attn has none, and Triton would need its own plan
-            return TorchAttention.attend(
-                self, q, kv_cache, metadata, scale, window, sinks)
+            return super().attend(q, kv_cache, metadata, scoring)
+        if scoring.sinks is not None:  # flash-attn has none, and Triton has no plan
+            return TorchAttention.attend(self, q, kv_cache, metadata, scoring)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
         query_starts, key_starts, table_starts = metadata.plan.int()
@@ -203,6 +196,6 @@ class FlashAttention(TritonAttention):
         table = metadata.block_tables[at % len(metadata.block_tables)]
         out = self.flash(
             q, k, v, query_starts, key_starts, int(counts.max()), int(ends.max()),
-            softmax_scale=scale, causal=True, block_table=table.int(),
-            window_size=(window - 1, 0) if window else (-1, -1))
+            softmax_scale=scoring.scale, causal=True, block_table=table.int(),
+            window_size=(scoring.window - 1, 0) if scoring.window else (-1, -1))
         return torch.flatten(out, 1)

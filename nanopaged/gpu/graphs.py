@@ -10,7 +10,7 @@ same addresses. Therefore:
   - models whose layers keep states have no graphs, because each step makes new states
     (`loading/start_up.py` decides that). Nor have models that wait (`record`)
   - a backend's plan has a shape that depends only on this number
-  - `ModelRunner._upload` lays the inputs out one after another, in every step from the
+  - `ModelRunner.prepare` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
   - a recorded step also chooses tokens. If a request changes its logits or limits its
     draws, `sample` goes on from the logits, and these tokens are not used. Blocks are
@@ -79,17 +79,16 @@ class Graphs:
 
     def compute(self, batch: Batch) -> tuple[Tensor, ...]:
         """As `ModelRunner.compute`, but decodes repeat a recorded step."""
-        runner, num_samples = self.runner, len(batch.sample_entries)
+        runner, count = self.runner, len(batch.sample_entries)
         if len(batch.token_ids) > len(batch.counts):
             return runner.compute(batch)  # it has a chunk of a prompt
         # (If a group forks, there are more samples than entries.)
-        most = max(len(batch.counts), num_samples)
+        most = max(len(batch.counts), count)
         size = min(size for size in self.recorded if size >= most)
         runner.prepare(pad(batch, size, runner.padding_block))
         graph, hidden, logits, draws, tokens = self.recorded[size]
         graph.replay()  # it reads what `prepare` wrote, and fills these tensors
-        some = slice(num_samples)  # all others are padding
-        return hidden, logits[some], draws[:, some], tokens[some]
+        return hidden, logits[:count], draws[:, :count], tokens[:count]
 
     def free(self) -> None:
         for graph, *_ in self.recorded.values():
@@ -103,9 +102,9 @@ def pad(batch: Batch, size: int, padding_block: int) -> Batch:
     belongs to none.
     """
     padding = size - len(batch.counts)
-    no_samples = [0] * (size - len(batch.sample_entries))
+    num_samples = size - len(batch.sample_entries)
     return replace(
         batch, token_ids=batch.token_ids + [0] * padding,
         counts=batch.counts + [1] * padding, ends=batch.ends + [1] * padding,
         block_ids=np.append(batch.block_ids, np.full(padding, padding_block)),
-        sample_entries=batch.sample_entries + no_samples)
+        sample_entries=batch.sample_entries + [0] * num_samples)

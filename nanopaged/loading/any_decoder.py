@@ -20,7 +20,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from nanopaged.attention import TorchAttention, cdiv
+from nanopaged.attention import Scoring, TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.checks import check
 from nanopaged.loading import states
@@ -69,8 +69,8 @@ def attend(layer: Any, q: Tensor, k: Tensor, v: Tensor, attention_mask: Any, *,
     kv_cache = next(shared.unused_caches)
     shared.windows.add(sliding_window)
     backend.store(k, v, kv_cache, shared.metadata.slots)
-    out = backend.attend(
-        q, kv_cache, shared.metadata, scaling, sliding_window or None, s_aux)
+    scoring = Scoring(scaling, sliding_window or None, s_aux)
+    out = backend.attend(q, kv_cache, shared.metadata, scoring)
     return out.view(1, *q.shape)[..., :v_dim], None
 
 

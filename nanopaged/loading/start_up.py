@@ -5,6 +5,7 @@ import os
 import re
 import weakref
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
@@ -21,8 +22,9 @@ from nanopaged.engine import Engine
 from nanopaged.loading.checkpoint import ModelConfig
 from nanopaged.loading.errors import explained
 from nanopaged.loading.processes import divide, join
+from nanopaged.loading.settings import own_settings
 from nanopaged.loading.weights import load_model, products, stored_tensors
-from nanopaged.model_runner import ModelRunner, own_settings
+from nanopaged.model_runner import ModelRunner
 from nanopaged.ranks import Ranks
 from nanopaged.sequence import SequenceGroup
 
@@ -62,21 +64,22 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
               "batch_invariant", "False (it needs our decoder, Numba, one rank)", True)
         backend.min_queries = 2**62
     # (For `batch_invariant`, `cpu/norms.py` has its own silu_mul.)
-    ops = fused.make_ops(
+    backend.ops = fused.make_ops(
         compiles, module.add_norm, module.norm_rotate,
         (module if config.batch_invariant else fused).silu_mul, logits.fill_pending,
-        logits.penalize, logits.mark, sampler.lowest_kept, sampler.draw)
-    model = load_model(config, share, backend, ops, ranks)
-    runner = ModelRunner(config, ranks, backend, ops, model, share)
+        logits.penalize, sampler.lowest_kept, sampler.draw)
+    model = load_model(config, share, backend, ranks)
+    # On a CPU, a small model gains nothing from threads, and on a busy machine threads
+    # that wait for each other take very long.
+    num_weights = sum(weight.numel() for weight in model.parameters())
+    is_small = device.type == "cpu" and num_weights < 2**24
+    settings = partial(
+        own_settings, device, 1 if is_small else torch.get_num_threads())
+    runner = ModelRunner(config, ranks, backend, model, share, settings)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
-    if not runner.is_gpu:
-        # A small model gains nothing from threads, and on a busy machine threads that
-        # wait for each other take very long.
-        if sum(weight.numel() for weight in model.parameters()) < 2**24:
-            runner.num_threads = 1
-        if products:
-            products.threads.prepare_process()
+    if products and not runner.is_gpu:
+        products.threads.prepare_process()
     run_trial_steps(runner)
     size_pools(runner)
     # (The states of a step are new tensors, and a graph needs the same ones.)
@@ -197,7 +200,8 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
         runner.run(Batch(
             token_ids=[0] * sum(counts), counts=counts, ends=counts,
             block_ids=[runner.padding_block] * num_blocks,
-            sample_entries=list(range(num_seqs)), seqs=seqs, receivers=seqs))
+            sample_entries=list(range(num_seqs)), seqs=seqs, receivers=seqs,
+            draws=[0, *params.draw_numbers] * num_seqs))
 
 
 # -- The pools -------------------------------------------------------------------------
@@ -276,7 +280,15 @@ def free_memory(root: Path = Path("/")) -> int:
 
 
 def free_runner(runner: ModelRunner) -> None:
-    """Free a runner's memory, and return it to the system."""
-    runner.free()
+    """Free a runner's memory, even if it is still referenced, and return it to the
+    system.
+    """
+    model, runner.model = runner.model, None
+    for module in [*model.modules()] if model else ():
+        vars(module).clear()  # some refer to themselves, or to the model
+    if runner.graphs:
+        runner.graphs.free()
+    runner.kv_caches = runner.swapped_kv = runner.last_tokens[:0]
+    runner.token_counts.table = runner.kv_caches
     if products:
         products.threads.give_memory_back()

@@ -40,7 +40,7 @@ HEAD, EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
 
 @torch.no_grad()
 def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAttention,
-               ops: Any, ranks: Ranks) -> Any:
+               ranks: Ranks) -> Any:
     """A rank's share of the model, with the weights of its checkpoint.
 
     For benchmarks, load_format="dummy" makes them random: normally distributed with a
@@ -49,7 +49,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     is_dummy = config.load_format == "dummy"
     tensors = {} if is_dummy else stored_tensors(model_config.source)
     if model_config.model_impl == "nanopaged":
-        model: Any = make_ours(model_config, backend, ops, ranks)
+        model: Any = make_ours(model_config, backend, ranks)
         if tensors:
             check_weights(model_config, tensors)
             fill(model, tensors, ranks)
@@ -71,7 +71,7 @@ def load_model(config: EngineConfig, model_config: ModelConfig, backend: TorchAt
     return model
 
 
-def make_ours(model_config: ModelConfig, backend: TorchAttention, ops: Any, ranks: Ranks
+def make_ours(model_config: ModelConfig, backend: TorchAttention, ranks: Ranks
               ) -> CausalLM:
     """Our own decoder, without weights. Matrices have the dtype of K and V. All else
     has that of the activations, which differs on a CPU that is slow in bfloat16.
@@ -80,7 +80,7 @@ def make_ours(model_config: ModelConfig, backend: TorchAttention, ops: Any, rank
     if products:
         dtype = products.compute_dtype(dtype, backend.device)
     with backend.device, local_torch_dtype(dtype), no_init_weights():
-        model = CausalLM(model_config, backend, ops, ranks)
+        model = CausalLM(model_config, backend, ranks)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             module.to(backend.dtype)

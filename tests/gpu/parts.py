@@ -293,10 +293,10 @@ def recorded_step(llm, size):
 def sampling(runner, logits, params):
     """What samples from these logits, after prompts of 600 tokens."""
     group = SequenceGroup([0] * 600, SamplingParams(**params), set(), 1000)
-    rows = range(len(logits))
-    batch = Batch(ends=[600] * len(rows), sample_entries=[*rows],
-                  receivers=group.sequences * len(rows))
-    draws = to_device(sampler.draw_table(batch), DEVICE, float)
+    n = len(logits)
+    batch = Batch(ends=[600] * n, sample_entries=[*range(n)],
+                  receivers=group.sequences * n, draws=[0.5, *group.params.numbers] * n)
+    draws = to_device(batch.draws, DEVICE, torch.float64).view(-1, 8).T
     return partial(sampler.sample, batch, runner.last_tokens, runner.ops, logits, draws)
 
 

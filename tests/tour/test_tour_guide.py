@@ -15,7 +15,7 @@ from markupsafe import escape
 
 from helpers import ROOT, apply_patch
 from nanopaged import SamplingParams, attention
-from nanopaged.batch import Work
+from nanopaged.batch import Batch
 from nanopaged.sequence import Sequence
 from nanopaged.tour import guide
 from nanopaged.tour.__main__ import main
@@ -74,7 +74,7 @@ def test_blockwise_attention_is_the_plain_formula():
 @pytest.mark.upstream
 def test_a_run_of_a_and_b_is_the_story_that_the_files_tell():
     first, second = lessons.loop(), lessons.step()
-    told = re.sub(" = ", "=", f"{Sequence.__doc__}{Work.__doc__}{attention.__doc__}")
+    told = re.sub(" = ", "=", f"{Sequence.__doc__}{Batch.__doc__}{attention.__doc__}")
     listing = re.sub("<[^>]+>", "", html.unescape(second["message"])).strip()
     run = listing.replace(" = ", "=").splitlines()
     run += [f"{name}={second[name]}" for name in ("positions", "slots")]

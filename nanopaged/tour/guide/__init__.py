@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanopaged.model_runner import own_settings
+from nanopaged.loading.settings import own_settings
 from nanopaged.tour import kv
 from nanopaged.tour.guide import figures, lessons, paper
 from nanopaged.tour.guide.lab import Values

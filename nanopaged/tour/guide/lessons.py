@@ -8,11 +8,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
-from nanopaged.attention import locate, slot_mapping
+from nanopaged.attention import Metadata
 from nanopaged.batch import Batch
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
@@ -48,7 +47,7 @@ def loop() -> Values:
                   for token in run.outputs[0].prompt_token_ids]
         size = llm.config.block_size
     batch = run.batches[0]
-    positions, slots = places(batch, size)
+    positions, slots = places(batch, llm)
     state = run.scheduled()[0]
     seq = state["seqs"]["0.0"]
     answer = run.outputs[0].outputs[0]
@@ -56,11 +55,10 @@ def loop() -> Values:
     return locals()
 
 
-def places(batch: Batch, size: int) -> tuple[list[int], list[int]]:
-    """The positions and slots of a batch's tokens, in blocks of this size."""
-    at = locate(np.array(batch.counts), np.array(batch.ends), size)
-    slots = slot_mapping(np.array(batch.block_ids), at, size)
-    return at.positions.tolist(), slots.tolist()
+def places(batch: Batch, llm: LLM) -> tuple[list[int], list[int]]:
+    """The positions and slots of a batch's tokens."""
+    metadata = Metadata(batch, llm.engine.runner.backend)
+    return metadata.positions.tolist(), metadata.slots.tolist()
 
 
 def cache() -> Values:
@@ -177,7 +175,7 @@ def step() -> Values:
                     params, together=False)
         size = llm.config.block_size
     _, second, third = run.batches[:3]
-    positions, slots = places(second, size)
+    positions, slots = places(second, llm)
     assert second.counts == [1, 2], "the text describes this step"
     assert third.moves, "and this one"
     message = listing(second)
