@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanopaged.batch import MODEL_FAILED, Batch, failure
+from nanopaged.batch import MODEL_FAILED, REQUEST_FAILED, Batch, failure
 from nanopaged.checks import check
 from nanopaged.sequence import Logprob, Logprobs, Sequence
 
@@ -86,21 +86,24 @@ class TokenCounts:
     def __init__(self, max_num_seqs: int, vocab_size: int, last_tokens: Tensor) -> None:
         self.last_tokens = last_tokens
         # Each sequence has a row: twice the number of times that a token is in its
-        # answer, and 1 more if it is in its prompt.
-        self.table = last_tokens.new_empty(max_num_seqs, vocab_size, dtype=torch.int32)
+        # answer, and 1 more if it is in its prompt. The last row belongs to nobody.
+        shape = max_num_seqs + 1, vocab_size
+        self.table = last_tokens.new_empty(shape, dtype=torch.int32)
         # By request and index, the least recently used first: the row of a sequence,
         # and how many of its tokens have been counted.
         self.counted: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
 
     def update(self, seqs: list[Sequence], ops: Any) -> list[int]:
-        """Count what is new in these sequences. Returns the row of each. Where there is
-        no penalty, any row will do.
+        """Count what is new in these sequences. Returns the row of each, or the last
+        one for a sequence without penalties.
         """
         keys = [(seq.group.request_id, seq.index) for seq in seqs]
         for key in self.counted.keys() & keys:  # these keep their rows
             self.counted.move_to_end(key)
-        found = [0] * len(seqs)
-        added: list[tuple[int, int]] = []
+        unused, vocab_size = len(self.table) - 1, self.table.shape[1]
+        found = [unused] * len(seqs)
+        # At least two, because torch.compile treats none or one as cases of their own.
+        starts, ids = [unused * vocab_size] * 2, [0, 0]
         for i, (key, seq) in enumerate(zip(keys, seqs, strict=True)):
             if not seq.group.params.has_penalties:
                 continue
@@ -110,12 +113,12 @@ class TokenCounts:
             found[i] = row
             # The last pending token is the one to be sampled now.
             new = seq.token_ids[start:] + seq.pending[:-1]
-            added += [(row, token) for token in new]
+            starts += [row * vocab_size] * len(new)
+            ids += new
             self.counted[key] = row, start + len(new)
-        rows, ids = to_device(added, self.table.device).view(len(added), 2).T
-        at = rows * self.table.shape[1] + ops.fill_pending(ids, self.last_tokens)
-        twice = torch.full_like(at, 2, dtype=torch.int32)
-        self.table.view(-1).scatter_add_(0, at, twice)
+        at, tokens = to_device((starts, ids), self.table.device)
+        at = at + ops.fill_pending(tokens, self.last_tokens)
+        self.table.view(-1).scatter_(0, at, 2, reduce="add")
         return found
 
     def _begin(self, prompt: list[int]) -> tuple[int, int]:
@@ -123,7 +126,7 @@ class TokenCounts:
         longest ago.
         """
         row = len(self.counted)
-        if row == len(self.table):
+        if row == len(self.table) - 1:
             _, (row, _) = self.counted.popitem(last=False)
         ids = to_device(prompt, self.table.device)
         self.table[row].zero_().index_fill_(0, ids, 1)
@@ -131,11 +134,20 @@ class TokenCounts:
 
 
 def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
-    """Replace pending tokens: -1 - i stands for sample i of the last step. (For all
-    other tokens, sample 0 is looked up, and not used.)
+    """Replace pending tokens: -1 - i stands for sample i of the last step. For all
+    other tokens, sample 0 is looked up, and not used. A sample that has failed counts
+    as token 0: its request ends before anyone sees what follows.
     """
-    pending = last_tokens[(-1 - token_ids).clamp(min=0)]
+    pending = last_tokens[(-1 - token_ids).clamp(min=0)].clamp(min=0)
     return torch.where(token_ids < 0, pending, token_ids)
+
+
+def mark(tokens: Tensor, raw: Tensor) -> Tensor:
+    """Tokens that are chosen from changed logits: if none can be, say whether this is
+    the request's fault, or the model's, whose own logits are `raw`.
+    """
+    tokens = tokens.where(tokens >= 0, REQUEST_FAILED)
+    return tokens.where(raw.amax(-1).isfinite(), MODEL_FAILED)
 
 
 def penalize(logits: Tensor, table: Tensor, rows: Tensor, repetition: Tensor,

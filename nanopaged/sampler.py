@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanopaged.batch import MODEL_FAILED, REQUEST_FAILED, RESOLUTION, Batch
+from nanopaged.batch import MODEL_FAILED, RESOLUTION, Batch
 from nanopaged.config import SamplingParams
 from nanopaged.logits import TokenCounts, process, report_logprobs, to_device
 from nanopaged.sequence import Logprobs
@@ -27,14 +27,13 @@ PART = 512  # tokens in each part of the vocabulary: see `search`
 class SamplerOutput:
     """The tokens of a step; until they are read, only the device knows them."""
 
-    def __init__(self, tokens: Tensor, logprobs: dict[int, Logprobs]) -> None:
-        # [num_samples]; for the model, which may run a step ahead, always an id.
-        self.token_ids = tokens.clamp(min=0)
+    def __init__(self, token_ids: Tensor, logprobs: dict[int, Logprobs]) -> None:
+        # [num_samples]: tokens, or MODEL_FAILED or REQUEST_FAILED.
+        self.token_ids = token_ids
         self.logprobs = logprobs  # by sample, for requests that want them
-        # For the host: the tokens, or MODEL_FAILED or REQUEST_FAILED. They are queued
-        # before the next step, so `read` waits for this step alone.
-        self.host_ids = tokens.to("cpu", non_blocking=True)
-        if tokens.is_cuda:
+        # The copy is queued before the next step, so `read` waits for this step alone.
+        self.host_ids = token_ids.to("cpu", non_blocking=True)
+        if token_ids.is_cuda:
             self.copied = torch.cuda.current_stream().record_event()
 
     def read(self) -> list[int]:
@@ -61,17 +60,14 @@ def sample(batch: Batch, counts: TokenCounts, ops: Any, raw: Tensor, draws: Tens
     if tokens is None or logits is not raw:
         any_greedy = len(drawing) < len(raw)
         tokens = choose(logits, draws, ops, any_greedy, bool(drawing))
-    if changed is not raw:  # then the request may have made them useless, or the model
-        tokens = tokens.where(tokens >= 0, REQUEST_FAILED)
-        tokens = tokens.where(raw.amax(-1).isfinite(), MODEL_FAILED)
+    if changed is not raw:
+        tokens = ops.mark(tokens, raw)
 
-    output = SamplerOutput(tokens, {})
     wanted = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
-    if wanted:
-        rows, ids = raw[[*wanted]], output.token_ids[[*wanted]]
-        reports = report_logprobs(rows, ids, [*wanted.values()])
-        output.logprobs = dict(zip(wanted, reports, strict=True))
-    return output
+    rows = [*wanted]
+    reports = report_logprobs(
+        raw[rows], tokens[rows].clamp(min=0), [*wanted.values()]) if wanted else []
+    return SamplerOutput(tokens, dict(zip(wanted, reports, strict=True)))
 
 
 def choose(logits: Tensor, draws: Tensor, ops: Any, any_greedy: bool = True,

@@ -25,7 +25,7 @@ from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
 from nanopaged.fused import make_ops
 from nanopaged.loading.weights import products
-from nanopaged.logits import TokenCounts, fill_pending, penalize
+from nanopaged.logits import TokenCounts, fill_pending, mark, penalize
 from nanopaged.sampler import draw, lowest_kept, sample
 from nanopaged.sequence import SequenceGroup
 
@@ -95,7 +95,7 @@ def new_group(tokens, params=None, stop=(), max_model_len=10**6):
     return SequenceGroup(list(tokens), params, set(stop), max_model_len)
 
 
-OPS = make_ops(False, fill_pending, penalize, lowest_kept, draw)
+OPS = make_ops(False, fill_pending, penalize, mark, lowest_kept, draw)
 
 
 def sample_for(logits, seqs):

@@ -278,7 +278,7 @@ def test_a_decode_step_of_qwen3_launches_no_more_than_before(
     gpu, path = quick_gpu, make_model("qwen3", num_hidden_layers=4, seed=3)
     llm = engine(path, device="cuda", dtype="bfloat16", **OPTIONS)
     nodes = Counter(name for name, _ in gpu.graphs[0].operations)
-    assert sum(nodes.values()) <= 4 * 11 + 15, f"a graph has more nodes: {nodes}"
+    assert sum(nodes.values()) <= 4 * 11 + 16, f"a graph has more nodes: {nodes}"
     options = {"max_tokens": 9, "ignore_eos": True}
     for temperature in (0, 0.6):
         params = SamplingParams(temperature=temperature, **options)

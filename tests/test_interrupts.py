@@ -370,11 +370,11 @@ def test_what_waits_costs_a_step_nothing_and_is_aborted_in_proportion(llama):
     greedy(9), greedy(9, n=2, temperature=0.7, top_p=0.9, logprobs=3),
     BeamSearchParams(3, 9)], ids=["greedy", "sampled", "beams"])
 @pytest.mark.parametrize("bad", [*map(float, ["nan", "inf", "-inf"])])
-def test_bad_logits_of_one_request_change_no_other(
+def test_a_request_with_bad_logits_ends_and_changes_no_other(
         bad, victim, llama, work, monkeypatch):
-    def spoil(batch, last_tokens, ops, logits, draws):
+    def spoil(batch, counts, ops, logits, draws):
         logits[[seq.group.params.max_tokens == 9 for seq in batch.receivers]] = bad
-        return sample(batch, last_tokens, ops, logits, draws)
+        return sample(batch, counts, ops, logits, draws)
 
     with LLM(llama, **SMALL) as llm, deadline():
         others = [greedy(COUNT, seed=1, **fields) for fields in (
@@ -382,7 +382,10 @@ def test_bad_logits_of_one_request_change_no_other(
             {"temperature": 1, "top_k": 4, "top_p": 0.9})]
         expected = generate(llm, work[0], others)
         monkeypatch.setattr(model_runner, "sample", spoil)
-        first, *found = llm.generate(
-            [work[0][0], *work[0]], [victim, *others], use_tqdm=False)
-        assert first.finished and list(map(all_tokens_of, found)) == expected
+        llm.add_request(work[0][0], victim)
+        found = add_all(llm, work[0], others)
+        with pytest.raises(RuntimeError, match="the model's own logits"):
+            llm.step()
+        last = drain(llm)
+        assert [all_tokens_of(last[request]) for request in found] == expected
         assert is_sound(llm, work)

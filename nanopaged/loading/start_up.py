@@ -67,7 +67,7 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     backend.ops = fused.make_ops(
         compiles, module.add_norm, module.norm_rotate,
         (module if config.batch_invariant else fused).silu_mul, logits.fill_pending,
-        logits.penalize, sampler.lowest_kept, sampler.draw)
+        logits.penalize, logits.mark, sampler.lowest_kept, sampler.draw)
     model = load_model(config, share, backend, ranks)
     # On a CPU, a small model gains nothing from threads, and on a busy machine threads
     # that wait for each other take very long.

@@ -31,7 +31,7 @@ EACH_CPU = pytest.mark.parametrize(
 def pretend(kind, patch):
     """Make this process see such a CPU; `patch` is pytest's MonkeyPatch."""
     from nanopaged.loading import start_up, weights
-    from nanopaged.model_runner import ModelRunner
+    from nanopaged.loading.settings import own_settings
 
     if kind == "no-numba":
         for module in (start_up, weights):
@@ -48,8 +48,8 @@ def pretend(kind, patch):
     elif has_bfloat16 and products.reorder(torch.zeros(2, 2).bfloat16()) is None:
         patch.setattr(torch.ops, "mkldnn", SlowOperators)
     if kind == "threads":
-        patch.setattr(ModelRunner, "num_threads", property(
-            lambda self: 2, lambda self, number: None), raising=False)
+        patch.setattr(start_up, "own_settings", lambda device, number=2: own_settings(
+            device, 2 if number else 0))
 
 
 def arrange(packed, weight):
