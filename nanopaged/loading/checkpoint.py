@@ -3,10 +3,12 @@ that have none.
 """
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers.utils import cached_file
 
@@ -17,8 +19,27 @@ from nanopaged.loading.errors import REPAIR, explained
 
 
 def find_file(name: str | Path, file: str) -> Any:
-    """The path of a file of the checkpoint; None if it has no such file."""
-    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    """The path of a file of the checkpoint; None if it has no such file. ValueError if
+    there is nothing but the name: a link that leads nowhere, for example.
+    """
+    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    path = Path(found or folder_of(name) / file)
+    check(is_filled(path) or not os.path.lexists(path), str(path),
+          "a file with contents, and no link to nothing", os.path.realpath(path))
+    return found
+
+
+def is_filled(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
+
+
+def folder_of(name: str | Path) -> Path:
+    """The directory of a checkpoint, perhaps in the hub's cache."""
+    folder = Path(name)
+    with suppress(OSError):  # nothing of it is there yet
+        if not folder.is_dir():
+            folder = Path(snapshot_download(str(name), local_files_only=True))
+    return folder
 
 
 # -- config.json -----------------------------------------------------------------------
@@ -62,10 +83,11 @@ def load_config(config: EngineConfig) -> ModelConfig:
     name = os.path.expanduser(BUNDLED if config.model is None else config.model)
     check(not Path(name, "adapter_config.json").is_file(), "model", "a whole model, "
           "and not an adapter (peft's `merge_and_unload` makes one of it)", name)
-    is_local = Path(name, "config.json").is_file()
+    is_local = os.path.lexists(Path(name, "config.json"))
     check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with explained(f"cannot read config.json of {name} ({remedy}): "):
+        find_file(name, "config.json")
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
     # (A model may have other parts, with configs of their own.)
     text = found.get_text_config(decoder=True)
@@ -108,6 +130,8 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
     num_heads = sizes.num_attention_heads = sizes.num_attention_heads or 1
     sizes.max_position_embeddings = sizes.max_position_embeddings or 2**15
     sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
+    check(num_heads % sizes.num_key_value_heads == 0, "num_key_value_heads in "
+          "config.json", f"a divisor of {num_heads=}", sizes.num_key_value_heads)
     # Multi-head latent attention (DeepSeek) rotates a part of each head.
     mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
     sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
@@ -135,12 +159,20 @@ def longest_sequence(config: EngineConfig, sizes: ModelConfig) -> int:
 
 # -- The tokenizer ---------------------------------------------------------------------
 
+# How the names of its files begin. ByT5's has nothing but a tokenizer_config.json.
+TOKENIZER = ("added_tokens", "chat_template", "merges", "sentencepiece",
+             "special_tokens", "spiece", "tokenizer", "vocab")
+
+
 def load_tokenizer(name: str | Path) -> Any:
     """The tokenizer; None for a directory without one."""
     path = Path(name)
-    if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
+    if path.is_dir() and not [*path.glob("tokenizer*.*"), *path.glob("vocab.*")]:
         return None
     with explained(f"cannot read the tokenizer of {name} ({REPAIR}): "):
+        for path in folder_of(name).glob("*.*"):
+            if path.name.startswith(TOKENIZER) and not is_filled(path):
+                find_file(name, path.name)
         # Some classes of transformers replace rules of tokenizer.json with their own.
         is_plain = find_file(name, "tokenizer.json")
         kind = TokenizersBackend if is_plain else AutoTokenizer
@@ -176,6 +208,6 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
         eos_ids = dict.fromkeys(int(each) for each in eos if each is not None)
     fields["max_tokens"] = fields.get("max_new_tokens")
     if fields.get("top_p") == 0:
-        fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
+        fields["top_p"] = 1e-6  # the least that is allowed; it keeps what ties
     params = {name: fields[name] for name in DEFAULTS if fields.get(name) is not None}
     return [id for id in eos_ids if id in range(model_config.vocab_size)], params
