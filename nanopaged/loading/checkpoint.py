@@ -107,10 +107,14 @@ def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
+    facts["partial_rotary_factor"] = [
+        rope.get("partial_rotary_factor") for rope in kinds
+        if rope.get("rope_type") in ("linear", "llama3", "yarn")]
     if model_impl == "auto":
         fits = all(facts.get(field) in known for field, known in OURS.items())
         model_impl = "nanopaged" if fits else "transformers"
-    more = OURS | {"layer_types": ATTENTION} if model_impl == "nanopaged" else {}
+    more = {"layer_types": ATTENTION, "partial_rotary_factor": (None, 1)} | OURS
+    more = more if model_impl == "nanopaged" else {}
     for field, known in (KNOWN | more).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
@@ -130,8 +134,9 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
     num_heads = sizes.num_attention_heads = sizes.num_attention_heads or 1
     sizes.max_position_embeddings = sizes.max_position_embeddings or 2**15
     sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
-    check(num_heads % sizes.num_key_value_heads == 0, "num_key_value_heads in "
-          "config.json", f"a divisor of {num_heads=}", sizes.num_key_value_heads)
+    check(num_heads % sizes.num_key_value_heads == 0,
+          "num_key_value_heads in config.json",
+          f"a divisor of num_attention_heads={num_heads}", sizes.num_key_value_heads)
     # Multi-head latent attention (DeepSeek) rotates a part of each head.
     mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
     sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads

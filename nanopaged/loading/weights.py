@@ -92,13 +92,14 @@ def make_pretrained(model_config: ModelConfig, dtype: torch.dtype,
     """Transformers' model, with the checkpoint's tensors. Without these `tensors`, its
     weights mean nothing.
     """
-    hf_config = model_config.hf_config
-    options: Any = {"dtype": dtype, "attn_implementation": "eager",
-                    "trust_remote_code": False}
+    options: Any = {"dtype": dtype, "attn_implementation": "eager"}
     if not tensors:
-        return AutoModelForCausalLM.from_config(hf_config, **options).eval()
-    model, info = AutoModelForCausalLM.from_pretrained(
-        None, config=hf_config, state_dict=tensors, ignore_mismatched_sizes=True,
+        return AutoModelForCausalLM.from_config(
+            model_config.hf_config, trust_remote_code=False, **options).eval()
+    with torch.device("meta"):
+        empty = make_pretrained(model_config, dtype)
+    model, info = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=tensors, ignore_mismatched_sizes=True,
         output_loading_info=True, **options)
     check_fit(model_config.source, info["missing_keys"], info["unexpected_keys"],
               info["mismatched_keys"])
@@ -118,16 +119,16 @@ def stored_tensors(source: str | Path) -> dict[str, Tensor]:
     """
     with explained(f"cannot read the weights in {source} ({REPAIR}): "):
         found = next(filter(None, (find_file(source, name) for name in FILES)), "")
-        files = [found]
+        files = [found] if found else []
         if found.endswith(".json"):
             names = json.loads(Path(found).read_text())["weight_map"].values()
             files = [find_file(source, name) or str(Path(source, name))
                      for name in sorted({*names})]
-    check(bool(found), f"the weights in {source}", f"in one of {FILES}", "none")
     tensors: dict[str, Tensor] = {}
     for file in files:
         with explained(f"cannot read {file} ({REPAIR}): "):
             tensors |= load_state_dict(file)
+    check(bool(tensors), f"the weights in {source}", f"in one of {FILES}", "none")
     return tensors
 
 
