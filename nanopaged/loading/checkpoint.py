@@ -3,12 +3,10 @@ that have none.
 """
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, TokenizersBackend
 from transformers.utils import cached_file
 
@@ -17,29 +15,23 @@ from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import check_family
 from nanopaged.loading.errors import REPAIR, explained
 
+# What would change an answer, if transformers read over it.
+READ = (".json", ".jinja", ".model", ".safetensors", "merges.txt", "vocab.txt")
+
 
 def find_file(name: str | Path, file: str) -> Any:
-    """The path of a file of the checkpoint; None if it has no such file. ValueError if
-    there is nothing but the name: a link that leads nowhere, for example.
+    """The path of a file of the checkpoint; None if it has no such file."""
+    return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def check_files(folder: Path) -> None:
+    """ValueError if a name in it has no file: where a link leads nowhere, transformers
+    does without.
     """
-    found = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
-    path = Path(found or folder_of(name) / file)
-    check(is_filled(path) or not os.path.lexists(path), str(path),
-          "a file with contents, and no link to nothing", os.path.realpath(path))
-    return found
-
-
-def is_filled(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size > 0
-
-
-def folder_of(name: str | Path) -> Path:
-    """The directory of a checkpoint, perhaps in the hub's cache."""
-    folder = Path(name)
-    with suppress(OSError):  # nothing of it is there yet
-        if not folder.is_dir():
-            folder = Path(snapshot_download(str(name), local_files_only=True))
-    return folder
+    for path in folder.iterdir():
+        is_filled = path.is_file() and path.stat().st_size > 0
+        check(is_filled or not path.name.endswith(READ), str(path), "a file with "
+              "contents, and no link to nothing", os.path.realpath(path))
 
 
 # -- config.json -----------------------------------------------------------------------
@@ -76,6 +68,7 @@ KNOWN = {
     "layer_types": (*ATTENTION, "linear_attention", "conv", "hybrid", "mlp", "moe")}
 # What our own decoder can compute. Transformers' modules compute the others.
 OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
+WITHIN_OURS = {"layer_types": ATTENTION, "partial_rotary_factor": (None, 1)}
 
 
 def load_config(config: EngineConfig) -> ModelConfig:
@@ -87,8 +80,8 @@ def load_config(config: EngineConfig) -> ModelConfig:
     check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with explained(f"cannot read config.json of {name} ({remedy}): "):
-        find_file(name, "config.json")
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    check_files(Path(find_file(name, "config.json")).parent)
     # (A model may have other parts, with configs of their own.)
     text = found.get_text_config(decoder=True)
     impl = choose_decoder(config.model_impl, found, text)
@@ -107,14 +100,14 @@ def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
+    # (Ours rotates whole heads, as Llama's in transformers does by default.)
     facts["partial_rotary_factor"] = [
         rope.get("partial_rotary_factor") for rope in kinds
         if rope.get("rope_type") in ("linear", "llama3", "yarn")]
     if model_impl == "auto":
         fits = all(facts.get(field) in known for field, known in OURS.items())
         model_impl = "nanopaged" if fits else "transformers"
-    more = {"layer_types": ATTENTION, "partial_rotary_factor": (None, 1)} | OURS
-    more = more if model_impl == "nanopaged" else {}
+    more = OURS | WITHIN_OURS if model_impl == "nanopaged" else {}
     for field, known in (KNOWN | more).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
@@ -164,20 +157,14 @@ def longest_sequence(config: EngineConfig, sizes: ModelConfig) -> int:
 
 # -- The tokenizer ---------------------------------------------------------------------
 
-# How the names of its files begin. ByT5's has nothing but a tokenizer_config.json.
-TOKENIZER = ("added_tokens", "chat_template", "merges", "sentencepiece",
-             "special_tokens", "spiece", "tokenizer", "vocab")
-
-
 def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer; None for a directory without one."""
+    """The tokenizer; None for a directory without one. (ByT5's has no other file than
+    tokenizer_config.json.)
+    """
     path = Path(name)
     if path.is_dir() and not [*path.glob("tokenizer*.*"), *path.glob("vocab.*")]:
         return None
     with explained(f"cannot read the tokenizer of {name} ({REPAIR}): "):
-        for path in folder_of(name).glob("*.*"):
-            if path.name.startswith(TOKENIZER) and not is_filled(path):
-                find_file(name, path.name)
         # Some classes of transformers replace rules of tokenizer.json with their own.
         is_plain = find_file(name, "tokenizer.json")
         kind = TokenizersBackend if is_plain else AutoTokenizer
