@@ -30,8 +30,9 @@ def check_files(folder: Path) -> None:
     """
     for path in folder.iterdir():
         is_filled = path.is_file() and path.stat().st_size > 0
-        check(is_filled or not path.name.endswith(READ), str(path), "a file with "
-              "contents, and no link to nothing", os.path.realpath(path))
+        with explained(f"cannot read {path.name} of {folder} ({REPAIR}): "):
+            check(is_filled or not path.name.endswith(READ), "it", "a file with "
+                  "contents, and no link to nothing", os.path.realpath(path))
 
 
 # -- config.json -----------------------------------------------------------------------
