@@ -8,6 +8,7 @@ cache keeps, ranks among ties. (What concerns a server: solutions/checks/server.
 import gc
 import json
 import math
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +16,14 @@ from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise, product
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from helpers import (
     CPU,
@@ -39,6 +41,7 @@ from nanopaged.frontend import llm as frontend
 from nanopaged.frontend.outputs import Request
 from nanopaged.frontend.prompts import render_chats
 from nanopaged.loading import checkpoint, start_up
+from nanopaged.loading.any_decoder import AnyDecoder
 from nanopaged.sequence import Sequence, SequenceGroup
 
 CHAT = [{"role": "user", "content": "the block"}]
@@ -550,3 +553,104 @@ def test_a_finished_request_waits_for_no_garbage_collector(kind, text_model, eng
     finally:
         gc.enable()
         gc.unfreeze()
+
+
+# -- Files that are not what their names say -------------------------------------------
+
+
+def to_nothing(path):
+    path.symlink_to("nothing")
+
+
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("name", [
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    "chat_template.jinja", "model.safetensors", "model.safetensors.index.json"])
+def test_a_name_without_a_file_is_an_error_that_names_it(
+        name, is_cached, text_model, tmp_path, monkeypatch):
+    """In a directory, or in the hub's cache."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for i, spoil in enumerate((to_nothing, Path.mkdir, Path.touch)):
+        folder = tmp_path / f"models--me--m{i}/snapshots/5"
+        shutil.copytree(text_model, folder)
+        (folder / name).unlink(missing_ok=True)
+        spoil(folder / name)
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs/main").write_text("5")
+        source = f"me/m{i}" if is_cached else folder
+        assert name in message_of(lambda source=source: LLM(source, **CPU))
+
+
+@pytest.mark.parametrize("model_impl", ["nanopaged", "transformers"])
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": {}}])
+def test_an_index_needs_its_weight_map_alone(
+        metadata, model_impl, llama, edit_model, engine):
+    path = edit_model(llama)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "a.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps(metadata | {
+        "weight_map": dict.fromkeys(tensors, "a.safetensors")}))
+    expected = complete(engine(llama), [5, 6, 7], greedy(8)).token_ids
+    llm = engine(path, model_impl=model_impl)
+    assert complete(llm, [5, 6, 7], greedy(8)).token_ids == expected
+    index.write_text('{"weight_map": {}}')
+    assert "the weights in" in message_of(lambda: engine(path, model_impl=model_impl))
+
+
+YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    *(("num_key_value_heads", count) for count in (3, 5, 16)),
+    *(("partial_rotary_factor", YARN | {"partial_rotary_factor": part})
+      for part in (0.25, 0.5, 0.75))], ids=str)
+def test_shapes_that_cannot_be_are_named(field, value, llama, edit_model, engine):
+    name = "rope_parameters" if isinstance(value, dict) else field
+    path = edit_model(llama, lambda config: config.update({name: value}))
+    assert message_of(lambda: engine(path)).startswith(f"{field} in config.json must")
+
+
+def test_a_tokenizer_may_have_no_vocabulary(make_model, edit_model, engine):
+    """And so no file but its config."""
+    path = edit_model(make_model("llama", seed=11, vocab_size=384))
+    ByT5Tokenizer().save_pretrained(path)
+    (output,) = engine(path).generate("hé", greedy(4), use_tqdm=False)
+    assert output.prompt_token_ids == [107, 198, 172, 1]
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), torch.OutOfMemoryError("Tried to allocate 2 GiB"),
+    RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=repr)
+def test_a_lack_of_memory_is_no_fault_of_the_model(error, llama, monkeypatch):
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(AnyDecoder, "compute_in_blocks", fail)
+    assert message_of(lambda: LLM(llama, model_impl="transformers", **CPU),
+                      type(error)) == str(error)
+
+
+@pytest.mark.parametrize("length", [0, 40, -1])
+def test_a_compiled_file_that_was_cut_short_is_compiled_again(
+        length, tmp_path, monkeypatch):
+    threads = pytest.importorskip("nanopaged.cpu.threads")
+    monkeypatch.setattr(threads.CONFIG, "CACHE_DIR", str(tmp_path))
+
+    def compiled():
+        kernel = threads.loop.__wrapped__(count_up, parallel=False)
+        kernel(3, array := np.zeros(3))
+        assert array.tolist() == [1, 1, 1]
+        return sum(kernel.stats.cache_misses.values())
+
+    count_up = threads.njit(count_one)
+    assert (compiled(), compiled()) == (1, 0)
+    files = [*tmp_path.rglob("*.nb?")]
+    assert {path.suffix for path in files} == {".nbi", ".nbc"}
+    for path in files:
+        path.write_bytes(path.read_bytes()[:length])
+        assert (compiled(), compiled()) == (1, 0)
+
+
+def count_one(i, array):
+    array[i] += 1

@@ -177,6 +177,20 @@ def test_any_text_ends_before_its_first_stop_string(min_tokens, kind):
     assert 30 < num_stopped < 270
 
 
+@pytest.mark.parametrize("mark", ["</w>", "_", "@@ "])
+def test_no_stop_string_before_min_tokens_counts_where_words_are_merged(mark):
+    words = ["a", "b", f"a{mark}", f"b{mark}", f"ab{mark}"]
+    raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "a"))
+    raw.decoder = decoders.BPEDecoder(mark)
+    ours, rng = PreTrainedTokenizerFast(tokenizer_object=raw), random.Random(3)
+    for min_tokens in [0, 3, 6] * 40:
+        answer = rng.choices(range(5), k=12)
+        free = texts_of(ours, [0], answer, range(1, 12))
+        stops = ["".join(rng.choices("ab ", k=rng.randrange(1, 4))) for _ in range(2)]
+        shown = texts_of(ours, [0], answer, range(1, 12), stops, min_tokens)
+        assert shown[-1] == first_stop(free, stops, min_tokens)
+
+
 @pytest.fixture(scope="session")
 def script(tokenizer):
     """Distinct tokens, whose characters have one to four bytes, mostly split up."""

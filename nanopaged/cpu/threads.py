@@ -25,6 +25,7 @@ from nanopaged import paged_attention
 # we could measure, but with the queue a step takes up to 1.5 times as long. On a Mac,
 # a second OpenMP library beside torch's would end the process.
 CONFIG: Any = numba.config
+FUNCTION_CACHE: Any = numba.core.caching.FunctionCache
 CONFIG.THREADING_LAYER_PRIORITY = (
     ["workqueue"] if sys.platform == "darwin" else ["omp", "tbb", "workqueue"])
 SOURCES = [
@@ -53,12 +54,23 @@ def bits(x: Tensor) -> Any:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
+class Cache(FUNCTION_CACHE):  # type: ignore
+    """What Numba keeps on disk. If it cannot be read, perhaps because the disk was full
+    when it was written, it is forgotten, and Numba compiles again.
+    """
+
+    def load_overload(self, *key: Any) -> Any:
+        with suppress(Exception):
+            return super().load_overload(*key)
+        self.flush()
+
+
 @cache
 def loop(program: Any, parallel: bool) -> Any:
     """`run_programs` for this program, compiled: a copy of that function, whose global
     `program` is this one, so that Numba compiles a loop that calls it directly.
 
-    The compiled code is kept on disk, as `njit(cache=True)` does it. But it is not if
+    The compiled code is kept on disk, much as `njit(cache=True)` does it. It is not if
     no folder can be written to (RuntimeError), if Numba is disabled (AttributeError),
     or if there are no sources (OSError).
     """
@@ -69,7 +81,7 @@ def loop(program: Any, parallel: bool) -> Any:
         # on the sources of all programs.
         sources = xxhash.xxh3_64_hexdigest(b"".join(map(Path.read_bytes, SOURCES)))
         function.__qualname__ = f"{program.__name__}_{parallel}_{sources}"
-        kernel.enable_caching()
+        kernel._cache = Cache(function)
     return kernel
 
 

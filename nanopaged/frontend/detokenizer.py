@@ -14,6 +14,7 @@ the bytes of an incomplete one wait. If the bundled model answers " so é!", for
 
 import codecs
 from functools import lru_cache
+from os.path import commonprefix
 from typing import Any
 from weakref import ref
 
@@ -105,9 +106,11 @@ class Detokenizer:
         new, num_decoded = codecs.utf_8_decode(data, "replace", final)
         self.waiting = bytes(data[num_decoded:])
         if not self.is_additive:
-            self.text, new = "", self.tokenizer.decode(
+            whole = self.tokenizer.decode(
                 token_ids[self.num_prompt_tokens :],
                 skip_special_tokens=self.skip_special_tokens)
+            self.text = commonprefix([self.text, whole])
+            new = whole[len(self.text) :]
         self.text = text = self.text + new
 
         # Of several stop strings, the one that is complete first counts.

@@ -15,10 +15,24 @@ from nanopaged.config import EngineConfig
 from nanopaged.loading.any_decoder import check_family
 from nanopaged.loading.errors import REPAIR, explained
 
+# What would change an answer, if transformers read over it.
+READ = (".json", ".jinja", ".model", ".safetensors", "merges.txt", "vocab.txt")
+
 
 def find_file(name: str | Path, file: str) -> Any:
     """The path of a file of the checkpoint; None if it has no such file."""
     return cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+
+
+def check_files(folder: Path) -> None:
+    """ValueError if a name in it has no file: where a link leads nowhere, transformers
+    does without.
+    """
+    for path in folder.iterdir():
+        is_filled = path.is_file() and path.stat().st_size > 0
+        with explained(f"cannot read {path.name} of {folder} ({REPAIR}): "):
+            check(is_filled or not path.name.endswith(READ), "it", "a file with "
+                  "contents, and no link to nothing", os.path.realpath(path))
 
 
 # -- config.json -----------------------------------------------------------------------
@@ -55,6 +69,7 @@ KNOWN = {
     "layer_types": (*ATTENTION, "linear_attention", "conv", "hybrid", "mlp", "moe")}
 # What our own decoder can compute. Transformers' modules compute the others.
 OURS = {"model_type": ("llama", "mistral", "qwen2", "qwen3"), "hidden_act": ("silu",)}
+WITHIN_OURS = {"layer_types": ATTENTION, "partial_rotary_factor": (None, 1)}
 
 
 def load_config(config: EngineConfig) -> ModelConfig:
@@ -62,11 +77,12 @@ def load_config(config: EngineConfig) -> ModelConfig:
     name = os.path.expanduser(BUNDLED if config.model is None else config.model)
     check(not Path(name, "adapter_config.json").is_file(), "model", "a whole model, "
           "and not an adapter (peft's `merge_and_unload` makes one of it)", name)
-    is_local = Path(name, "config.json").is_file()
+    is_local = os.path.lexists(Path(name, "config.json"))
     check(is_local or isinstance(config.model, str), "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with explained(f"cannot read config.json of {name} ({remedy}): "):
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
+    check_files(Path(find_file(name, "config.json")).parent)
     # (A model may have other parts, with configs of their own.)
     text = found.get_text_config(decoder=True)
     impl = choose_decoder(config.model_impl, found, text)
@@ -85,10 +101,14 @@ def choose_decoder(model_impl: str, found: Any, text: Any) -> str:
     ropes = facts.get("rope_parameters") or {}
     kinds = [rope for rope in ropes.values() if isinstance(rope, dict)] or [ropes]
     facts["rope_type"] = [rope.get("rope_type") for rope in kinds]
+    # (Ours rotates whole heads, as Llama's in transformers does by default.)
+    facts["partial_rotary_factor"] = [
+        rope.get("partial_rotary_factor") for rope in kinds
+        if rope.get("rope_type") in ("linear", "llama3", "yarn")]
     if model_impl == "auto":
         fits = all(facts.get(field) in known for field, known in OURS.items())
         model_impl = "nanopaged" if fits else "transformers"
-    more = OURS | {"layer_types": ATTENTION} if model_impl == "nanopaged" else {}
+    more = OURS | WITHIN_OURS if model_impl == "nanopaged" else {}
     for field, known in (KNOWN | more).items():
         value = facts.get(field)
         values = value if isinstance(value, list) else [value]
@@ -108,6 +128,9 @@ def read_sizes(text: Any, **more: Any) -> ModelConfig:
     num_heads = sizes.num_attention_heads = sizes.num_attention_heads or 1
     sizes.max_position_embeddings = sizes.max_position_embeddings or 2**15
     sizes.num_key_value_heads = sizes.num_key_value_heads or num_heads
+    check(num_heads % sizes.num_key_value_heads == 0,
+          "num_key_value_heads in config.json",
+          f"a divisor of num_attention_heads={num_heads}", sizes.num_key_value_heads)
     # Multi-head latent attention (DeepSeek) rotates a part of each head.
     mla = [getattr(text, f"qk_{part}_head_dim", None) or 0 for part in ("nope", "rope")]
     sizes.head_dim = sum(mla) or sizes.head_dim or sizes.hidden_size // num_heads
@@ -136,9 +159,11 @@ def longest_sequence(config: EngineConfig, sizes: ModelConfig) -> int:
 # -- The tokenizer ---------------------------------------------------------------------
 
 def load_tokenizer(name: str | Path) -> Any:
-    """The tokenizer; None for a directory without one."""
+    """The tokenizer; None for a directory without one. (ByT5's has no other file than
+    tokenizer_config.json.)
+    """
     path = Path(name)
-    if path.is_dir() and not [*path.glob("tokenizer.*"), *path.glob("vocab.*")]:
+    if path.is_dir() and not [*path.glob("tokenizer*.*"), *path.glob("vocab.*")]:
         return None
     with explained(f"cannot read the tokenizer of {name} ({REPAIR}): "):
         # Some classes of transformers replace rules of tokenizer.json with their own.
@@ -176,6 +201,6 @@ def load_generation_config(model_config: ModelConfig, tokenizer: Any = None
         eos_ids = dict.fromkeys(int(each) for each in eos if each is not None)
     fields["max_tokens"] = fields.get("max_new_tokens")
     if fields.get("top_p") == 0:
-        fields["top_p"] = 1e-6  # this, too, keeps only the most likely token
+        fields["top_p"] = 1e-6  # the least that is allowed; it keeps what ties
     params = {name: fields[name] for name in DEFAULTS if fields.get(name) is not None}
     return [id for id in eos_ids if id in range(model_config.vocab_size)], params

@@ -15,6 +15,8 @@ def explained(words: str) -> Iterator[None]:
         yield
     except Exception as error:
         message = " ".join((str(error) or repr(error)).split())
+        if isinstance(error, MemoryError) or "allocate" in message:
+            raise  # a lack of memory, torch's too, is no fault of what the words name
         if "trust_remote_code" in message:
             message = ("it must not need Python code that the checkpoint brings along, "
                        "because such code is never run")

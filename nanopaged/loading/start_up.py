@@ -20,7 +20,6 @@ from nanopaged.checks import check
 from nanopaged.config import EngineConfig, SamplingParams
 from nanopaged.engine import Engine
 from nanopaged.loading.checkpoint import ModelConfig
-from nanopaged.loading.errors import explained
 from nanopaged.loading.processes import divide, join
 from nanopaged.loading.settings import own_settings
 from nanopaged.loading.weights import load_model, products, stored_tensors
@@ -229,8 +228,11 @@ def size_pools(runner: ModelRunner) -> None:
     check(num_blocks > 0, "num_blocks", "at least 1 (memory is low)", num_blocks)
     swap_bytes = config.swap_space * 2**30 if config.preemption_mode == "swap" else 0
     num_swap_blocks = min(runner.most_blocks, int(swap_bytes) // block_bytes)
-    with explained(f"num_blocks={num_blocks} (or swap_space) must be lower: "):
+    try:
         runner.make_pools(num_blocks, num_swap_blocks)
+    except (MemoryError, RuntimeError, TypeError) as error:
+        raise ValueError(f"num_blocks={num_blocks} (or swap_space) must be lower: "
+                         f"{error}") from error
 
 
 def free_bytes(runner: ModelRunner) -> int:

@@ -6,6 +6,7 @@ tensor is accounted for: it is an error if one is missing, or if one is left ove
 could change an answer.
 """
 
+import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import load_state_dict, local_torch_dtype
-from transformers.utils.hub import get_checkpoint_shard_files
 
 from nanopaged.attention import TorchAttention
 from nanopaged.checks import check
@@ -92,15 +92,16 @@ def make_pretrained(model_config: ModelConfig, dtype: torch.dtype,
     """Transformers' model, with the checkpoint's tensors. Without these `tensors`, its
     weights mean nothing.
     """
-    source, hf_config = model_config.source, model_config.hf_config
-    options: Any = {"dtype": dtype, "attn_implementation": "eager",
-                    "trust_remote_code": False}
+    options: Any = {"dtype": dtype, "attn_implementation": "eager"}
     if not tensors:
-        return AutoModelForCausalLM.from_config(hf_config, **options).eval()
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source, config=hf_config, ignore_mismatched_sizes=True,
+        return AutoModelForCausalLM.from_config(
+            model_config.hf_config, trust_remote_code=False, **options).eval()
+    with torch.device("meta"):
+        empty = make_pretrained(model_config, dtype)
+    model, info = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=tensors, ignore_mismatched_sizes=True,
         output_loading_info=True, **options)
-    check_fit(source, info["missing_keys"], info["unexpected_keys"],
+    check_fit(model_config.source, info["missing_keys"], info["unexpected_keys"],
               info["mismatched_keys"])
     check_kinds({name: tensors[name]
                  for name in tensors.keys() & dict(model.named_parameters())})
@@ -118,14 +119,16 @@ def stored_tensors(source: str | Path) -> dict[str, Tensor]:
     """
     with explained(f"cannot read the weights in {source} ({REPAIR}): "):
         found = next(filter(None, (find_file(source, name) for name in FILES)), "")
-        files = [found]
+        files = [found] if found else []
         if found.endswith(".json"):
-            files, _ = get_checkpoint_shard_files(source, found)
-    check(bool(found), f"the weights in {source}", f"in one of {FILES}", "none")
+            names = json.loads(Path(found).read_text())["weight_map"].values()
+            files = [find_file(source, name) or str(Path(source, name))
+                     for name in sorted({*names})]
     tensors: dict[str, Tensor] = {}
     for file in files:
         with explained(f"cannot read {file} ({REPAIR}): "):
             tensors |= load_state_dict(file)
+    check(bool(tensors), f"the weights in {source}", f"in one of {FILES}", "none")
     return tensors
 
 

@@ -48,8 +48,8 @@ class Writer:
         for answer in output.outputs:
             ids, stop = answer.token_ids, answer.stop_reason
             if params.include_stop_str_in_output and answer.finish_reason == "stop":
-                answer.text += stop if isinstance(stop, str) else self.text(
-                    ids[-1], ids[:-1], skip_special_tokens=params.skip_special_tokens)
+                answer.text = answer.text + stop if isinstance(stop, str) else (
+                    self.whole_text(output.prompt_token_ids, ids, params))
             answer.text = answer.text if params.detokenize else ""
             answer.logprobs = self.tables(answer.logprobs, told[answer.index])
             answers.append(CompletionOutput(**vars(answer)))
@@ -75,6 +75,12 @@ class Writer:
             told.append(table and {token: Logprob(*each, self.text(token, before))
                                    for token, each in table.items()})
         return tables and [*told]
+
+    def whole_text(self, prompt, ids, params):
+        """The text of an answer with its last token, which has ended it."""
+        reader = Detokenizer(self.tokenizer, prompt, [], params.skip_special_tokens)
+        reader.update([*prompt, *ids], final=True, may_stop=False)
+        return reader.text
 
     def text(self, token, before, skip_special_tokens=False):
         """The text of a token after others. A character that several tokens spell is
