@@ -581,10 +581,8 @@ def test_a_name_without_a_file_is_an_error_that_names_it(
         assert name in message_of(lambda source=source: LLM(source, **CPU))
 
 
-@pytest.mark.parametrize("model_impl", ["nanopaged", "transformers"])
 @pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": {}}])
-def test_an_index_needs_its_weight_map_alone(
-        metadata, model_impl, llama, edit_model, engine):
+def test_an_index_needs_its_weight_map_alone(metadata, llama, edit_model, engine):
     path = edit_model(llama)
     tensors = load_file(path / "model.safetensors")
     (path / "model.safetensors").rename(path / "a.safetensors")
@@ -592,10 +590,9 @@ def test_an_index_needs_its_weight_map_alone(
     index.write_text(json.dumps(metadata | {
         "weight_map": dict.fromkeys(tensors, "a.safetensors")}))
     expected = complete(engine(llama), [5, 6, 7], greedy(8)).token_ids
-    llm = engine(path, model_impl=model_impl)
-    assert complete(llm, [5, 6, 7], greedy(8)).token_ids == expected
+    assert complete(engine(path), [5, 6, 7], greedy(8)).token_ids == expected
     index.write_text('{"weight_map": {}}')
-    assert "the weights in" in message_of(lambda: engine(path, model_impl=model_impl))
+    assert "the weights in" in message_of(lambda: engine(path))
 
 
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "factor": 2.0}

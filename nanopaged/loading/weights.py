@@ -92,16 +92,15 @@ def make_pretrained(model_config: ModelConfig, dtype: torch.dtype,
     """Transformers' model, with the checkpoint's tensors. Without these `tensors`, its
     weights mean nothing.
     """
-    options: Any = {"dtype": dtype, "attn_implementation": "eager"}
+    source, hf_config = model_config.source, model_config.hf_config
+    options: Any = {"dtype": dtype, "attn_implementation": "eager",
+                    "trust_remote_code": False}
     if not tensors:
-        return AutoModelForCausalLM.from_config(
-            model_config.hf_config, trust_remote_code=False, **options).eval()
-    with torch.device("meta"):
-        empty = make_pretrained(model_config, dtype)
-    model, info = type(empty).from_pretrained(
-        None, config=empty.config, state_dict=tensors, ignore_mismatched_sizes=True,
+        return AutoModelForCausalLM.from_config(hf_config, **options).eval()
+    model, info = AutoModelForCausalLM.from_pretrained(
+        source, config=hf_config, ignore_mismatched_sizes=True,
         output_loading_info=True, **options)
-    check_fit(model_config.source, info["missing_keys"], info["unexpected_keys"],
+    check_fit(source, info["missing_keys"], info["unexpected_keys"],
               info["mismatched_keys"])
     check_kinds({name: tensors[name]
                  for name in tensors.keys() & dict(model.named_parameters())})
