@@ -3,8 +3,8 @@
 The files of this folder and of gpu/ are the engine. The first one is its idea in one
 file, which imports none of the others. Read in this order: smallest, engine, sequence,
 block_manager, prefix_cache, batch, scheduler, beam_search, attention, model_runner,
-paged_attention, model, fused, sampler, logits, config, checks, ranks. Then comes
-gpu/.
+paged_attention, model, fused, sampler, logits, logprobs, config, stats, checks, ranks.
+Then comes gpu/.
 
 One could leave out any folder but loading/:
 
@@ -19,8 +19,9 @@ One could leave out any folder but loading/:
 
 from typing import TYPE_CHECKING, Any
 
-from nanopaged.config import BeamSearchParams, EngineConfig, EngineStats, SamplingParams
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.sequence import Logprob
+from nanopaged.stats import EngineStats
 
 if TYPE_CHECKING:
     from nanopaged.frontend.llm import LLM

@@ -38,10 +38,11 @@ from torch import Tensor
 from nanopaged.batch import Batch, Draws
 
 Ints: TypeAlias = NDArray[np.integer[Any]]
-# So many queries are computed at once: few, for a small mask, and for few gathered keys
-# if there is a window.
+# How many queries are computed at once. A small number keeps the mask small and, if
+# there is a window, the number of gathered keys.
 QUERIES_AT_ONCE = 256
-# What the device needs of a step. (The last may grow while a CUDA graph is repeated.)
+# What the device needs of a step. The order matters to `gpu/graphs.py`: only the last
+# one may have another size when a recorded step is repeated.
 INPUTS = ("token_ids", "positions", "slots", "plan", "last_indices", "draws",
           "block_tables")
 
@@ -61,8 +62,8 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
 
 
 class Metadata:
-    """A step as the model sees it: arrays, until `ModelRunner.prepare` puts tensors on
-    the device in place of all INPUTS.
+    """A step as the model sees it. All fields are arrays at first. In place of INPUTS,
+    `ModelRunner.prepare` then puts tensors on the device.
     """
 
     def __init__(self, batch: Batch, backend: "TorchAttention") -> None:
@@ -148,8 +149,8 @@ class TorchAttention:
             used = block_table[first_block : cdiv(stop, size)]
             # [2, num_kv_heads, num_blocks, block_size, head_dim]
             blocks = kv_cache.permute(1, 2, 0, 3, 4).index_select(2, used)
-            # [num_kv_heads, num_keys, head_dim] each. (From `stop` on, the last block
-            # holds old values, and a NaN among them would spread.)
+            # [num_kv_heads, num_keys, head_dim] each. From `stop` on, the last block
+            # holds old values, which are left out: a NaN among them would spread.
             k, v = blocks.flatten(2, 3)[:, :, : stop - first_block * size]
             mask = self.mask(queries, k.shape[1], window, sinks)
             if sinks is not None:  # one more key, with K = V = 0

@@ -1,18 +1,4 @@
-"""One step in plain numbers: what the scheduler hands to the model runner.
-
-Running ahead. On a GPU, the next step is scheduled and launched before the tokens of
-this one are read, so the GPU has work while Python reads them. Where a token is not
-known yet, the batch has a negative number, which the GPU replaces with the token. A
-group whose next step needs it in Python waits (`needs_last_token`). So no token
-changes, but:
-
-  - the next step may have an entry for a sequence that has ended. Its new token is
-    ignored. Its K and V do no harm: whoever takes their block, in a later step, writes
-    each slot before reading it
-  - if all sequences wait for tokens to be read, the batch is empty
-  - after the last request has ended, one launched step is left. It is read with the
-    next request, and its tokens are ignored
-"""
+"""One step in plain numbers: what the scheduler hands to the model runner."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -90,7 +76,8 @@ class Batch:
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # Known tokens, or else the one pending token that the step in flight samples.
+        # Known tokens, or else the pending token of a decode: the step that runs on the
+        # GPU samples it, and its stand-in is a negative number.
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)
@@ -106,3 +93,20 @@ class Batch:
         receiver.pending.append(-1 - len(self.receivers))
         self.sample_entries.append(len(self.counts) - 1)
         self.receivers.append(receiver)
+
+
+# -- One step ahead --------------------------------------------------------------------
+
+# On a GPU, the next step is scheduled and launched before the tokens of this one are
+# read, so the GPU has work while Python reads them. A token that is not known yet has a
+# stand-in: -1 - j is sample j of the step that runs. The GPU replaces it with the token
+# (`fill_pending`). No token changes by that, but four things follow:
+#
+#   - a group whose next step needs its last token in Python waits for it
+#     (`SequenceGroup.needs_last_token`)
+#   - the next step may have an entry for a sequence that has ended meanwhile. Its new
+#     token is ignored. Its K and V do no harm: the block is freed only now, so its next
+#     owner comes in a later step, and writes each slot before reading it
+#   - if all sequences wait for tokens to be read, the batch is empty
+#   - after the last request has ended, one launched step is left. It is read with the
+#     next request, and its tokens are ignored

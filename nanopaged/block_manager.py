@@ -54,7 +54,8 @@ class BlockManager:
 
     def max_blocks(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
         """The most blocks that sequences of these lengths can need if they share their
-        first tokens: only whole blocks can stay shared.
+        first tokens. Only full blocks can stay shared: into a half-full one, each
+        sequence will write its own tokens.
         """
         num_shared = num_shared_tokens // self.block_size
         return num_shared + sum(self.num_blocks_for(n) - num_shared for n in lengths)
@@ -67,7 +68,7 @@ class BlockManager:
         `num_tokens` tokens; `states` belong to these tokens, too.
         """
         for block_id in block_ids:
-            self.free_blocks.pop(block_id, None)  # if it was free, and still cached
+            self.free_blocks.pop(block_id, None)  # a cached block may be free
             self.ref_counts[block_id] += 1
         seq.block_table = array("q", block_ids)
         seq.num_computed_tokens, seq.states = num_tokens, states
@@ -82,11 +83,11 @@ class BlockManager:
                 on_device = block_id < self.num_blocks
                 free_list = self.free_blocks if on_device else self.free_swap_blocks
                 free_list[block_id] = None
-                # Blocks are taken from the front. One that nobody can find goes there,
-                # all others to the back.
+                # Blocks are taken from the front. A block that nobody can find goes to
+                # the front, and any other to the back.
                 can_find = self.prefix_cache.can_find(block_id)
                 free_list.move_to_end(block_id, last=can_find)
-        self.hold(seq, [], 0)
+        self.hold(seq, [], 0)  # nothing
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share all blocks that `parent` has computed, full or not, and its
@@ -102,17 +103,19 @@ class BlockManager:
         this returns False and changes nothing.
 
         A sequence must not write into a block that others hold. So it gets a copy, and
-        `moves` tells the step to make it. The last holder writes in place. Only the
-        first block that it writes can be shared: a fork shares no later ones.
+        `moves` tells the step to make it. The last holder of a block writes in place.
+        Only the first block that a sequence writes next can be shared: a fork shares
+        blocks with computed tokens, and no later ones.
         """
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those: no copies.
             return True
-        # From `first` on, each sequence needs blocks of its own. Those that the group
-        # holds there already (nobody else does) need not be taken: whoever writes last
-        # into a shared one keeps it. Two siblings that share one need 2, and take 1.
+        # For example, two siblings share a half-full block. Each must own the block
+        # that it writes next, so they need 2. They hold 1 already, so they take 1. In
+        # general: count what each needs from the block that it writes next, and
+        # subtract what the group holds there, because no other group holds that.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -133,25 +136,6 @@ class BlockManager:
                 table.append(self._take(self.free_blocks))
         return True
 
-    def swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
-        """Move the blocks of these sequences to CPU memory, or back: `target` has the
-        free blocks there. If they are too few, this returns no moves and changes
-        nothing. A block that several sequences share moves once. The prefix cache does
-        not know what the new ones hold, so after a move back, the next `mark_computed`
-        publishes them again.
-        """
-        held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
-        if len(held) > len(target):
-            return []
-        # (ref_count=0: `hold` counts the holders.)
-        moved = {block_id: self._take(target, ref_count=0) for block_id in held}
-        for seq in seqs:
-            table, states = [moved[each] for each in seq.block_table], seq.states
-            num_tokens = seq.num_computed_tokens
-            self.free(seq)
-            self.hold(seq, table, num_tokens, states)
-        return list(moved.items())
-
     def mark_computed(self, seq: Sequence, end: int) -> None:
         """Count all tokens before position `end` as computed, and publish the blocks
         that are now full.
@@ -161,7 +145,7 @@ class BlockManager:
         new K and V before it reads any, and a GPU runs steps in the order in which they
         are launched. If a step fails, the whole prefix cache is forgotten.
         """
-        # (This step starts from the state that the last one filled, and fills the {}.)
+        # The model reads the states that it filled in the last step, and fills the {}.
         seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)
@@ -172,3 +156,24 @@ class BlockManager:
         self.prefix_cache.forget(block_id)
         self.ref_counts[block_id] = ref_count
         return block_id
+
+    # -- Swap --------------------------------------------------------------------------
+
+    def swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
+        """Move the blocks of these sequences to CPU memory, or back: `target` has the
+        free blocks there. If they are too few, this returns no moves and changes
+        nothing. A block that several sequences share moves once. The prefix cache does
+        not know what the new blocks hold. So after a move back, the next
+        `mark_computed` publishes them again.
+        """
+        held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
+        if len(held) > len(target):
+            return []
+        # `hold` counts the holders, so the blocks are taken without one.
+        moved = {block_id: self._take(target, ref_count=0) for block_id in held}
+        for seq in seqs:
+            table, states = [moved[each] for each in seq.block_table], seq.states
+            num_tokens = seq.num_computed_tokens
+            self.free(seq)
+            self.hold(seq, table, num_tokens, states)
+        return list(moved.items())

@@ -194,19 +194,3 @@ class EngineConfig(Checked):
     def budget(self) -> int:
         """How many tokens one step may compute. (On a CPU, it is always set.)"""
         return self.max_num_batched_tokens or 8192
-
-
-@dataclass
-class EngineStats:
-    """What `LLM.stats` returns. The counters begin again at 0 after an error or Ctrl-C
-    within a step, after `LLM.reset_prefix_cache`, and after `LLM.load_weights`.
-    """
-
-    blocks_total: int
-    blocks_used: int = 0  # held by a sequence
-    blocks_cached: int = 0  # in the prefix cache, held or free
-    steps: int = 0
-    output_tokens: int = 0
-    prefix_hit_tokens: int = 0  # found in the prefix cache, and not computed again
-    preemptions_recompute: int = 0
-    preemptions_swap: int = 0

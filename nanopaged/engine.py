@@ -14,11 +14,12 @@ from itertools import count
 from nanopaged.batch import Batch
 from nanopaged.block_manager import BlockManager
 from nanopaged.checks import check
-from nanopaged.config import EngineConfig, EngineStats
+from nanopaged.config import EngineConfig
 from nanopaged.model_runner import ModelRunner
 from nanopaged.sampler import SamplerOutput
 from nanopaged.scheduler import Scheduler
 from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.stats import EngineStats
 
 Changed = dict[str, SequenceGroup]  # requests by id, in the order in which they changed
 
@@ -36,8 +37,8 @@ class Engine:
         # The most tokens a sequence may have. The longest one must fit into the pool.
         self.max_model_len = min(
             runner.longest_sequence, runner.num_blocks * config.block_size)
-        # A cached prefix has only K and V. Layers that keep a state, as in Mamba, would
-        # lack the state after it.
+        # The prefix cache keeps K and V only. A layer with a state, as in Mamba, would
+        # not find the state that belongs to the end of the prefix.
         may_cache = config.enable_prefix_caching and not runner.state_bytes
         self.block_manager = BlockManager(
             runner.num_blocks, config.block_size, may_cache, runner.num_swap_blocks)
@@ -55,8 +56,8 @@ class Engine:
 
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous
-        step while this one runs. The top of `batch.py` says what follows from that.
-        Until then, think of a CPU.
+        step while this one runs. The end of `batch.py` says what follows from that.
+        Until you get there, think of a CPU.
         """
         batch = self.scheduler.schedule()
         self.launched.append((batch, self.runner.execute(batch)))
@@ -107,8 +108,8 @@ class Engine:
         return self.scheduler.changed
 
     def reset_if_idle(self) -> Changed:
-        """End aborted requests. Then reset, unless others are left. (When the weights
-        change, for example, the prefix cache must be forgotten.)
+        """End aborted requests. Then reset, unless other requests are left. This is for
+        new weights, for example: what the prefix cache holds is no longer true.
         """
         self.scheduler.end_aborted()
         return self.scheduler.changed if self.num_unfinished else self.reset()

@@ -1,24 +1,21 @@
-"""What changes logits before a token is chosen, and what is reported about them.
+"""What requests change in their logits before a token is chosen.
 
-A request may bring logits processors, biases and penalties, and may ban tokens. It may
-also ask for log-probabilities: of the sampled tokens, and of those of its prompt.
+A request may bring logits processors, biases and penalties, and it may ban tokens.
 """
 
 from collections import OrderedDict
-from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanopaged.batch import MODEL_FAILED, REQUEST_FAILED, Batch, failure
+from nanopaged.batch import MODEL_FAILED, REQUEST_FAILED, Batch
 from nanopaged.checks import check
-from nanopaged.sequence import Logprob, Logprobs, Sequence
+from nanopaged.sequence import Sequence
 
 # Logits that requests have changed are cut to this, so that they can be divided by any
 # temperature. (A logits processor may force a token by +inf.)
 HIGHEST = 1e30
-ROWS = 64  # at most this many rows of a prompt's logits are in memory at once
 
 
 def to_device(numbers: Any, device: torch.device, dtype: Any = torch.int64) -> Tensor:
@@ -164,57 +161,3 @@ def penalize(logits: Tensor, table: Tensor, rows: Tensor, repetition: Tensor,
     in_answer = counts // 2
     penalty = presence.float() * (in_answer > 0) + frequency.float() * in_answer
     return logits - penalty
-
-
-# -- Log-probabilities -----------------------------------------------------------------
-
-
-def report_logprobs(logits: Tensor, tokens: Tensor, counts: list[int]
-                    ) -> list[Logprobs]:
-    """For each row, the log-probability of its token, and then those of the most likely
-    tokens: counts[i] of them in row i.
-
-    logits: [num_rows, vocab_size]; tokens: [num_rows]
-    """
-    logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, tokens[:, None])
-    own_ranks = 1 + (logprobs > own).sum(-1, keepdim=True)
-    likely = logprobs.topk(min(max(counts, default=0), logprobs.shape[1]))
-    # How many values are higher than each: logits 5, 3, 3, 1 give 0, 1, 1, 3, so tied
-    # tokens share a rank. (`searchsorted` needs ascending values, hence negative ones.)
-    num_higher = torch.searchsorted(-likely.values, -likely.values)
-    ids = torch.cat((tokens[:, None], likely.indices), 1).tolist()
-    values = torch.cat((own, likely.values), 1).tolist()
-    ranks = torch.cat((own_ranks, 1 + num_higher), 1).tolist()
-    # (A row's own token comes first, and may come again.)
-    return [dict(islice(zip(row, map(Logprob, *numbers), strict=True), 1 + count))
-            for count, row, *numbers in zip(counts, ids, values, ranks, strict=True)]
-
-
-def score_prompts(head: Any, hidden: Tensor, batch: Batch) -> None:
-    """Report the log-probabilities of prompt tokens, each from what precedes it.
-
-    hidden: [num_tokens, hidden_size]; the row of a token at position p scores the token
-    at p + 1. All logits at once could take gigabytes, so they are computed for a few
-    rows at a time. (For example, in chunks of 4, the first rows of a prompt score its
-    tokens at positions 1 to 4, the next those at 5 to 8.)
-    """
-    if all(seq.group.params.prompt_logprobs is None for seq in batch.seqs):
-        return
-    # (A recorded step has rows of padding after these.)
-    entries = hidden[: sum(batch.counts)].split(batch.counts)
-    for seq, entry, end in zip(batch.seqs, entries, batch.ends, strict=True):
-        group, count = seq.group, seq.group.params.prompt_logprobs
-        # The position that the first row scores: 1 if this is the prompt's first chunk.
-        first = end - len(entry) + 1
-        if count is None or first >= group.num_prompt_tokens:
-            continue
-        # (The row of the prompt's last token scores none.)
-        tokens = torch.tensor(group.prompt_token_ids[first : end + 1])
-        for start in range(0, len(tokens), ROWS):
-            piece = tokens[start : start + ROWS].to(hidden.device)
-            logits = head(entry[start : start + len(piece)])
-            if not logits.amax(-1).isfinite().all():
-                group.errors = [failure(MODEL_FAILED)]
-            reports = report_logprobs(logits, piece, [count] * len(piece))
-            group.prompt_logprobs.update(enumerate(reports, first + start))

@@ -25,7 +25,8 @@ from torch import Tensor
 from nanopaged.attention import INPUTS, Metadata, TorchAttention, cdiv
 from nanopaged.batch import Batch
 from nanopaged.config import EngineConfig
-from nanopaged.logits import TokenCounts, score_prompts
+from nanopaged.logits import TokenCounts
+from nanopaged.logprobs import score_prompts
 from nanopaged.ranks import Ranks
 from nanopaged.sampler import SamplerOutput, sample
 
@@ -50,9 +51,10 @@ class ModelRunner:
         self.is_gpu = self.device.type == "cuda"
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
-        # Room for a step's inputs: at most 18 numbers for each token (id, position and
-        # slot; 6 in a plan; 9 for a sample: its index, and 8 to draw it), the block
-        # tables, and the rest of a plan. `gpu/graphs.py` adds at most max_num_seqs.
+        # Room for INPUTS. A token has an id, a position, a slot and at most 6 numbers
+        # of a plan. If it is sampled, it has an index and 8 numbers for `Draws`. That
+        # makes 18. The block tables and the rest of a plan come on top. For graphs, a
+        # step is padded with at most max_num_seqs tokens.
         num_tokens = config.budget + config.max_num_seqs
         num_inputs = 18 * num_tokens + self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
@@ -70,9 +72,10 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # One block more, for padding. (In moves, this id is the first CPU block.)
+        # One more block on the device is for padding. No move ever names it: there, the
+        # same number means the first block in CPU memory.
         self.padding_block = num_blocks
-        # (Not in inference mode: other programs may write into the pools.)
+        # Not in inference mode, so that other programs may write into the pools.
         with self.settings(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
@@ -83,7 +86,7 @@ class ModelRunner:
         return torch.empty(*shape, dtype=self.dtype, device=device)
 
     def execute(self, batch: Batch) -> SamplerOutput:
-        """Run a step on all ranks. (On a GPU this only launches it.)"""
+        """Run a step on all ranks. On a GPU, this only launches it."""
         self.ranks.send(batch)
         return self.run(batch)
 
@@ -125,7 +128,7 @@ class ModelRunner:
         metadata = Metadata(batch, self.backend)
         arrays = [vars(metadata)[name] for name in INPUTS]
         sizes = [array.size for array in arrays]
-        # (torch reuses this pinned memory only once the copy is done.)
+        # torch reuses this pinned memory only once the copy is done.
         flat = torch.empty(sum(sizes), dtype=torch.int64, pin_memory=self.is_gpu)
         np.concatenate(arrays, axis=None, out=flat.numpy())
         sent = self.inputs[: len(flat)].copy_(flat, non_blocking=True)

@@ -16,8 +16,8 @@ from nanopaged.sequence import Sequence
 class Content:
     """What a full block holds: its own tokens, after those of the blocks before it.
 
-    While it is published, blocks with equal contents share it. It equals only itself
-    (`eq=False`), so comparing `before` takes one step, however long the prefix.
+    Published blocks with equal contents share one Content. With `eq=False` a Content
+    equals only itself, so comparing `before` takes one step, however long the prefix.
     """
 
     # The Content of the preceding block. For a first block it is the request's
@@ -32,8 +32,9 @@ class PrefixCache:
 
     def __init__(self, block_size: int, num_blocks: int) -> None:
         self.block_size = block_size
-        # By id, what a block holds, once it is published. Of several that hold the same
-        # only the newest can be found: `published` has it by `before`, `token_ids`.
+        # By block id: what the block holds, or None until it is published. In
+        # `published`, each Content is found by its `before` and `token_ids`. If several
+        # blocks hold the same, only the newest can be found.
         self.contents: list[Any] = [None] * num_blocks
         self.published: dict[Any, Content] = {}
 
@@ -57,8 +58,8 @@ class PrefixCache:
         # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         first = num_full = num_known_tokens // self.block_size
-        # Go back to the last block that was published, usually the one before. (After
-        # a swap, a sequence has new blocks, and none of them was.)
+        # Go back to the last block that was published. It is usually the one before the
+        # block that is full now. After a swap, none of a sequence's blocks was.
         while first and self.contents[table[first - 1]] is None:
             first -= 1
         before: Any = self.contents[table[first - 1]] if first else salt
@@ -81,9 +82,11 @@ class PrefixCache:
         return content is not None and content.block_id == block_id
 
     def forget(self, block_id: int) -> None:
-        """Forget what a block holds, because it is taken for other tokens. Nobody finds
-        the blocks that follow it any more: their keys have this `Content`, and equal
-        tokens get a new one. In time they are taken, too.
+        """Forget what a block holds, because it is taken for other tokens.
+
+        Then nobody finds the blocks that follow it either. Their keys have the Content
+        of this block, and if equal tokens are computed again, those get a new Content.
+        In time the blocks that follow are taken, too.
         """
         if self.can_find(block_id):
             content = self.contents[block_id]

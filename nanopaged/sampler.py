@@ -17,7 +17,8 @@ from torch import Tensor
 
 from nanopaged.batch import MODEL_FAILED, RESOLUTION, Batch
 from nanopaged.config import SamplingParams
-from nanopaged.logits import TokenCounts, process, report_logprobs, to_device
+from nanopaged.logits import TokenCounts, process, to_device
+from nanopaged.logprobs import report_logprobs
 from nanopaged.sequence import Logprobs
 
 GREEDY = 1e-5  # lower temperatures are greedy: dividing by them would overflow

@@ -9,19 +9,22 @@ is full, the youngest running group waits again. All groups finish, because the 
 is preempted last, and alone it always fits (`Engine.check_fits`).
 
 Another policy changes the order in `schedule`; a limit on who runs belongs in `_admit`.
-What must stay true: `running` has the first groups of `unfinished`, in their order. Who
-is preempted has no entry in this step's batch, neither before (it is the youngest) nor
-after (its last token may be pending).
+Two things must stay true. `running` has the first groups of `unfinished`, in their
+order. And a preempted group has no entry in this step's batch, because others own its
+blocks now. It is the youngest, so it has none yet. It is not admitted again in the same
+step either, because its last token may be pending.
 """
 
+from collections import deque
 from itertools import islice
 from typing import Any
 
 from nanopaged.batch import Batch, failure
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager
-from nanopaged.config import EngineConfig, EngineStats
+from nanopaged.config import EngineConfig
 from nanopaged.sequence import Sequence, SequenceGroup
+from nanopaged.stats import EngineStats
 
 
 class Scheduler:
@@ -29,10 +32,10 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
         self.config, self.block_manager = config, block_manager
-        # By request id, oldest first. (Threads may add to `unfinished` and `aborted`.)
+        # By request id, oldest first. Threads may add to `unfinished` and `aborted`.
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
-        self.aborted: list[str] = []  # ids of requests that the next step ends
+        self.aborted: deque[str] = deque()  # ids of requests that the next step ends
         # To be reported. A group enters before it changes: an interrupt loses nothing.
         self.changed: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
@@ -42,8 +45,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step. From now on its tokens count as computed."""
         self.end_aborted()
-        batch, has_preempted, budget = Batch(), False, self.config.budget
-        manager = self.block_manager
+        batch, has_preempted = Batch(), False
+        manager, budget = self.block_manager, self.config.budget
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if len(batch.token_ids) == budget:
@@ -64,36 +67,39 @@ class Scheduler:
         return batch
 
     def _schedule_sequence(self, seq: Sequence, batch: Batch, budget: int) -> None:
-        """Let `seq` compute its next tokens, as many as the budget allows: of a prompt,
-        a chunk. (It has blocks for all since it was admitted.) The last chunk samples.
+        """Let `seq` compute its next tokens, as many as the budget allows. It already
+        has blocks for them. If these are all that can be computed now, it also samples.
         """
-        group, manager = seq.group, self.block_manager
         computable_end = seq.computable_end
         end = min(computable_end, seq.num_computed_tokens + budget)
         if end == seq.num_computed_tokens:  # no budget, or no token to compute
             return
-        batch.add_entry(seq, end, seq.block_table[: manager.num_blocks_for(end)])
-        manager.mark_computed(seq, end)
+        num_blocks = self.block_manager.num_blocks_for(end)
+        batch.add_entry(seq, end, seq.block_table[:num_blocks])
+        self.block_manager.mark_computed(seq, end)
+        if end == computable_end:
+            receivers = [seq] if seq.group.forked else self._fork(seq.group, end)
+            for receiver in receivers:
+                batch.add_sample(receiver)
 
-        if end < computable_end:
-            return  # the next chunk comes later, in blocks that it has; no sample yet
-        receivers = [seq]
-        if not group.forked:
-            # The prompt is computed, so all share the leader's blocks, and sample. (But
-            # not those with an answer, which end later: next, they recompute it.)
-            for sibling in group.live[1:]:
-                manager.fork(seq, sibling)
-            receivers = [each for each in group.live if each.computable_end == end]
-        for receiver in receivers:
-            batch.add_sample(receiver)
+    def _fork(self, group: SequenceGroup, end: int) -> list[Sequence]:
+        """Let all sequences of a group share the blocks of its leader, which has
+        computed the prompt. Returns those that sample now: at first, all of them. After
+        a preemption, they have answers, which they compute again first.
+        """
+        leader, *siblings = group.live
+        for sibling in siblings:
+            self.block_manager.fork(leader, sibling)
+        return [seq for seq in group.live if seq.computable_end == end]
 
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Put a group into `running`, if `max_num_seqs` and the free blocks allow it:
-        those for its tokens so far and, while others run, 1% of the pool, which they
-        may need soon (the watermark). This takes the blocks of a cached prefix, or
-        moves swapped ones back. `grow` takes the rest.
+        """Put a group into `running`, if `max_num_seqs` and the free blocks allow it.
+
+        It needs blocks for its tokens so far. While others run, 1% of the pool stays
+        free for them, the watermark. This method takes the blocks of a cached prefix,
+        or moves swapped blocks back. `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
@@ -104,7 +110,7 @@ class Scheduler:
         prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(
             group.num_prompt_tokens, [len(seq.token_ids) for seq in group.live])
-        # (A cached block that others hold costs no free one.)
+        # A cached block that others hold costs no free one.
         num_needed -= sum(manager.ref_counts[block_id] > 0 for block_id in prefix)
         watermark = manager.num_blocks // 100 if self.running else 0
         if num_needed + watermark > len(manager.free_blocks):
@@ -120,8 +126,8 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again, with its tokens. Its blocks move
-        to the CPU's pool (empty without "swap") if they fit, or are given up.
+        """Make the youngest running group wait again. Its blocks move to the CPU's pool
+        if they fit there, or are given up: without "swap", that pool is empty.
         """
         manager, (_, group) = self.block_manager, self.running.popitem()
         if moves := manager.swap(group.live, manager.free_swap_blocks):
@@ -149,9 +155,7 @@ class Scheduler:
             if group.errors:
                 self.end_live(group)
             elif group.beam_params:
-                seq.candidates = output.logprobs[i]
-                # When the last beam has its candidates, all have them: the search goes
-                # on, or is over.
+                seq.candidates = output.logprobs[i]  # the last beam gets them last
                 if seq is group.live[-1] and advance_beams(group, self.block_manager):
                     group.sequences = group.complete_beams
                     self.end_live(group)  # the beams that are not complete
@@ -159,6 +163,8 @@ class Scheduler:
                 seq.append(token, output.logprobs.get(i))
                 if reason := seq.end_reason():
                     self.finish(seq, reason)
+
+    # -- The end of sequences and requests ---------------------------------------------
 
     def finish(self, seq: Sequence, reason: str) -> None:
         """End a sequence, whether it runs or waits, and free its blocks."""
@@ -179,11 +185,11 @@ class Scheduler:
         while self.aborted:
             if group := self.unfinished.get(self.aborted[0]):
                 self.end_live(group)
-            self.aborted.pop(0)  # only now, so that an interrupt loses nothing
+            self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort the groups that have started (a failed step may have half-changed
-        them), and those that an interrupt has left half-ended. The others wait.
+        """Abort what a failed step may have half-changed, the groups that have started,
+        and what an interrupt has left half-ended. All other groups wait.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

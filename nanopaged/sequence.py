@@ -4,10 +4,11 @@ The engine's terms:
 
     token        an id from the vocabulary
     step         one forward pass over the tokens of many sequences, in one flat batch
-    decode       to compute the K and V of a sequence's newest token, and sample the
-                 next one; or an entry that does so
-    chunk        a part of a prompt (or of what is recomputed) that one step computes
     entry        the part of a batch that belongs to one sequence
+    decode       an entry with only the newest token of an answer: the step computes its
+                 K and V, and samples the next token
+    chunk        an entry with several tokens: a part of a prompt, or of what is
+                 computed again after a preemption
     budget       how many tokens one step may compute
     sequence     one continuation of a prompt. It is live until it has finished
     group        the sequences of one request, admitted and preempted as a whole
@@ -19,12 +20,12 @@ The engine's terms:
     block table  the physical block of each logical block of a sequence
     state        what layers without K and V remember of the tokens that are computed
     slot         a token's place in the pool: physical block * block_size + offset
-    computed     a token is computed when its K and V are in the cache, or will be there
-                 after the scheduled step
+    computed     a token is computed when its K and V are in the pool. The engine counts
+                 it as computed as soon as its step is scheduled, which is earlier than
+                 in smallest.py
     host         the CPU, which runs Python; the device is the GPU, if there is one
-    pending      a token is pending from when the step that samples it is scheduled
-                 until the host has read it. On a CPU that is within the same step; the
-                 top of `batch.py` tells what is different on a GPU
+    pending      a sampled token is pending until the host has read it: on a CPU only
+                 within its step, on a GPU also while the next step is scheduled
     publish      to list a full block in the prefix cache, so that others can find it
     fork         to let another sequence share the blocks that a sequence has so far
     swap         to move blocks between the device's pool and the CPU's
@@ -41,8 +42,8 @@ from nanopaged.config import BeamSearchParams, SamplingParams
 
 
 class Logprob(NamedTuple):
-    """The log-probability of a token, before any option changes it, and its place among
-    all tokens: 1 is the most likely one.
+    """The log-probability of a token, before any option changes it, and the token's
+    rank among all tokens: 1 is the most likely one.
     """
 
     logprob: float
@@ -51,8 +52,9 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# Of modules such as Mamba's, by number: what they remember before a sequence's newest
-# step, and after it. Only the model fills the latter, a new one in each step.
+# (before, after): the states of all layers, by the layer's number, before a sequence's
+# newest step and after it. The model reads the first and fills the second, which is
+# empty at first. There are two, because sequences that fork share `before`.
 States = tuple[dict[int, Any] | None, dict[int, Any] | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -80,7 +82,8 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.states = NO_STATES
-        # The pending tokens, oldest first, at most two: -1 - j is sample j of a step.
+        # Stand-ins for pending tokens: -1 - j is sample j of its step. There can be
+        # two, one from the step that runs and one from the step being scheduled.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -88,42 +91,28 @@ class Sequence:
         self.candidates: Logprobs = {}  # of a beam: its most likely next tokens
         self.finish_reason: str | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What is pickled: all but what another engine computes again."""
-        return vars(self) | {"block_table": array("q"), "num_computed_tokens": 0,
-                             "states": NO_STATES, "pending": []}
-
     @property
     def computable_end(self) -> int:
         """The position before which all tokens can be computed now. When they are, the
-        next token is sampled.
+        next token is sampled. It is
 
-        Before the fork, that is the end of the prompt, which one computes for all. Then
-        it is the end of all tokens, even pending ones, as always in a sequence alone.
+          - the end of the prompt, while the leader computes it for several sequences
+          - the end of all tokens, pending ones too, after that or in a lone sequence
+          - never beyond the last token but one that max_len allows: nothing follows
+            the last one, so nobody needs its K and V
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
         if self.num_computed_tokens >= num_tokens or len(group.live) == 1:
             num_tokens = len(self.token_ids) + len(self.pending)
-        # Nothing follows the last token that max_len allows, so nobody needs its K and
-        # V. (This is faster than `min`.)
         most = group.max_len - 1
-        return num_tokens if num_tokens < most else most
+        return num_tokens if num_tokens < most else most  # faster than `min`
 
     def append(self, token: int, logprobs: Logprobs | None) -> None:
         self.token_ids.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
-
-    def child(self, token: int) -> "Sequence":
-        """A new beam: this one, continued with one of its candidates."""
-        beam = Sequence(self.group, self.index)
-        beam.token_ids = list(self.token_ids)
-        beam.logprobs = list(self.logprobs)
-        beam.cumulative_logprob = self.cumulative_logprob
-        beam.append(token, {token: self.candidates[token]})
-        return beam
 
     @property
     def ended_by_token(self) -> bool:
@@ -135,6 +124,11 @@ class Sequence:
         if self.ended_by_token:
             return "stop"
         return "length" if len(self.token_ids) >= self.group.max_len else None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: all but what another engine computes again."""
+        return vars(self) | {"block_table": array("q"), "num_computed_tokens": 0,
+                             "states": NO_STATES, "pending": []}
 
 
 class SequenceGroup:
@@ -164,12 +158,12 @@ class SequenceGroup:
         self.min_len = self.num_prompt_tokens + params.min_tokens
         max_tokens = params.max_tokens or max_model_len
         self.max_len = min(self.num_prompt_tokens + max_tokens, max_model_len)
-        # Whether the host must know the last tokens: for a beam search, or for a logits
-        # processor. The group waits while they are pending.
+        # A beam search and logits processors need the last tokens on the host, so their
+        # group waits while these are pending, and does not run ahead.
         self.needs_last_token = bool(beam_params or params.logits_processors)
         self.has_started = False  # whether it has ever run
         # With prompt_logprobs, the whole prompt must be computed, so its group takes no
-        # blocks from the prefix cache. (To keep it simple, it leaves none there, too.)
+        # blocks from the prefix cache. To keep it simple, it publishes none either.
         self.uses_prefix_cache = params.prompt_logprobs is None
         self.num_cached_tokens = 0  # of the prompt: found in the prefix cache
         self.prompt_logprobs: dict[int, Logprobs] = {}  # by position
@@ -181,14 +175,14 @@ class SequenceGroup:
 
     @property
     def forked(self) -> bool:
-        """Whether each sequence goes its own way: the prompt is computed, and others
-        got the leader's blocks, or there is only one.
+        """Whether each sequence goes its own way: it is the only one, or the prompt has
+        been computed, and all siblings have got the leader's blocks, the last one last.
         """
         return len(self.live) == 1 or self.live[-1].num_computed_tokens > 0
 
     @property
     def next_sequences(self) -> list[Sequence]:
-        """The sequences whose tokens are computed next: before the fork, the leader."""
+        """The sequences whose tokens are computed next: the leader, until the fork."""
         if self.needs_last_token and any(seq.pending for seq in self.live):
             return []  # the group waits for its last token
         return self.live if self.forked else self.live[:1]

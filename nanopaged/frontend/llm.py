@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 from tqdm.auto import tqdm
 
 from nanopaged.checks import check
-from nanopaged.config import BeamSearchParams, EngineConfig, EngineStats, SamplingParams
+from nanopaged.config import BeamSearchParams, EngineConfig, SamplingParams
 from nanopaged.engine import Changed
 from nanopaged.frontend.outputs import Outbox, Request, RequestOutput, let_go
 from nanopaged.frontend.prompts import Params, make_requests, render_chats, tokenizer_of
@@ -35,6 +35,7 @@ from nanopaged.loading.errors import REPAIR, explained
 from nanopaged.loading.start_up import free_runner, make_engine
 from nanopaged.loading.weights import check_weights, replace_weights
 from nanopaged.sequence import SequenceGroup
+from nanopaged.stats import EngineStats
 
 # Arrays and tensors of token ids, and any iterable of prompts, also work.
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
