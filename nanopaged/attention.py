@@ -111,7 +111,8 @@ class TorchAttention:
         self.head_dim = model_config.head_dim
         self.block_size, self.dtype, self.device = block_size, dtype, device
         self.block_shape = 2, self.num_kv_heads, block_size, self.head_dim
-        self.ops: Any = None  # what else a device computes in its own way: `fused.py`
+        self.ops: Any = None  # what else a device computes in its own way: `fused.Ops`
+        self.uses_pdl = False  # see `gpu/kernels.py`
 
     def plan(self, metadata: Metadata) -> Ints:
         """Whatever else the backend needs on the device. Here it is nothing; on a GPU

@@ -25,18 +25,18 @@ def failure(token: int) -> Exception:
 
 
 class Draws(NamedTuple):
-    """How to draw the tokens of a step: one row for each sample. Without a receiver, as
-    in padding and on ranks above 0, a row is all zeros, and so it is greedy.
+    """How to draw a token. A step has such a row for each sample. Without a receiver,
+    as in padding and on ranks above 0, all numbers are 0, so the sample is greedy.
     """
 
-    uniform: Any  # a random number from 0 to 1
-    temperature: Any
-    top_k: Any  # larger than any vocabulary if all tokens may stay
-    top_p: Any
-    min_p: Any
-    repetition_penalty: Any
-    presence_penalty: Any
-    frequency_penalty: Any
+    uniform: float  # a random number from 0 to 1
+    temperature: float
+    top_k: float  # larger than any vocabulary if all tokens may stay
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
 
 
 @dataclass(kw_only=True)

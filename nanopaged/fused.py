@@ -5,30 +5,44 @@ torch.compile makes as few kernels as possible of each function. They take weigh
 arguments, so that all layers share the compiled code.
 """
 
+from collections.abc import Callable
 from functools import cache
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import rotate_half
 
+Op = Callable[..., Any]
 
-def make_ops(compiles: bool, *functions: Any) -> Any:
-    """An object that has these functions by name, compiled or as they are. (Some of
-    `sampler.py` and `logits.py` are among them, such as `draw` and `fill_pending`.)
+
+class Ops(NamedTuple):
+    """These operations, compiled or as they are. For some, a CPU has its own functions
+    (`cpu/norms.py`). `loading/start_up.py` chooses.
     """
-    return SimpleNamespace(**{
-        function.__name__: compiled(function) if compiles else function
-        for function in functions})
+
+    # CUDA graphs record these (`gpu/graphs.py`).
+    add_norm: Op
+    norm_rotate: Op
+    silu_mul: Op
+    draw: Op  # from `sampler.py`
+    fill_pending: Op  # from `logits.py`, as are the next two
+    mark: Op
+    penalize: Op
+    lowest_kept: Op  # from `sampler.py`
+
+
+RECORDED = Ops._fields[:5]
 
 
 @cache  # all engines share the compiled code
-def compiled(function: Any) -> Any:
+def compiled(function: Op, uses_pdl: bool) -> Op:
     # Programmatic dependent launch (PDL): from Hopper on, a kernel may start while the
-    # one before it ends, and only waits for its results where it reads them.
-    return torch.compile(function, dynamic=True, options={"triton.enable_pdl": True})
+    # one before it ends, and only waits for its results where it reads them. Each such
+    # kernel takes half a second to set up, so only those in CUDA graphs use it.
+    pdl = uses_pdl and function.__name__ in RECORDED
+    return torch.compile(function, dynamic=True, options={"triton.enable_pdl": pdl})
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor,

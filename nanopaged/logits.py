@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanopaged.batch import MODEL_FAILED, REQUEST_FAILED, Batch
 from nanopaged.checks import check
+from nanopaged.fused import Ops
 from nanopaged.sequence import Sequence
 
 # Logits that requests have changed are cut to this, so that they can be divided by any
@@ -27,7 +28,7 @@ def to_device(numbers: Any, device: torch.device, dtype: Any = torch.int64) -> T
 
 
 def process(logits: Tensor, batch: Batch, draws: Tensor, counts: "TokenCounts",
-            ops: Any) -> Tensor:
+            ops: Ops) -> Tensor:
     """The logits as the requests change them: first by their logits processors, then by
     biases and bans, then by penalties. If nothing changes them, these are the same.
 
@@ -90,7 +91,7 @@ class TokenCounts:
         # and how many of its tokens have been counted.
         self.counted: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
 
-    def update(self, seqs: list[Sequence], ops: Any) -> list[int]:
+    def update(self, seqs: list[Sequence], ops: Ops) -> list[int]:
         """Count what is new in these sequences. Returns the row of each, or the last
         one for a sequence without penalties.
         """

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanopaged.attention import Metadata, Scoring, TorchAttention
+from nanopaged.fused import Ops
 from nanopaged.ranks import Ranks
 
 
@@ -36,7 +37,7 @@ class Linear(nn.Linear):
 
 def window_of(config: Any, layer: int) -> int | None:
     """How many keys a query of this layer sees; None: all of them."""
-    # These two do not list the types of their layers.
+    # Configs of these two families do not list the types of their layers.
     types = {"llama": "full_attention", "mistral": "sliding_attention"}
     layer_type = types.get(config.model_type) or config.layer_types[layer]
     return config.sliding_window if layer_type == "sliding_attention" else None
@@ -51,13 +52,13 @@ class Attention(nn.Module):
         size, head_dim = config.hidden_size, config.head_dim
         q_size = config.num_attention_heads * head_dim
         kv_size = config.num_key_value_heads * head_dim
-        # Only these families read attention_bias. (Qwen2 always has it for Q, K and V.)
+        # Only these families read attention_bias. Qwen2 always has one for Q, K and V.
         has_bias = bool(config.attention_bias) and config.model_type in (
             "llama", "qwen3")
         self.qkv_proj = Linear(
             size, bias=has_bias or config.model_type == "qwen2", divided=0,
             q_proj=q_size, k_proj=kv_size, v_proj=kv_size)
-        # (Results are added up, so only rank 0 loads a bias here.)
+        # Ranks add up their results, so only rank 0 loads a bias here.
         self.o_proj = Linear(q_size, bias=has_bias, divided=1, o_proj=size)
         self.norms: list[nn.RMSNorm] = []
         if config.model_type == "qwen3":  # it normalises the heads of Q and K
@@ -80,7 +81,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, config: Any, ops: Any) -> None:
+    def __init__(self, config: Any, ops: Ops) -> None:
         super().__init__()
         self.ops = ops
         size, inner = config.hidden_size, config.intermediate_size
@@ -101,7 +102,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, backend, layer)
         self.mlp = MLP(config, backend.ops)
         self.eps = config.rms_norm_eps
-        # (These, too, only hold weights.)
+        # These, too, only hold weights.
         self.input_layernorm = nn.RMSNorm(config.hidden_size)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size)
 
@@ -134,6 +135,7 @@ class CausalLM(nn.Module):
             for layer in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
         # Cosines and sines of the angles at each position, [num_positions, 1, head_dim]
+        # each. Of the weight, only its dtype and device count.
         positions = torch.arange(config.longest_sequence)[:, None]
         self.rotations = LlamaRotaryEmbedding(config.hf_config)(
             self.model.norm.weight, positions)
@@ -147,7 +149,7 @@ class CausalLM(nn.Module):
 
         kv_caches has one cache for each layer.
         """
-        # (On a CPU, weights may be bfloat16 while all else is float32.)
+        # On a CPU, weights may be bfloat16 while all else is float32.
         x: Tensor = self.model.embed_tokens(token_ids).to(self.model.norm.weight.dtype)
         residual = torch.zeros_like(x)
         cos, sin = (table[metadata.positions] for table in self.rotations)

@@ -53,10 +53,10 @@ class ModelRunner:
         self.state_bytes = 0  # of a sequence's state, if the model has any
         # Room for INPUTS. A token has an id, a position, a slot and at most 6 numbers
         # of a plan. If it is sampled, it has an index and 8 numbers for `Draws`. That
-        # makes 18. The block tables and the rest of a plan come on top. For graphs, a
-        # step is padded with at most max_num_seqs tokens.
+        # makes 18. The block tables come on top, perhaps in a plan, too, and so does
+        # the rest of a plan. For graphs, a step is padded with max_num_seqs tokens.
         num_tokens = config.budget + config.max_num_seqs
-        num_inputs = 18 * num_tokens + self.most_blocks + 2**16
+        num_inputs = 18 * num_tokens + 2 * self.most_blocks + 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.token_counts = TokenCounts(

@@ -56,17 +56,20 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     token = tokens[query]
-    heads = q[token, kv_head]  # [group_size, head_dim]
+    heads = np.empty((group_size, head_dim), np.float32)  # as float32, and scaled once
+    for g in range(group_size):
+        for dim in range(head_dim):
+            heads[g, dim] = scale * to_float32(q[token, kv_head, g, dim])
     scores = np.empty((group_size, block_size), np.float32)
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
     start = 0 if window is None else max(0, end - window)
     # Begin as if the sink had just been seen: `highest` is its score, the sum of
-    # exponentials is e^0 = 1, and `acc` is 0, like its V. (Without a sink the score is
-    # -1e30, so the first real key shrinks this 1 to 0.)
+    # exponentials is e^0 = 1, and `acc` is 0, like its V. Without a sink the score is
+    # -1e30, so the first real key shrinks this 1 to 0.
     highest = np.full(group_size, np.float32(-1e30))
     if sinks is not None:
-        highest = np.maximum(highest, sinks[kv_head])  # (-inf means no sink)
+        highest = np.maximum(highest, sinks[kv_head])  # -inf means no sink
     total = np.ones(group_size, np.float32)
     acc = np.zeros((group_size, head_dim), np.float32)
 
@@ -85,16 +88,19 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
             for g in range(group_size):
                 score = np.float32(0)
                 for dim in range(head_dim):
-                    score += to_float32(heads[g, dim]) * to_float32(k[key, dim])
-                scores[g, key] = scale * score
+                    score += heads[g, dim] * to_float32(k[key, dim])
+                scores[g, key] = score
 
         # If this block has a higher score, shrink the sums so far.
         for g in range(group_size):
-            new_highest = max(highest[g], scores[g, first_here:end_here].max())
+            new_highest = highest[g]
+            for key in range(first_here, end_here):
+                new_highest = max(new_highest, scores[g, key])
             shrink = np.exp(highest[g] - new_highest)
             highest[g] = new_highest
             total[g] *= shrink
-            acc[g] *= shrink
+            for dim in range(head_dim):
+                acc[g, dim] *= shrink
 
         for key in range(first_here, end_here):
             prefetch(following[1, kv_head, key])
@@ -106,7 +112,8 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
 
     for g in range(group_size):
         for dim in range(head_dim):
-            out[token, kv_head, g, dim] = rounded(acc[g, dim] / total[g], heads[g, dim])
+            number = acc[g, dim] / total[g]
+            out[token, kv_head, g, dim] = rounded(number, q[token, kv_head, g, dim])
 
 
 def prefetch(row):

@@ -7,7 +7,7 @@ compares it. Only equal prefixes share a `Content`, so every hit is exact.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias
 
 from nanopaged.sequence import Sequence
 
@@ -27,6 +27,10 @@ class Content:
     block_id: int = -1  # the newest block that holds this
 
 
+Before: TypeAlias = Content | str | None
+Key = tuple[Before, tuple[int, ...]]
+
+
 class PrefixCache:
     """Only the block manager changes it."""
 
@@ -35,15 +39,15 @@ class PrefixCache:
         # By block id: what the block holds, or None until it is published. In
         # `published`, each Content is found by its `before` and `token_ids`. If several
         # blocks hold the same, only the newest can be found.
-        self.contents: list[Any] = [None] * num_blocks
-        self.published: dict[Any, Content] = {}
+        self.contents: list[Content | None] = [None] * num_blocks
+        self.published: dict[Key, Content] = {}
 
     def match(self, seq: Sequence) -> list[int]:
         """The physical blocks that hold the longest cached prefix of `seq`, except its
         last token, which is always computed: its logits give the next one.
         """
         found: list[int] = []
-        before: Any = seq.group.params.cache_salt
+        before: Before = seq.group.params.cache_salt
         for index in range((seq.computable_end - 1) // self.block_size):
             content = self.published.get(self._key(seq, index, before))
             if content is None:
@@ -62,14 +66,14 @@ class PrefixCache:
         # block that is full now. After a swap, none of a sequence's blocks was.
         while first and self.contents[table[first - 1]] is None:
             first -= 1
-        before: Any = self.contents[table[first - 1]] if first else salt
+        before = self.contents[table[first - 1]] if first else salt
         for index in range(first, num_full):
             key = self._key(seq, index, before)
             content = self.published.setdefault(key, Content(*key))
             content.block_id = table[index]  # the newest that holds this
             self.contents[content.block_id] = before = content
 
-    def _key(self, seq: Sequence, index: int, before: Any) -> tuple[Any, ...]:
+    def _key(self, seq: Sequence, index: int, before: Before) -> Key:
         """All that K and V in logical block `index` of `seq` depend on."""
         start = index * self.block_size
         return before, tuple(seq.token_ids[start : start + self.block_size])
@@ -88,7 +92,7 @@ class PrefixCache:
         of this block, and if equal tokens are computed again, those get a new Content.
         In time the blocks that follow are taken, too.
         """
-        if self.can_find(block_id):
-            content = self.contents[block_id]
+        content = self.contents[block_id]
+        if content is not None and content.block_id == block_id:
             del self.published[content.before, content.token_ids]
         self.contents[block_id] = None

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanopaged.batch import MODEL_FAILED, RESOLUTION, Batch
 from nanopaged.config import SamplingParams
+from nanopaged.fused import Ops
 from nanopaged.logits import TokenCounts, process, to_device
 from nanopaged.logprobs import report_logprobs
 from nanopaged.sequence import Logprobs
@@ -44,7 +45,7 @@ class SamplerOutput:
         return self.host_ids.tolist()
 
 
-def sample(batch: Batch, counts: TokenCounts, ops: Any, raw: Tensor, draws: Tensor,
+def sample(batch: Batch, counts: TokenCounts, ops: Ops, raw: Tensor, draws: Tensor,
            tokens: Tensor | None = None) -> SamplerOutput:
     """A token for each sample of a step. If no prompt is complete and nothing decodes,
     there is none, and these tensors have no rows.
@@ -71,7 +72,7 @@ def sample(batch: Batch, counts: TokenCounts, ops: Any, raw: Tensor, draws: Tens
     return SamplerOutput(tokens, dict(zip(wanted, reports, strict=True)))
 
 
-def choose(logits: Tensor, draws: Tensor, ops: Any, any_greedy: bool = True,
+def choose(logits: Tensor, draws: Tensor, ops: Ops, any_greedy: bool = True,
            any_drawn: bool = True) -> Tensor:
     """A token for each row: the most likely one, or a drawn one. It is MODEL_FAILED for
     a row that has a NaN or +inf, or nothing but -inf.
@@ -130,7 +131,7 @@ def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     return place, numbers - (sums - weights).gather(1, place)
 
 
-def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops: Any
+def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops: Ops
                 ) -> Tensor:
     """The logits, with -inf for each token that must not be drawn. The limits:
         min_p   tokens stay if they are at least min_p times as likely as the most

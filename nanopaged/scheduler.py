@@ -17,12 +17,12 @@ step either, because its last token may be pending.
 
 from collections import deque
 from itertools import islice
-from typing import Any
 
 from nanopaged.batch import Batch, failure
 from nanopaged.beam_search import advance_beams
 from nanopaged.block_manager import BlockManager
 from nanopaged.config import EngineConfig
+from nanopaged.sampler import SamplerOutput
 from nanopaged.sequence import Sequence, SequenceGroup
 from nanopaged.stats import EngineStats
 
@@ -140,9 +140,9 @@ class Scheduler:
 
     # -- After the forward pass --------------------------------------------------------
 
-    def update(self, batch: Batch, output: Any) -> None:
+    def update(self, batch: Batch, output: SamplerOutput) -> None:
         """Append the sampled tokens, and finish the sequences that are complete."""
-        tokens = output.read()  # of a `SamplerOutput`; this waits for the device
+        tokens = output.read()  # this waits for the device
         for i, (seq, token) in enumerate(zip(batch.receivers, tokens, strict=True)):
             group = seq.group
             seq.pending.pop(0)

@@ -23,7 +23,7 @@ import torch
 import nanopaged
 from nanopaged import BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
-from nanopaged.fused import make_ops
+from nanopaged.fused import Ops, add_norm, norm_rotate, silu_mul
 from nanopaged.loading.weights import products
 from nanopaged.logits import TokenCounts, fill_pending, mark, penalize
 from nanopaged.sampler import draw, lowest_kept, sample
@@ -95,7 +95,8 @@ def new_group(tokens, params=None, stop=(), max_model_len=10**6):
     return SequenceGroup(list(tokens), params, set(stop), max_model_len)
 
 
-OPS = make_ops(False, fill_pending, penalize, mark, lowest_kept, draw)
+OPS = Ops(add_norm, norm_rotate, silu_mul, draw, fill_pending, mark, penalize,
+          lowest_kept)
 
 
 def sample_for(logits, seqs):

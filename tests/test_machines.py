@@ -379,11 +379,14 @@ def test_auto_takes_the_dtype_that_a_gpu_is_fast_in(major, stored, found, monkey
     assert start_up.pick_dtype(EngineConfig(), share, device) == getattr(torch, found)
 
 
-@pytest.mark.parametrize(("major", "hip", "uses_pdl"), [
-    (9, None, True), (8, None, False), (9, "7.0", False)],
-    ids=["Hopper", "Ampere", "AMD"])
-def test_kernels_start_early_only_where_the_gpu_can(major, hip, uses_pdl, monkeypatch):
+@pytest.mark.parametrize(("major", "hip", "driver", "uses_pdl"), [
+    (9, None, 12030, True), (9, None, 12020, False), (8, None, 13000, False),
+    (9, "7.0", None, False)], ids=["Hopper", "an old driver", "Ampere", "AMD"])
+def test_kernels_start_early_only_where_the_gpu_can(
+        major, hip, driver, uses_pdl, monkeypatch):
     device = pretend_gpu(monkeypatch, major, hip=hip)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getDriverVersion", lambda: driver, raising=False)
     sizes = SimpleNamespace(num_attention_heads=4, num_key_value_heads=2, head_dim=16)
     backend = start_up.make_backend("triton", sizes, 16, torch.float16, device)
     assert backend.uses_pdl is uses_pdl

@@ -12,16 +12,15 @@ from nanopaged.gpu import kernels
 
 
 class TritonAttention(TorchAttention):
-    """On a GPU: the kernels in `kernels.py` do everything. Terms used below:
+    """On a GPU: the kernels in `kernels.py` do everything. A step is divided like this:
 
-        program  one run of a kernel's code. A GPU runs hundreds of them at once
-        tile     a few consecutive queries of one sequence
-        row      of a tile: one of its queries, for one of the query heads that share
-                 a KV head. Some rows at the end may stay unused
-        item     a tile and a range of its keys: what one program computes for one KV
-                 head
-        part     the range, if a tile has so many keys that several programs share them
-        round    the keys that a program loads at a time
+        queries of a sequence   | tile 0 | tile 1 | tile 2 |   a few queries each
+        keys that a tile sees   | item | item | item |         one part of the keys each
+        keys of an item         |round|round|round|            loaded one after another
+
+    A program is one run of a kernel's code. It computes one item, for one KV head and
+    all query heads that share it. So a tile has a row for each pair of a query and such
+    a head. A GPU runs hundreds of programs at once.
 
     What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
     of decodes can be replayed with new contents in the same tensors.
@@ -37,18 +36,19 @@ class TritonAttention(TorchAttention):
         # programs fit into a multiprocessor at once, and have 96 KB in flight together.
         # That is more than enough.
         num_processors = 4  # in Triton's interpreter, on a CPU
-        self.uses_pdl = False  # see `wait_for_results` in `kernels.py`
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             num_processors = gpu.multi_processor_count
-            self.uses_pdl = gpu.major >= 9 and not torch.version.hip
+            torch_c: Any = torch._C
+            # PDL within CUDA graphs came with CUDA 12.3. AMD has none.
+            self.uses_pdl = (gpu.major >= 9 and not torch.version.hip
+                             and torch_c._cuda_getDriverVersion() >= 12030)
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
-        # (The scores of more than 128 keys would need too many registers.)
+        # The scores of more than 128 keys would need too many registers.
         key_bytes = self.dim * self.dtype.itemsize
         self.keys_per_round = max(16, min(128, (16 << 10) // key_bytes))
-        # How many programs run at once for each KV head, each with a part of a tile's
-        # keys (4 in the example of `plan`).
+        # How many programs run at once for each KV head: 4 in the example of `plan`.
         self.target_parts = cdiv(3 * num_processors, self.num_kv_heads)
         # Large tiles are for chunks. One fills all registers of a multiprocessor.
         can_be_large = self.dtype.itemsize == 2 and self.dim <= 128
@@ -56,11 +56,14 @@ class TritonAttention(TorchAttention):
         self.many_rows = max(self.few_rows, 128 if can_be_large else 32)
 
     def tile_sizes(self, counts: Ints) -> tuple[int, int, int]:
-        """How many rows each tile of a step has: large tiles would be mostly empty if
-        the sequences have few queries on average. Into how many parts a step cuts its
-        keys: as many as run at once (a third as many of large tiles, which fill a
-        multiprocessor). And how many parts a tile may have: a program of `merge_parts`
-        holds a row of each in its registers, 2^14 numbers in all.
+        """Three limits of a step.
+
+        rows: how many rows each tile has. If the sequences have few queries on average,
+            large tiles would be mostly empty.
+        target: into how many parts all keys of the step are cut, as many as run at
+            once. Large tiles fill a multiprocessor, so a third as many of these do.
+        most: how many parts one tile may have. A program of `merge_parts` holds a row
+            of each part in its registers, 2^14 numbers in all.
         """
         is_large = counts.mean() * self.group_size > self.few_rows
         rows = self.many_rows if is_large else self.few_rows
@@ -77,14 +80,14 @@ class TritonAttention(TorchAttention):
                 0      0       999      1000          0  1000
                63      1        99       100          0   100
 
-        table: where the block table of the tile's sequence starts. (The first one has
-        63 blocks.) token, position: the tile's first token, and where it is in its
+        table: where the block table of the tile's sequence starts. The first one has 63
+        blocks. token, position: the tile's first token, and where it is in its
         sequence. num_keys: how many keys the tile sees. first_key, end: those of the
         item.
 
         But then a step takes as long as its longest sequence. So the keys of a long
-        tile are cut into parts. Each has a program of its own (for each KV head), and
-        `merge_parts` joins their results. The first decode has four items then:
+        tile are cut into parts, an item each, and `merge_parts` joins their results.
+        The first decode has four items then:
 
                 0      0       999      1000          0   320
                 0      0       999      1000        320   640
@@ -105,10 +108,10 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + size, ends[first])
         tiles = np.stack((metadata.table_starts[first], first, positions, num_keys), 1)
 
-        # How many items can there be? A full one has `part_keys` keys, at least 1 /
-        # target of all, so at most `target` are full. Each tile has at most one more:
-        # len(tiles) + target in all. And of cut tiles? Each has a full one, so there
-        # are at most `target` such tiles, with at most target + target items.
+        # How many items can there be? A full item has `part_keys` keys. That is at
+        # least 1 / target of all keys, so at most `target` items are full. A tile has
+        # at most one that is not. So there are at most len(tiles) + target items. A cut
+        # tile has a full item, so at most 2 * target items belong to cut tiles.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -130,9 +133,9 @@ class TritonAttention(TorchAttention):
                ) -> Tensor:
         rows, target, most = self.tile_sizes(metadata.counts)
         items, out = metadata.plan, q.new_empty(q.shape)
-        # If its tile is cut, the result of item i goes to parts[i]. (Cut tiles come
-        # first, and have at most 2 * target items: see `plan`. That is so for any keys,
-        # so trial steps take as much memory as others.)
+        # If its tile is cut, the result of item i goes to parts[i]: `plan` puts cut
+        # tiles first. The number of their items has this limit whatever the keys are,
+        # so the trial steps at the start take as much memory as any step.
         max_parts = 2 * target
         shape = max_parts, self.num_kv_heads, rows
         parts = torch.empty(*shape, self.head_dim, device=q.device)
@@ -173,29 +176,30 @@ class FlashAttention(TritonAttention):
         counts, ends = metadata.counts, metadata.ends
         if counts.max() == 1:
             return super().plan(metadata)
-        # With chunks, [3, num_seqs + 1]: running totals of queries, keys and blocks,
-        # from 0. flash-attn calls the first two cu_seqlens_q and cu_seqlens_k.
-        sizes = counts, ends, cdiv(ends, self.block_size)
-        return np.cumsum(np.pad(sizes, ((0, 0), (1, 0))), 1)
+        # With chunks, [num_seqs + 1, 2 + width]. The first two columns are running
+        # totals of queries and keys, from 0: cu_seqlens_q and cu_seqlens_k. Then each
+        # row has a block table. After a short table, the row holds whatever comes next:
+        # flash-attn knows how many keys a sequence has, and does not read it. The
+        # modulo only keeps the index in range.
+        totals = np.cumsum(np.pad((counts, ends), ((0, 0), (1, 0))), 1)
+        sizes, tables = cdiv(ends, self.block_size), metadata.block_tables
+        at = (np.cumsum(sizes) - sizes)[:, None] + np.arange(sizes.max())
+        rows = np.pad(tables[at % len(tables)], ((0, 1), (0, 0)))
+        return np.column_stack((totals.T, rows))
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scoring: Scoring
                ) -> Tensor:
         counts, ends = metadata.counts, metadata.ends
         if counts.max() == 1:
             return super().attend(q, kv_cache, metadata, scoring)
-        if scoring.sinks is not None:  # flash-attn has none, and Triton has no plan
+        if scoring.sinks is not None:  # flash-attn has none, and this plan is its own
             return TorchAttention.attend(self, q, kv_cache, metadata, scoring)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)
-        query_starts, key_starts, table_starts = metadata.plan.int()
-        # [num_seqs, max_blocks]: a table in each row. After a short one the row holds
-        # whatever comes next, which is never read, because flash-attn knows how many
-        # keys a sequence has. The modulo only keeps the index in range.
-        width = cdiv(int(ends.max()), self.block_size)
-        at = table_starts[:-1, None] + torch.arange(width, device=q.device)
-        table = metadata.block_tables[at % len(metadata.block_tables)]
+        plan = metadata.plan.int()
+        query_starts, key_starts = plan[:, :2].T.contiguous()
         out = self.flash(
             q, k, v, query_starts, key_starts, int(counts.max()), int(ends.max()),
-            softmax_scale=scoring.scale, causal=True, block_table=table.int(),
+            softmax_scale=scoring.scale, causal=True, block_table=plan[:-1, 2:],
             window_size=(scoring.window - 1, 0) if scoring.window else (-1, -1))
         return torch.flatten(out, 1)

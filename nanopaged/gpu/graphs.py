@@ -66,8 +66,9 @@ class Graphs:
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):  # smaller ones reuse memory
             metadata = runner.prepare(pad(Batch(), size, runner.padding_block))
-            # The first call may set up what later ones need.
-            _, first, _ = runner.forward(metadata)
+            # The first calls may set up, or compile, what later ones need.
+            _, first, draws = runner.forward(metadata)
+            choose(first, draws, runner.ops)
             logits = first if logits is None else logits
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the GPU.

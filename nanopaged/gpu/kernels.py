@@ -26,11 +26,16 @@ TABLE, TOKEN, POSITION, NUM_KEYS, FIRST_KEY, END, COLUMNS = map(constexpr, range
 
 @triton.jit
 def wait_for_results(PDL: constexpr):
-    """With programmatic dependent launch (PDL, from Hopper on), a kernel starts before
-    the one before it has ended. Here it waits for that end, and then lets the next one
-    start, which waits for this one in turn. Every program must call this, even an idle
-    one: the next kernel relies on it. Until then, a program may read only the step's
-    inputs (items and slots), and never what another kernel has written.
+    """With programmatic dependent launch (PDL, from Hopper on), a kernel may start
+    while the one before it still runs:
+
+        kernel A   | starts | waits | computes           |
+        kernel B                    | starts |   waits   | computes |
+
+    This function waits until A has ended, and then lets the kernel after B start.
+    Before the call, a program may read the step's inputs, items and slots. Only after
+    it may it read what other kernels have written. Every program must make the call,
+    even an idle one, because the next kernel relies on it.
     """
     if PDL:
         gdc_wait()
@@ -108,8 +113,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
                   keys of a part. That sum is the weight of its result
 
     WINDOW is how many keys a query sees, up to its own; None: all of them. An item that
-    ends before the window adds no key: its log_sum stays at -1e30, a weight of 0 (or at
-    the sink's score, in a first part).
+    ends before the window adds no key. Its log_sum stays at -1e30, which is a weight of
+    0, or in a first part at the sink's score.
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -142,13 +147,14 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     total = tl.full([ROWS], 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + kv_head * GROUP + row % GROUP).to(tl.float32)
-        # (-inf means no sink.)
+        # -inf means no sink.
         highest = tl.where(first_key == 0, tl.maximum(sink * LOG2_E, highest), highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(start, end, KEYS):
-        # Find each key by its block: this is what paging costs. `vector` is its number
-        # among all K and V of the pool, [num_blocks, 2, num_kv_heads, block_size]. (Ids
-        # of blocks have 64 bits, so addresses have them, too.)
+        # Find each key by its block: this is what paging costs. `vector` counts the
+        # vectors of head_dim numbers before it in the pool, which is [num_blocks, 2,
+        # num_kv_heads, block_size, head_dim]. Block ids have 64 bits, and so have
+        # addresses.
         vector = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM
@@ -194,9 +200,10 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
 def merge_parts(parts, log_sums, items, out, NUM_KV_HEADS: constexpr, GROUP: constexpr,
                 HEAD_DIM: constexpr, ROWS: constexpr, DIM: constexpr, PDL: constexpr,
                 MOST_PARTS: constexpr, SOME_ROWS: constexpr):
-    """Some rows of a tile whose keys are in several parts: the mean of the parts'
-    results, each weighted by its sum of exponentials. This is the softmax once more, as
-    if each part were a key: its score is its log_sum, and its V is its result.
+    """Merge the parts of a cut tile, for some of its rows. This is the softmax once
+    more, as if each part were a key: its score is its log_sum, and its V is its result.
+    So the merged result is the mean of the parts' results, each weighted by its sum of
+    exponentials.
 
     Grid: [max_parts, num_kv_heads, row_groups]. `plan` has put the parts of a tile one
     after another, so they are the items from `first` on. The programs of the first part

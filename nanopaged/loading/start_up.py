@@ -44,7 +44,7 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
     return engine
 
 
-# torch recompiles the functions of `make_ops` for each hidden size of any engine in
+# torch recompiles the functions of `fused.Ops` for each hidden size of any engine in
 # this process, and by default gives up after 8 versions.
 @torch.compiler.config.patch(recompile_limit=256)  # type: ignore
 def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
@@ -62,11 +62,13 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
               "batch_invariant", "False (it needs our decoder, Numba, one rank)", True)
         backend.min_queries = 2**62
-    # (For `batch_invariant`, `cpu/norms.py` has its own silu_mul.)
-    backend.ops = fused.make_ops(
-        compiles, module.add_norm, module.norm_rotate,
-        (module if config.batch_invariant else fused).silu_mul, logits.fill_pending,
-        logits.penalize, logits.mark, sampler.lowest_kept, sampler.draw)
+    # For `batch_invariant`, `cpu/norms.py` has its own silu_mul.
+    silu_mul = (module if config.batch_invariant else fused).silu_mul
+    functions = (module.add_norm, module.norm_rotate, silu_mul, sampler.draw,
+                 logits.fill_pending, logits.mark, logits.penalize, sampler.lowest_kept)
+    backend.ops = fused.Ops(*(
+        fused.compiled(function, backend.uses_pdl) if compiles else function
+        for function in functions))
     model = load_model(config, share, backend, ranks)
     # On a CPU, a small model gains nothing from threads, and on a busy machine threads
     # that wait for each other take very long.
@@ -86,6 +88,7 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
         from nanopaged.gpu.graphs import record
 
         runner.graphs = record(runner)
+        run_longest(runner)  # recording has emptied the cache of torch's memory
     num_graphs = len(runner.graphs.recorded) if runner.graphs else 0
     logging.getLogger("nanopaged").info(
         "%s in %s. KV cache: %d blocks of %d tokens. %d CUDA graphs.",
@@ -179,10 +182,18 @@ def run_trial_steps(runner: ModelRunner) -> None:
     run_padding(runner, [1])
     if runner.is_gpu:
         torch.cuda.empty_cache()
-        run_padding(runner, [1] * min(max_seqs, max_tokens))
-        whole, rest = divmod(max_tokens, runner.longest_sequence)
-        counts = [runner.longest_sequence] * whole + [rest] * (rest > 0)
-        run_padding(runner, counts[:max_seqs])
+        # Inductor lays its kernels out for the first step of several rows: a small one.
+        for num_seqs in (8, max_seqs):
+            run_padding(runner, [1] * min(num_seqs, max_seqs, max_tokens))
+        run_longest(runner)
+
+
+def run_longest(runner: ModelRunner) -> None:
+    """Run a step with as many tokens, in as long sequences, as there can be."""
+    longest = runner.longest_sequence
+    whole, rest = divmod(runner.config.budget, longest)
+    counts = [longest] * whole + [rest] * (rest > 0)
+    run_padding(runner, counts[: runner.config.max_num_seqs])
 
 
 def run_padding(runner: ModelRunner, counts: list[int]) -> None:

@@ -21,7 +21,7 @@ from functools import cache
 from math import log
 from statistics import mean
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanopaged import LLM, BeamSearchParams, SamplingParams
 from nanopaged.batch import Batch
@@ -93,8 +93,9 @@ def simulate(system: str, workload: Workload, rate: float, seconds: float,
         num_samples = len(batch.receivers)
         likely = workload.likely
         logprobs = enumerate(rng.choices(likely, k=num_samples)) if likely else ()
-        scheduler.update(batch, SimpleNamespace(
-            read=([0] * num_samples).copy, logprobs=dict(logprobs)))
+        output: Any = SimpleNamespace(
+            read=([0] * num_samples).copy, logprobs=dict(logprobs))
+        scheduler.update(batch, output)
         ends |= {seq.group.request_id: now for seq in batch.receivers
                  if not seq.group.live}
 
