@@ -76,7 +76,7 @@ class SamplingParams(Checked):
         check(all(map(callable, self.logits_processors or [])), "logits_processors",
               "functions", self.logits_processors, TypeError)
         bias: Any = self.logit_bias or {}
-        check(all(value <= 1e30 for value in bias.values()), "logit_bias",  # (no NaN)
+        check(all(value <= 1e30 for value in bias.values()), "logit_bias",  # so no NaN
               "numbers up to 1e30", self.logit_bias)
         check("" not in self.stop_strings, "stop", "free of empty strings", self.stop)
         if self.max_tokens is not None:
@@ -140,13 +140,13 @@ class EngineConfig(Checked):
         `gpu_memory_utilization`, or on a CPU into 4 GiB, and into half of the memory
         that the process can still allocate.
     max_model_len: the length of the longest sequence, with its prompt. None means what
-        the model allows. What the pool can hold is a limit, too, and for a few families
-        the sliding window, if our attention does not learn of it.
+        the model allows. The pool's size is a limit, too. So is the sliding window of
+        the few families whose modules do not tell our attention of it.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
-    max_num_batched_tokens: how many tokens one step may compute. Answers wait for the
-        chunks of prompts in their step, and no longer. None means 8192 on a GPU, and
-        256 on a CPU.
+    max_num_batched_tokens: how many tokens one step may compute. Running answers wait
+        for the chunks of prompts in their step, so this limits how long. None means
+        8192 on a GPU, and 256 on a CPU.
     gpu_memory_utilization: how much of the GPU's memory may be in use, by anyone.
     swap_space: GiB of CPU memory for blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests that begin alike share blocks. Families whose
@@ -192,5 +192,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. (On a CPU, it is always set.)"""
+        """How many tokens one step may compute. On a CPU, it is always set."""
         return self.max_num_batched_tokens or 8192

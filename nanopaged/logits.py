@@ -15,7 +15,7 @@ from nanopaged.fused import Ops
 from nanopaged.sequence import Sequence
 
 # Logits that requests have changed are cut to this, so that they can be divided by any
-# temperature. (A logits processor may force a token by +inf.)
+# temperature. A logits processor may force a token by +inf.
 HIGHEST = 1e30
 
 

@@ -51,7 +51,8 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
 
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
-    # Successive programs take different queries, so threads get short and long ones.
+    # Successive programs take different queries. So each thread gets sequences of all
+    # lengths.
     kv_head, query = divmod(program, len(tokens))
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
@@ -134,7 +135,7 @@ def to_float32(number):
 @njit(inline="always")
 def rounded(number, like):
     """A float32 in the type of `like`: as it is, or the bits of the nearest bfloat16.
-    (Halfway between two, that is the one whose last bit is 0.)
+    Halfway between two, that is the one whose last bit is 0.
     """
     if isinstance(like, np.uint16):
         whole = np.float32(number).view(np.uint32)

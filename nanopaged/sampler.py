@@ -74,8 +74,8 @@ def sample(batch: Batch, counts: TokenCounts, ops: Ops, raw: Tensor, draws: Tens
 
 def choose(logits: Tensor, draws: Tensor, ops: Ops, any_greedy: bool = True,
            any_drawn: bool = True) -> Tensor:
-    """A token for each row: the most likely one, or a drawn one. It is MODEL_FAILED for
-    a row that has a NaN or +inf, or nothing but -inf.
+    """A token for each row: the most likely one, or a drawn one. A row with a NaN or
+    +inf, or with nothing but -inf, gets MODEL_FAILED.
     """
     drawn: Any = None
     if any_drawn:
@@ -120,13 +120,13 @@ def search(probs: Tensor, numbers: Tensor) -> Tensor:
 
 def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     """Where the running sum of each row first exceeds its number, and the number minus
-    the sum before that place: [num_rows, 1] each. (A GPU's rounding may let a sum grow
-    where the weight is 0: such a place is never found.)
+    the sum before that place: [num_rows, 1] each.
     """
     sums = weights.cumsum(-1)
-    # (A number that is rounded up to the last sum would find none above it.)
+    # A number that is rounded up to the last sum would find none above it.
     numbers = numbers.minimum(sums[:, -1:] * (1 - RESOLUTION))
-    # (Of zeros and ones, argmax finds the first 1.)
+    # A GPU's rounding may let a sum grow where the weight is 0: no token to draw. Of
+    # zeros and ones, argmax finds the first 1.
     place = ((sums > numbers) & (weights > 0)).byte().argmax(-1, keepdim=True)
     return place, numbers - (sums - weights).gather(1, place)
 
@@ -143,15 +143,15 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
     Each limit is a threshold on the logits, so tied tokens stay or go together.
     """
     _, temperature, top_k, top_p, min_p, *_ = draws.unsqueeze(-1)
-    # The lowest logit that min_p allows: -inf without min_p. A greedy row may have
-    # 0 * -inf, which is NaN, and masks nothing.
+    # The lowest logit that min_p allows: -inf without min_p. In a greedy row it may be
+    # 0 * -inf, a NaN, which masks nothing.
     lowest = logits.amax(-1, keepdim=True) + (temperature * min_p.log()).float()
     # Only rows with top_k or top_p are sorted.
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
         at = to_device([*top_ks], logits.device)
-        # If each has a top_k, the largest one says how many logits are needed. (At
-        # least two: torch.compile would treat a single one as a case of its own.)
+        # If each has a top_k, the largest one says how many logits are needed. Two are
+        # the least, because torch.compile treats a single one as a case of its own.
         most = max(2, *(k or logits.shape[1] for k in top_ks.values()))
         highest = highest_logits(logits[at], most)
         rows = (each[at] for each in (lowest, temperature, top_k, top_p))
@@ -172,9 +172,9 @@ def highest_logits(logits: Tensor, most: int) -> Tensor:
 
 def lowest_kept(values: Tensor, lowest: Tensor, temperature: Tensor, top_k: Tensor,
                 top_p: Tensor) -> Tensor:
-    """The lowest logit that top_k and top_p leave: [num_samples, 1]. First, top_k and
-    `lowest` strike some out. Of the rest, top_p keeps those up to the place at which
-    the running sum of their probabilities reaches it.
+    """The lowest logit that min_p, top_k and top_p leave: [num_samples, 1]. First drop
+    what is below `lowest`, and all after the first top_k. Of the rest, keep the
+    shortest beginning whose probabilities add up to top_p, and return its last logit.
 
     values: [num_samples, num_values], logits, the highest first; lowest: what min_p
     leaves, [num_samples, 1]

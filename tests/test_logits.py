@@ -7,12 +7,13 @@ the tokens of a prompt. Penalties follow vLLM's definition, written down once mo
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from transformers.generation import logits_process as hf
 
-from helpers import complete, drain, generate, greedy, tokens_of
-from nanopaged import Logprob, SamplingParams
+from helpers import complete, counters, drain, generate, greedy, tokens_of
+from nanopaged import Logprob, SamplingParams, logits
 
 V = 160
 PROCESSORS = {
@@ -180,6 +181,27 @@ def test_an_error_is_not_lost_to_another_callers_steps(llama, engine):
     last = drain(llm)
     assert last[request].outputs[0].finish_reason == "abort"
     assert len(tokens_of(list(stream)[-1])) == 30
+
+
+def test_penalties_count_a_token_once(llama, engine, monkeypatch):
+    """However long a sequence is, a step counts its new token: also after a fork, a
+    preemption and a hit in the prefix cache.
+    """
+    sent, to_device = [], logits.to_device
+    monkeypatch.setattr(logits, "to_device", lambda numbers, *more: (
+        sent.append(np.size(numbers)), to_device(numbers, *more))[1])
+    llm = engine(llama, num_blocks=24, max_num_seqs=4)
+    params = greedy(20, n=2, presence_penalty=1, repetition_penalty=1.1)
+    prompt = list(range(5, 25))
+    for _ in range(2):
+        for _ in range(2):
+            llm.add_request(prompt, params)
+        drain(llm)
+    assert counters(llm)["preemptions_recompute"] > 0
+    assert counters(llm)["prefix_hit_tokens"] > 0
+    assert sent.count(len(prompt)) == 2 * 2 * 2, "each sequence's prompt, once"
+    # For each of at most four sequences: a row and a token, and two pairs of padding.
+    assert max(size for size in sent if size != len(prompt)) <= 2 * (4 + 2)
 
 
 # -- Scored prompts --------------------------------------------------------------------

@@ -651,3 +651,51 @@ def test_a_compiled_file_that_was_cut_short_is_compiled_again(
 
 def count_one(i, array):
     array[i] += 1
+
+
+# -- A model whose own logits are useless ----------------------------------------------
+
+SPOILED = {  # the tensor, the row of it (None: all), and what it holds then
+    "a NaN in a norm": ("model.norm.weight", 3, math.nan),
+    "a NaN in the head": ("lm_head.weight", 7, math.nan),
+    "infinity in the head": ("lm_head.weight", 7, math.inf),
+    "nothing but NaN": ("model.layers.1.mlp.down_proj.weight", None, math.nan)}
+WAYS = [
+    greedy(8), greedy(8, n=2, temperature=1, seed=1), greedy(8, logprobs=3),
+    greedy(8, temperature=0.7, top_p=0.9, top_k=20, seed=1),
+    greedy(8, temperature=1, min_p=0.1, seed=1), greedy(8, prompt_logprobs=2),
+    greedy(8, repetition_penalty=1.2, presence_penalty=1),
+    greedy(8, logit_bias={3: 5.0}), greedy(8, min_tokens=4, stop_token_ids=[5]),
+    greedy(8, logits_processors=[lambda _, logits: logits]), BeamSearchParams(3, 8)]
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+def test_a_model_with_useless_logits_is_named_and_nothing_is_answered(
+        spoiled, llama, edit_model, engine):
+    """Whatever is asked for, and whether weights are loaded or brought."""
+    name, row, value = SPOILED[spoiled]
+    tensors = load_file(llama / "model.safetensors")
+    tensors[name][slice(None) if row is None else row] = value
+    path = edit_model(llama)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    brought = engine(llama)
+    brought.load_weights(tensors.items())
+    for llm in (engine(path), brought):
+        for params in WAYS:
+            request = llm.add_request([5, 6, 7], params)
+            message = message_of(lambda llm=llm: drain(llm), RuntimeError)
+            assert message.startswith("the model's own logits have a NaN or +inf")
+            (output,) = llm.step()
+            assert output.request_id == request
+            assert output.outputs[0].finish_reason == "abort"
+            assert not output.outputs[0].token_ids
+
+
+def test_a_request_is_named_if_it_is_to_blame(llama, engine):
+    """A model that is sound, and requests that leave nothing to choose."""
+    llm = engine(llama)
+    for value in (math.nan, math.inf, -math.inf):
+        params = greedy(8, logits_processors=[
+            lambda _, logits, value=value: logits.fill_(value)])
+        message = message_of(lambda params=params: generate(llm, [[5]], params))
+        assert message.startswith("logits must be finite for at least one token")

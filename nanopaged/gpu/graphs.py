@@ -8,7 +8,7 @@ same addresses. Therefore:
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
     padded up to the next of these, and longer chunks run without a graph (`compute`)
   - models whose layers keep states have no graphs, because each step makes new states
-    (`loading/start_up.py` decides that). Nor have models that wait (`record`)
+    (`loading/start_up.py` decides that). Nor have models whose modules wait for the GPU
   - a backend's plan has a shape that depends only on this number
   - `ModelRunner.prepare` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
@@ -60,16 +60,16 @@ class Graphs:
         largest = runner.config.max_num_seqs
         logits: Any = None  # of the largest step: the others use the same memory
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
-        # Freeing a graph also frees cuBLAS's memory for its stream, so each engine
-        # records on a stream of its own.
+        # cuBLAS has memory for each stream, and freeing a graph frees that of its
+        # stream. So each engine records on a stream of its own.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()
         for size in sorted(sizes, reverse=True):  # smaller ones reuse memory
             metadata = runner.prepare(pad(Batch(), size, runner.padding_block))
             # The first calls may set up, or compile, what later ones need.
-            _, first, draws = runner.forward(metadata)
-            choose(first, draws, runner.ops)
-            logits = first if logits is None else logits
+            _, new, draws = runner.forward(metadata)
+            choose(new, draws, runner.ops)
+            logits = new if logits is None else logits
             graph = torch.cuda.CUDAGraph()
             # Other threads may go on using the GPU.
             with torch.cuda.graph(graph, memory_pool, stream, "thread_local"):
@@ -83,7 +83,7 @@ class Graphs:
         runner, count = self.runner, len(batch.sample_entries)
         if len(batch.token_ids) > len(batch.counts):
             return runner.compute(batch)  # it has a chunk of a prompt
-        # (If a group forks, there are more samples than entries.)
+        # If a group forks, there are more samples than entries.
         most = max(len(batch.counts), count)
         size = min(size for size in self.recorded if size >= most)
         runner.prepare(pad(batch, size, runner.padding_block))
