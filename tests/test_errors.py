@@ -7,13 +7,23 @@ them, and the sentences that must answer them.
 
 import contextlib
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
 
 import nanopaged
-from helpers import CPU, add_all, counters, drain, greedy, tokens_of
-from nanopaged import LLM
+from helpers import (
+    CPU,
+    add_all,
+    counters,
+    drain,
+    greedy,
+    message_of,
+    new_group,
+    tokens_of,
+)
+from nanopaged import LLM, EngineConfig
 
 with contextlib.suppress(ImportError):
     import nanopaged.gpu.kernels  # while Triton's interpreter is on
@@ -109,6 +119,18 @@ def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(
     last = drain(llm)
     assert sorted(last) == sorted(requests), "the wrong call left something behind"
     assert [tokens_of(last[request]) for request in requests] == work[1]
+
+
+def test_an_editor_shows_the_options_of_an_engine():
+    assert str(signature(LLM)) == str(signature(EngineConfig)).replace(" -> None", "")
+
+
+def test_a_group_that_can_never_run_is_refused_without_a_front_end(llama, engine):
+    """The bare engine would wait for it for ever."""
+    bare = engine(llama, max_num_seqs=3).engine
+    group = new_group([5, 6], greedy(4, n=4))
+    assert message_of(lambda: bare.check_fits(group)) == (
+        "n (or beam_width) must be at most max_num_seqs=3, got 4")
 
 
 # -- Models ----------------------------------------------------------------------------

@@ -20,8 +20,8 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property
-from pathlib import Path
-from typing import Any, TypeAlias
+from inspect import Signature, signature
+from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from tqdm.auto import tqdm
 
@@ -41,6 +41,19 @@ from nanopaged.stats import EngineStats
 Prompt: TypeAlias = str | list[int] | dict[str, Any]
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 ParamsForAll: TypeAlias = Params | Iterable[Params | None] | None
+P = ParamSpec("P")
+
+
+def takes(source: Callable[P, object]
+          ) -> Callable[[Callable[..., None]], Callable[Concatenate["LLM", P], None]]:
+    """Show the parameters of `source` for a method of LLM, in editors and in `help`."""
+    def give(method: Any) -> Any:
+        self = next(iter(signature(method).parameters.values()))
+        parameters = signature(source).parameters.values()
+        method.__signature__ = Signature([self, *parameters])
+        return method
+
+    return give
 
 
 class LLM(AbstractContextManager["LLM"]):
@@ -52,8 +65,9 @@ class LLM(AbstractContextManager["LLM"]):
     Threads may share an engine, and their requests then share batches.
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        self.config = EngineConfig(model, **options)
+    @takes(EngineConfig)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.config = EngineConfig(*args, **options)
         self.model_config = checkpoint.load_config(self.config)
         # The engine's own: `get_tokenizer` hands out another. None if there is none.
         self.tokenizer = checkpoint.load_tokenizer(self.model_config.source)
