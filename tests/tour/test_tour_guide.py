@@ -149,7 +149,7 @@ def test_a_mutant_is_caught_by_its_test(mutant, copy, run_tests):
     path = copy / "nanopaged" / file
     lines = path.read_text("utf-8").splitlines()
     lines[lines.index(old)] = new
-    assert len(MUTANTS) == 10 and old not in lines
+    assert len(MUTANTS) == 5 and old not in lines
     path.write_text("\n".join(lines), "utf-8")
     assert not run_tests(test)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.attention import locate, slot_mapping
 from nanopaged.batch import Batch
 from nanopaged.frontend import detokenizer
@@ -24,6 +24,8 @@ from nanopaged.tour.guide.markdown import Html, python
 from nanopaged.tour.page import TEMPLATES
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
+SYSTEM = "You are a citizen of Verona, and you speak in verse.\n\n"
+NAMES = ["ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n"]
 
 
 def opening() -> Values:
@@ -264,8 +266,7 @@ def absent(run: Run, request: int) -> list[int]:
 
 
 def prefix() -> Values:
-    system = "You are a citizen of Verona, and you speak in verse.\n\n"
-    prompts = [system + name for name in ("ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n")]
+    prompts = [SYSTEM + name for name in NAMES]
     with engine(num_blocks=60) as llm:
         run = watch(llm, "Three prompts that begin alike", prompts, greedy(5))
     without = others({"without the cache": {"enable_prefix_caching": False},
@@ -303,19 +304,6 @@ def fork() -> Values:
                         SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
     copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
-    return locals() | beam_search()
-
-
-def beam_search() -> Values:
-    with engine(num_blocks=20) as llm:
-        params = SamplingParams(
-            temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-        [greedily] = llm.generate(lab.SPEECH[:22], params, use_tqdm=False)
-        [found] = llm.generate(
-            lab.SPEECH[:22], BeamSearchParams(3, max_tokens=8, ignore_eos=True),
-            use_tqdm=False)
-    most_likely, best = greedily.outputs[0], found.outputs[0]
-    sharing = paper.RESULTS["sharing"]
     return locals()
 
 
@@ -331,13 +319,10 @@ def full() -> Values:
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
     # What it costs to bring a sequence of OPT-13B back.
-    default_size, tokens, layers = kv.DEFAULTS.block_size, 256, 40
-    num_bytes = tokens * kv.MODELS["OPT-13B"].bytes_per_token
+    even, tokens = paper.EVEN, 256
     recompute_s = 2 * kv.PARAMETERS * tokens / kv.RATE
     bus = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
-    swap_s = 2 * num_bytes / bus
-    most_copies = 2 * 2 * layers * tokens  # out and in, K and V, blocks of one token
-    even = paper.EVEN
+    swap_s = 2 * tokens * kv.MODELS["OPT-13B"].bytes_per_token / bus
     return locals()
 
 
@@ -349,13 +334,22 @@ def results() -> Values:
 
 
 def gpu() -> Values:
-    samples = step()["second"].sample_entries
-    return {"pending": [-1 - number for number in range(len(samples))]}
+    return {"pending": [-1 - n for n in range(len(step()["second"].sample_entries))]}
 
 
 def measure() -> Values:
     """The table in the docstring of the detokenizer."""
     return {"table": str(detokenizer.__doc__).split("example:\n\n")[1].rstrip()}
+
+
+def oncall() -> Values:
+    """What some symptoms look like in this engine."""
+    prompts = [f"{number} {SYSTEM}{name}" for number, name in enumerate(NAMES)]
+    with engine(num_blocks=60) as llm:
+        outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
+    spoilt = [output.num_cached_tokens for output in outputs]
+    waits, torch_version = schedule()["waits"], torch.__version__.partition("+")[0]
+    return locals()
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
