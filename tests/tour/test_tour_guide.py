@@ -44,8 +44,7 @@ def test_a_place_that_is_no_directory_is_refused_in_one_sentence(tmp_path, capsy
     for path in (tmp_path / "file", tmp_path / "file" / "new"):
         with pytest.raises(SystemExit, match="2"):
             main([str(path)])
-        said = capsys.readouterr().err.splitlines()[-1]
-        assert f"{path} must be a directory" in said
+        assert f"{path} must be a directory" in capsys.readouterr().err.splitlines()[-1]
 
 
 # -- Attention, block by block ---------------------------------------------------------
@@ -96,17 +95,19 @@ def test_markdown(text, expected):
     assert render(text, {"n": 3, "block": Html("<hr>")}).strip() == expected
 
 
+def test_the_minutes_of_a_chapter_are_its_words_and_its_stops():
+    stop = "::: Check yourself: why?\nSo.\n:::"
+    assert guide.minutes(render(f"{260 * 'word '}\n\n{stop}\n\n{stop}", {})) == 4
+
+
 def test_hostile_values_are_shown_as_text():
     hostile = "</script><img src=x onerror=alert(1)>\"'&{{ n }}`*a*`"
     rendered = [render(text, {"hostile": hostile}) for text in (
         "{{ hostile }}", "a {{ hostile }} b", "`{{ hostile }}`", "[a]({{ hostile }})",
         "```text\n{{ hostile }}\n```", "| {{ hostile }} |\n|---|\n| {{ hostile }} |")]
     assert all(str(escape(hostile)) in str(markup) for markup in rendered)
-    rows = {hostile: {hostile: 1.0}}
-    figure = figures.bars(hostile, rows, hostile)
-    rendered.append(figure.chart)
-    for markup in rendered:
-        assert not re.search("<img|</script|<em>", markup)
+    rendered.append(figures.bars(hostile, {hostile: {hostile: 1.0}}, hostile).chart)
+    assert not re.search("<img|</script|<em>", "".join(rendered))
 
 
 def test_a_name_without_a_value_is_an_error():
@@ -147,10 +148,9 @@ def test_a_mutant_is_caught_by_its_test(mutant, copy, run_tests):
     """The line that it changes is there once."""
     file, old, new, test = mutant
     path = copy / "nanopaged" / file
-    lines = path.read_text("utf-8").splitlines()
-    lines[lines.index(old)] = new
-    assert len(MUTANTS) == 5 and old not in lines
-    path.write_text("\n".join(lines), "utf-8")
+    text = path.read_text("utf-8")
+    assert len(MUTANTS) == 5 and text.count(f"\n{old}\n") == 1
+    path.write_text(text.replace(f"\n{old}\n", f"\n{new}\n"), "utf-8")
     assert not run_tests(test)
 
 
@@ -205,6 +205,8 @@ def test_the_page_is_whole_and_loads_nothing(path):
     assert {"description", "og:title", "og:description"} <= {
         value for tag, _, value in page.attributes if tag == "meta"}
     assert not re.search(r"url\(|@import|\bfetch\(|XMLHttpRequest", text)
+    seen = re.sub(r"(?s)<(script|style|svg)[ >].*?</\1>|<[^>]+>", " ", text)
+    assert len(seen.split()) <= 22_000, "no learner reads more"
 
     steps, num_asked = {}, 0
     for name, data in re.findall(
