@@ -1,0 +1,163 @@
+"""How many GPUs? What a model, a GPU and a load ask of each other.
+
+    >>> round(compute(choose("Llama-3-8B", "H100"))["room_tokens"])
+    426782
+
+`sizes.json` has the inputs, each with its least and its largest value, and the
+formulas. These are evaluated here and, on the tour's page, in JavaScript: they may use
+what is above them, and `FUNCTIONS`.
+"""
+
+import json
+import math
+from bisect import bisect_left
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Numbers: TypeAlias = dict[str, float]
+
+DATA: dict[str, Any] = json.loads(
+    files("nanopaged.tour").joinpath("sizes.json").read_text("utf-8"))
+INPUTS, STAGES = DATA["inputs"], DATA["figures"]
+FIGURES = DATA["searched"] | STAGES["fixed"] | STAGES["step"] | STAGES["fleet"]
+FUNCTIONS = {"min": min, "max": max, "floor": math.floor, "ceil": math.ceil,
+             "where": lambda condition, yes, no: yes if condition else no}
+OPTIONS = [name for name in DATA["defaults"] if name in INPUTS]  # of the command
+
+
+def compute(given: Numbers) -> Numbers:
+    """All figures. The step is one of as many chats as the load makes run at once."""
+    check(given)
+    known = evaluate(given, "fixed")
+    if known["most"] < 1:
+        raise ValueError(
+            f"gpus (GPUs a copy) must be more, or the bits fewer: {known['gpus']:g} x "
+            f"{known['memory_share'] * known['memory_gb']:.1f} GB cannot hold "
+            f"{known['weights_gb']:.1f} GB of weights each, and a chat beside them")
+
+    def step(running: float) -> Numbers:
+        return evaluate(known | {"running": running}, "step")
+
+    most = int(known["most"])
+    known = evaluate(step(most), "fleet")
+    enough = bisect_left(range(1, most), known["load_copy"],
+                         key=lambda running: step(running)["served"])
+    return step(1 + enough)
+
+
+def evaluate(known: Numbers, stage: str) -> Numbers:
+    """These numbers, and those of the formulas of a stage."""
+    known = dict(known)
+    for name, (_, _, formula) in STAGES[stage].items():
+        known[name] = eval(formula, FUNCTIONS, known)
+    return known
+
+
+def check(given: Numbers) -> None:
+    for name, (label, least, most) in INPUTS.items():
+        value = given[name]
+        whole = name in DATA["fractions"] or value == math.floor(value)
+        if not least <= value <= most or not whole:
+            kind = "a number" if name in DATA["fractions"] else "a whole number"
+            raise ValueError(
+                f"{name} ({label}) must be {kind} from {least:,} to {most:,.0f}, got "
+                f"{value:g}")
+    layers = given["layers"]
+    for name, most in (("window_layers", layers - given["state_layers"]),
+                       ("state_layers", layers), ("dense_layers", layers),
+                       ("active_experts", given["experts"])):
+        if given[name] > most:
+            raise ValueError(f"{name} must be at most {most:g}, got {given[name]:g}")
+
+
+def choose(model: str, gpu: str, **options: float) -> Numbers:
+    """The inputs for a model, by name or by its config.json, and a GPU."""
+    if gpu not in DATA["gpus"]:
+        raise ValueError(f"gpu must be one of {', '.join(DATA['gpus'])}, got {gpu!r}")
+    if model not in DATA["models"] and not Path(model).is_file():
+        raise ValueError(f"model must be a config.json, or one of "
+                         f"{', '.join(DATA['models'])}, got {model!r}")
+    fields: Numbers = DATA["models"].get(model) or read_config(Path(model))
+    defaults: Numbers = {name: DATA["defaults"].get(name, 0) for name in INPUTS}
+    return defaults | fields | DATA["gpus"][gpu] | options
+
+
+# -- A model's config.json -------------------------------------------------------------
+
+def read_config(path: Path) -> Numbers:
+    """What a config.json says of a model, under the names of the inputs."""
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"model: {path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"model: {path} must hold an object, got {config!r:.40}")
+    config = config.get("text_config", config)
+    fields: Numbers = {}
+    for name, keys in DATA["config"].items():
+        found = [config[key] for key in keys if config.get(key) is not None]
+        if found and not isinstance(found[0], (int, float)):
+            raise ValueError(f"model: {keys[0]} in {path} must be a number, got "
+                             f"{found[0]!r:.40}")
+        if found:
+            fields[name] = found[0]
+    for name in ("layers", "hidden", "heads", "vocab"):
+        if not fields.get(name):
+            raise ValueError(f"model: {path} must have {DATA['config'][name][0]}")
+    fields.setdefault("head_dim", fields["hidden"] // fields["heads"])
+    fields["shared_size"] = fields.get("shared_size") or (
+        config.get("n_shared_experts", 0) * fields.get("expert_size", 0))
+    return fields | layer_kinds(config, path)
+
+
+def layer_kinds(config: dict[str, Any], path: Path) -> Numbers:
+    """How many layers have a window, or a state, and how large a state is."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    is_windowed = window and config.get("use_sliding_window", True)
+    default = "sliding_attention" if is_windowed else "full_attention"
+    period = config.get("sliding_window_pattern")
+    if config.get("full_attention_interval"):
+        default, period = "linear_attention", config["full_attention_interval"]
+    kinds = config.get("layer_types") or [
+        "full_attention" if period and (layer + 1) % period == 0 else default
+        for layer in range(layers)]
+    unknown = {*kinds} - {"full_attention", "sliding_attention", "linear_attention"}
+    unknown |= {key for key in config if key.startswith("mamba_")}
+    if unknown:
+        raise ValueError(f"model: {path} has layers that are unknown here "
+                         f"({min(unknown)}): give a named model")
+    fields = {"window_layers": kinds.count("sliding_attention"),
+              "state_layers": kinds.count("linear_attention")}
+    return fields | (state_sizes(config) if fields["state_layers"] else {})
+
+
+def state_sizes(config: dict[str, Any]) -> Numbers:
+    """Of a gated delta net: its state has four bytes a number, the inputs that its
+    convolution keeps have two.
+    """
+    heads, key_dim = config["linear_num_value_heads"], config["linear_key_head_dim"]
+    keys = config["linear_num_key_heads"] * key_dim
+    values = heads * config["linear_value_head_dim"]
+    mixed, kernel = 2 * keys + values, config["linear_conv_kernel_dim"]
+    projected = mixed + values + 2 * heads + values  # in, and out
+    return {"state_bytes": 4 * key_dim * values + 2 * mixed * (kernel - 1),
+            "state_weights": config["hidden_size"] * projected + mixed * kernel}
+
+
+# -- The command -----------------------------------------------------------------------
+
+def table(model: str, gpu: str, **options: float) -> str:
+    """The figures, each with its formula."""
+    known = compute(choose(model, gpu, **options))
+    rows = [f"{model} on {known['gpus']:g} x {gpu}"]
+    for name in DATA["shown"]:
+        label, unit, formula = FIGURES[name]
+        value = (DATA["limits"][int(known[name])] if name == "limit"
+                 else f"{written(known[name])} {unit}".strip())
+        rows.append(f"{label:44}{value:>20}   {name} = {formula}")
+    return "\n".join(rows)
+
+
+def written(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
