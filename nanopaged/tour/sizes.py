@@ -15,6 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from jinja2.utils import htmlsafe_json_dumps
+from markupsafe import Markup
+
 Numbers: TypeAlias = dict[str, float]
 
 DATA: dict[str, Any] = json.loads(
@@ -50,25 +53,19 @@ def evaluate(known: Numbers, stage: str) -> Numbers:
     """These numbers, and those of the formulas of a stage."""
     known = dict(known)
     for name, (_, _, formula) in STAGES[stage].items():
-        known[name] = eval(formula, FUNCTIONS, known)
+        known[name] = float(eval(formula, FUNCTIONS, known))
     return known
 
 
 def check(given: Numbers) -> None:
-    for name, (label, least, most) in INPUTS.items():
-        value = given[name]
-        whole = name in DATA["fractions"] or value == math.floor(value)
-        if not least <= value <= most or not whole:
+    for name, (label, least, limit) in INPUTS.items():
+        value, most = given[name], eval(str(limit), FUNCTIONS, dict(given))
+        is_fine = name in DATA["fractions"] or value % 1 == 0
+        if not (least <= value <= most and is_fine):
             kind = "a number" if name in DATA["fractions"] else "a whole number"
             raise ValueError(
-                f"{name} ({label}) must be {kind} from {least:,} to {most:,.0f}, got "
-                f"{value:g}")
-    layers = given["layers"]
-    for name, most in (("window_layers", layers - given["state_layers"]),
-                       ("state_layers", layers), ("dense_layers", layers),
-                       ("active_experts", given["experts"])):
-        if given[name] > most:
-            raise ValueError(f"{name} must be at most {most:g}, got {given[name]:g}")
+                f"{name} ({label}) must be {kind} from {written(least)} to "
+                f"{written(most)}, got {value:g}")
 
 
 def choose(model: str, gpu: str, **options: float) -> Numbers:
@@ -80,7 +77,8 @@ def choose(model: str, gpu: str, **options: float) -> Numbers:
                          f"{', '.join(DATA['models'])}, got {model!r}")
     fields: Numbers = DATA["models"].get(model) or read_config(Path(model))
     defaults: Numbers = {name: DATA["defaults"].get(name, 0) for name in INPUTS}
-    return defaults | fields | DATA["gpus"][gpu] | options
+    sizes: Numbers = DATA["gpus"][gpu]
+    return defaults | fields | sizes | options
 
 
 # -- A model's config.json -------------------------------------------------------------
@@ -161,3 +159,14 @@ def table(model: str, gpu: str, **options: float) -> str:
 
 def written(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+# -- The page --------------------------------------------------------------------------
+
+def markup() -> Markup:
+    """The calculator, for the tour's page."""
+    script = files("nanopaged.tour").joinpath("sizes.js").read_text("utf-8")
+    data = {name: value for name, value in DATA.items() if name != "config"}
+    return Markup('<div class="np-sizes"><script type="application/json">{}</script>'
+                  "</div>\n<script>\n{}</script>").format(
+                      htmlsafe_json_dumps(data, separators=(",", ":")), Markup(script))

@@ -51,6 +51,7 @@ CHAPTERS = [
     Chapter("gpu", "What a GPU adds", 9, 20),
     Chapter("results", "What does it buy?", 8, 14),
     Chapter("measure", "How is a server measured?", 14, 24),
+    Chapter("sizes", "How many GPUs?", 3, 6),
     Chapter("beyond", "What else makes it faster?", 10, 19),
     Chapter("today", "vLLM today", 9, 23),
     Chapter("build", "Break it, then build it"),

@@ -18,6 +18,7 @@ from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
 from nanopaged.tour import kv
+from nanopaged.tour import sizes as calculator
 from nanopaged.tour.guide import blockwise, figures, lab, paper
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
@@ -356,6 +357,18 @@ def gpu() -> Values:
 def measure() -> Values:
     """The table in the docstring of the detokenizer."""
     return {"table": str(detokenizer.__doc__).split("example:\n\n")[1].rstrip()}
+
+
+def sizes() -> Values:
+    """Computed steps, beside those that were measured. And the calculator."""
+    rows = {}
+    for seqs, row in paper.MEASURED["h100"]["steps"].items():
+        given = calculator.choose("Qwen3-0.6B", "H100", tokens_out=0,
+                                  tokens_in=row["keys"] / int(seqs))
+        known = calculator.evaluate(given, "fixed") | {"running": int(seqs)}
+        rows[seqs] = calculator.evaluate(known, "step")["step_ms"]
+    return {"rows": rows, "calculator": calculator.markup(),
+            "reached": calculator.DATA["defaults"]}
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
