@@ -1,7 +1,7 @@
 """How many GPUs? What a model, a GPU and a load ask of each other.
 
     >>> round(compute(choose("Llama-3-8B", "H100"))["room_tokens"])
-    426782
+    426788
 
 `sizes.json` has the inputs, each with its least and its largest value, and the
 formulas. These are evaluated here and, on the tour's page, in JavaScript: they may use
@@ -14,9 +14,6 @@ from bisect import bisect_left
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
-
-from jinja2.utils import htmlsafe_json_dumps
-from markupsafe import Markup
 
 Numbers: TypeAlias = dict[str, float]
 
@@ -159,14 +156,3 @@ def table(model: str, gpu: str, **options: float) -> str:
 
 def written(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-# -- The page --------------------------------------------------------------------------
-
-def markup() -> Markup:
-    """The calculator, for the tour's page."""
-    script = files("nanopaged.tour").joinpath("sizes.js").read_text("utf-8")
-    data = {name: value for name, value in DATA.items() if name != "config"}
-    return Markup('<div class="np-sizes"><script type="application/json">{}</script>'
-                  "</div>\n<script>\n{}</script>").format(
-                      htmlsafe_json_dumps(data, separators=(",", ":")), Markup(script))

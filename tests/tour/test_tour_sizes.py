@@ -7,9 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from helpers import ROOT
-from nanopaged.tour import sizes
+from nanopaged.tour import kv, sizes
 from nanopaged.tour.__main__ import main
 from nanopaged.tour.guide import paper
+from nanopaged.tour.page import calculator
 from test_tour_browser import open_page, write_page  # noqa: F401
 
 BANDWIDTH, RATE = 0.8 * 3.35e12, 0.5 * 989e12  # of an H100, as the page assumes
@@ -98,6 +99,19 @@ def test_figures_are_those_of_a_second_computation(name, seqs):
     expected = worked_out(MODELS[name], seqs)
     assert {figure: known[figure] for figure in expected} == pytest.approx(
         expected, rel=0.01)
+
+
+def test_the_chapters_compute_llama_as_the_calculator_does():
+    gpu = {"bytes_per_s": BANDWIDTH, "flops_per_s": RATE}
+    for seqs, kv_bits in ((1, 16), (64, 8), (400, 16)):
+        given = sizes.choose("Llama-3-8B", "H100", tokens_in=2048, tokens_out=0,
+                             kv_bits=kv_bits)
+        known = sizes.evaluate(given, "fixed")
+        known = sizes.evaluate(known | {"running": seqs}, "step")
+        assert kv.step_ms(gpu, seqs, 2048, kv_bits / 16) == pytest.approx(
+            known["step_ms"], rel=0.001)
+    assert sum(kv.prompt_ms(gpu, 2048)) == pytest.approx(known["prompt_ms"], rel=0.001)
+    assert kv.EXAMPLE["room"] == pytest.approx(known["room_tokens"], rel=0.001)
 
 
 def test_the_steps_of_an_h100_are_above_the_floor_by_what_the_page_tells():
@@ -223,7 +237,7 @@ def test_a_wrong_option_is_refused_in_a_sentence(options, said, capsys, monkeypa
 @pytest.fixture
 def browser(tmp_path, open_page):  # noqa: F811
     return open_page(write_page(tmp_path / "sizes.html", f'<div class="guide">'
-                                f"{sizes.markup()}</div>"), size=(375, 667))
+                                f"{calculator()}</div>"), size=(375, 667))
 
 
 @pytest.mark.browser

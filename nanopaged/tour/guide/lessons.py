@@ -17,12 +17,11 @@ from nanopaged.batch import Batch
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
-from nanopaged.tour import kv
+from nanopaged.tour import kv, page
 from nanopaged.tour import sizes as calculator
 from nanopaged.tour.guide import blockwise, figures, lab, paper
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.page import TEMPLATES
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
 
@@ -35,7 +34,7 @@ def opening() -> Values:
         run = watch(llm, "Three requests share a pool", [*STORY, "Nurse:\nO "], params)
     state = max(run.scheduled(), key=lambda each: len(each["blocks"]))
     step = 1 + run.scheduled().index(state)
-    picture = Html(TEMPLATES.get_template("picture.svg").render(
+    picture = Html(page.TEMPLATES.get_template("picture.svg").render(
         state=state, **run.header()))
     memory = paper.RESULTS["memory"]
     return locals()
@@ -213,7 +212,7 @@ def attention() -> Values:
     example = query_over_blocks()
     overhead, block_size = paper.OVERHEAD, 16
     num_blocks, last = len(example["blocks"]), example["blocks"][-1]
-    softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
+    softmax = Html(page.TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
     return locals()
@@ -367,7 +366,7 @@ def sizes() -> Values:
                                   tokens_in=row["keys"] / int(seqs))
         known = calculator.evaluate(given, "fixed") | {"running": int(seqs)}
         rows[seqs] = calculator.evaluate(known, "step")["step_ms"]
-    return {"rows": rows, "calculator": calculator.markup(),
+    return {"rows": rows, "calculator": page.calculator(),
             "reached": calculator.DATA["defaults"]}
 
 
@@ -395,7 +394,7 @@ def ranks() -> Values:
         config = llm.model_config
     table = run.scheduled()[1]["seqs"]["0.0"]["table"]
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
-    drawing = Html(TEMPLATES.get_template("ranks.svg").render(table=table))
+    drawing = Html(page.TEMPLATES.get_template("ranks.svg").render(table=table))
     large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
     element_bytes, mib = kv.ELEMENT_BYTES, 2**20
     tokens = 4096  # in each of many sequences
