@@ -4,13 +4,14 @@
     426788
 
 `sizes.json` has the inputs, each with its least and its largest value, and the
-formulas. These are evaluated here and, on the tour's page, in JavaScript: they may use
-what is above them, and `FUNCTIONS`.
+formulas. These are evaluated here and, on the tour's page, in JavaScript. They may use
+what is above them, and `FUNCTIONS`. Only those of "config" are Python's alone.
 """
 
 import json
 import math
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -81,63 +82,22 @@ def choose(model: str, gpu: str, **options: float) -> Numbers:
 # -- A model's config.json -------------------------------------------------------------
 
 def read_config(path: Path) -> Numbers:
-    """What a config.json says of a model, under the names of the inputs."""
+    """A model's inputs. What its config.json does not have as a number is zero."""
     try:
         config = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"model: {path} is not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"model: {path} must hold an object, got {config!r:.40}")
-    config = config.get("text_config", config)
-    fields: Numbers = {}
-    for name, keys in DATA["config"].items():
-        found = [config[key] for key in keys if config.get(key) is not None]
-        if found and not isinstance(found[0], (int, float)):
-            raise ValueError(f"model: {keys[0]} in {path} must be a number, got "
-                             f"{found[0]!r:.40}")
-        if found:
-            fields[name] = found[0]
-    for name in ("layers", "hidden", "heads", "vocab"):
-        if not fields.get(name):
-            raise ValueError(f"model: {path} must have {DATA['config'][name][0]}")
-    fields.setdefault("head_dim", fields["hidden"] // fields["heads"])
-    fields["shared_size"] = fields.get("shared_size") or (
-        config.get("n_shared_experts", 0) * fields.get("expert_size", 0))
-    return fields | layer_kinds(config, path)
-
-
-def layer_kinds(config: dict[str, Any], path: Path) -> Numbers:
-    """How many layers have a window, or a state, and how large a state is."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    is_windowed = window and config.get("use_sliding_window", True)
-    default = "sliding_attention" if is_windowed else "full_attention"
-    period = config.get("sliding_window_pattern")
-    if config.get("full_attention_interval"):
-        default, period = "linear_attention", config["full_attention_interval"]
-    kinds = config.get("layer_types") or [
-        "full_attention" if period and (layer + 1) % period == 0 else default
-        for layer in range(layers)]
+        config = config.get("text_config", config)
+        kinds = Counter(config.get("layer_types") or [])
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"model: {path} is no model's config.json: {error}") from error
     unknown = {*kinds} - {"full_attention", "sliding_attention", "linear_attention"}
     unknown |= {key for key in config if key.startswith("mamba_")}
     if unknown:
         raise ValueError(f"model: {path} has layers that are unknown here "
                          f"({min(unknown)}): give a named model")
-    fields = {"window_layers": kinds.count("sliding_attention"),
-              "state_layers": kinds.count("linear_attention")}
-    return fields | (state_sizes(config) if fields["state_layers"] else {})
-
-
-def state_sizes(config: dict[str, Any]) -> Numbers:
-    """Of a gated delta net: its state has four bytes a number, the inputs that its
-    convolution keeps have two.
-    """
-    heads, key_dim = config["linear_num_value_heads"], config["linear_key_head_dim"]
-    keys = config["linear_num_key_heads"] * key_dim
-    values = heads * config["linear_value_head_dim"]
-    mixed, kernel = 2 * keys + values, config["linear_conv_kernel_dim"]
-    projected = mixed + values + 2 * heads + values  # in, and out
-    return {"state_bytes": 4 * key_dim * values + 2 * mixed * (kernel - 1),
-            "state_weights": config["hidden_size"] * projected + mixed * kernel}
+    known = defaultdict(int, FUNCTIONS | {"use_sliding_window": True} | {
+        name: value for name, value in config.items()
+        if isinstance(value, (int, float))} | kinds)
+    return {name: eval(formula, {}, known) for name, formula in DATA["config"].items()}
 
 
 # -- The command -----------------------------------------------------------------------

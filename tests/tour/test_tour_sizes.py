@@ -9,7 +9,7 @@ import pytest
 from helpers import ROOT
 from nanopaged.tour import kv, sizes
 from nanopaged.tour.__main__ import main
-from nanopaged.tour.guide import paper
+from nanopaged.tour.guide import lessons, paper
 from nanopaged.tour.page import calculator
 from test_tour_browser import open_page, write_page  # noqa: F401
 
@@ -114,20 +114,28 @@ def test_the_chapters_compute_llama_as_the_calculator_does():
     assert kv.EXAMPLE["room"] == pytest.approx(known["room_tokens"], rel=0.001)
 
 
-def test_the_steps_of_an_h100_are_above_the_floor_by_what_the_page_tells():
-    """The bytes alone are the floor that was recorded with them."""
-    with open(ROOT / "tests/results/gpu-h100.json", encoding="utf-8") as file:
-        tasks = json.load(file)["parts"]["step"]["tasks"]
+def test_measured_steps_are_above_the_floor_by_what_the_page_tells():
+    """The bytes alone are the floor that was recorded with an H100's steps."""
+    parts = raw("gpu-h100")["parts"]
+    tasks = parts["step"]["tasks"]
+    share = tasks["limits"]["bytes_per_s"] / 3.35e12
     for seqs, row in paper.MEASURED["h100"]["steps"].items():
         recorded = tasks[f"step of {seqs}"]
-        assert row["keys"] == recorded["keys"]
-        given = sizes.choose(
-            "Qwen3-0.6B", "H100", tokens_in=row["keys"] / int(seqs), tokens_out=0,
-            bandwidth_share=tasks["limits"]["bytes_per_s"] / 3.35e12, flops_share=1)
-        known = sizes.evaluate(given, "fixed") | {"running": int(seqs)}
-        computed = sizes.evaluate(known, "step")["step_ms"]
-        assert computed == pytest.approx(recorded["floor_ms"], rel=0.01)
-        assert 1.3 < recorded["step_ms"] / computed < 4.5
+        assert (row["keys"], row["step_ms"]) == (recorded["keys"], recorded["step_ms"])
+        known = lessons.step_of(int(seqs), row["keys"], bandwidth_share=share,
+                                flops_share=1)
+        assert known["step_ms"] == pytest.approx(recorded["floor_ms"], rel=0.01)
+    decode = raw("cpu-decode")["decode"]["nanopaged"]
+    for seqs, row in paper.MEASURED["cpu"]["steps"].items():
+        rate = decode[f"decode, batch {seqs}"]["median"]
+        assert row["step_ms"] == pytest.approx(1000 * int(seqs) / rate, rel=0.001)
+    told = {row[:2]: row[3] / row[2] for row in lessons.sizes()["rows"]}
+    assert len(told) == 8 and min(told.values()) > 1.2 and max(told.values()) < 4.5
+
+
+def raw(name):
+    path = ROOT / "tests" / "results" / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def test_a_copy_runs_as_many_chats_as_the_load_needs():
@@ -193,8 +201,9 @@ def test_a_config_says_what_the_named_model_has(name, tmp_path):
 
 
 @pytest.mark.parametrize("change, said", [
-    ({"vocab_size": None}, "must have vocab_size"),
-    ({"hidden_size": "large"}, "hidden_size in .* must be a number, got 'large'"),
+    ({"vocab_size": None}, "vocab_size.* must be a whole number from 1 to .*, got 0"),
+    ({"hidden_size": "large"}, "hidden_size.* must be a whole number from 1 to"),
+    ({"layer_types": 3}, "is no model's config.json"),
     ({"layer_types": ["mamba"] * 24}, "unknown here \\(mamba\\): give a named model"),
     ({"num_experts_per_tok": 99}, "num_experts_per_tok.* from 0 to 32, got 99")])
 def test_a_wrong_config_is_refused_in_a_sentence(change, said, tmp_path):
@@ -218,7 +227,7 @@ def test_the_command_prints_each_figure_with_its_formula(capsys):
 @pytest.mark.parametrize("options, said", [
     ("--gpu V100", "--gpu must be one of L4, A100, H100, H200, B200, got 'V100'"),
     ("--model none", "--model must be a config.json, or one of Qwen3-0.6B"),
-    ("--model pyproject.toml", "--model: pyproject.toml is not JSON"),
+    ("--model pyproject.toml", "--model: pyproject.toml is no model's config.json"),
     ("--gpus two", "argument --gpus: invalid float value: 'two'"),
     ("--gpus 1.5", "--gpus (GPUs a copy) must be a whole number from 1 to 1,024, got"),
     ("--kv-bits 0", "--kv-bits (bits of a number in K and V) must be a number from 1"),

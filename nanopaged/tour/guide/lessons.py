@@ -359,15 +359,30 @@ def measure() -> Values:
 
 
 def sizes() -> Values:
-    """Computed steps, beside those that were measured. And the calculator."""
-    rows = {}
-    for seqs, row in paper.MEASURED["h100"]["steps"].items():
-        given = calculator.choose("Qwen3-0.6B", "H100", tokens_out=0,
-                                  tokens_in=row["keys"] / int(seqs))
-        known = calculator.evaluate(given, "fixed") | {"running": int(seqs)}
-        rows[seqs] = calculator.evaluate(known, "step")["step_ms"]
+    """Computed steps and prompts, beside those that were measured. A CPU's rates were
+    measured, too; of an H100's, we assume what the calculator does.
+    """
+    rows = []
+    for machine in ("h100", "cpu"):
+        measured = paper.MEASURED[machine]
+        rates = {} if machine == "h100" else {
+            "bandwidth_tb": measured["bytes_per_s"] / 1e12, "bandwidth_share": 1,
+            "tflops": measured["flops_per_s"] / 1e12, "flops_share": 1}
+        for seqs, row in measured["steps"].items():
+            known = step_of(int(seqs), row["keys"], **rates)
+            rows.append((machine, seqs, known["step_ms"], row["step_ms"]))
+        prompt_ms = 2 * 1000 * 128 * known["per_token"] / known["rate"]
+        rows.append((machine, "", prompt_ms, 1000 * 128 / measured["prompts_per_s"]))
     return {"rows": rows, "calculator": page.calculator(),
             "reached": calculator.DATA["defaults"]}
+
+
+def step_of(seqs: int, keys: int, **rates: float) -> dict[str, float]:
+    """A step of Qwen3-0.6B, for so many sequences with so many keys in all."""
+    given = calculator.choose("Qwen3-0.6B", "H100", tokens_in=keys / seqs, tokens_out=0,
+                              **rates)
+    known = calculator.evaluate(given, "fixed") | {"running": seqs}
+    return calculator.evaluate(known, "step")
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
