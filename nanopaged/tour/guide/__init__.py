@@ -48,6 +48,7 @@ CHAPTERS = [
     Chapter("gpu", "What a GPU adds"),
     Chapter("results", "What does it buy?"),
     Chapter("measure", "How is a server measured?"),
+    Chapter("sizes", "How many GPUs?"),
     Chapter("beyond", "What else makes it faster?"),
     Chapter("today", "vLLM today"),
     Chapter("oncall", "It is three in the morning"),

@@ -17,11 +17,11 @@ from nanopaged.batch import Batch
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
-from nanopaged.tour import kv
+from nanopaged.tour import kv, page
+from nanopaged.tour import sizes as calculator
 from nanopaged.tour.guide import blockwise, figures, lab, paper
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.page import TEMPLATES
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
 SYSTEM = "You are a citizen of Verona, and you speak in verse.\n\n"
@@ -36,7 +36,7 @@ def opening() -> Values:
         run = watch(llm, "Three requests share a pool", [*STORY, "Nurse:\nO "], params)
     state = max(run.scheduled(), key=lambda each: len(each["blocks"]))
     step = 1 + run.scheduled().index(state)
-    picture = Html(TEMPLATES.get_template("picture.svg").render(
+    picture = Html(page.TEMPLATES.get_template("picture.svg").render(
         state=state, **run.header()))
     memory = paper.RESULTS["memory"]
     return locals()
@@ -214,7 +214,7 @@ def attention() -> Values:
     example = query_over_blocks()
     overhead, block_size = paper.OVERHEAD, 16
     num_blocks, last = len(example["blocks"]), example["blocks"][-1]
-    softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
+    softmax = Html(page.TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
     return locals()
@@ -352,6 +352,33 @@ def oncall() -> Values:
     return locals()
 
 
+def sizes() -> Values:
+    """Computed steps and prompts, beside those that were measured. A CPU's rates were
+    measured, too; of an H100's, we assume what the calculator does.
+    """
+    rows = []
+    for machine in ("h100", "cpu"):
+        measured = paper.MEASURED[machine]
+        rates = {} if machine == "h100" else {
+            "bandwidth_tb": measured["bytes_per_s"] / 1e12, "bandwidth_share": 1,
+            "tflops": measured["flops_per_s"] / 1e12, "flops_share": 1}
+        for seqs, row in measured["steps"].items():
+            known = step_of(int(seqs), row["keys"], **rates)
+            rows.append((machine, seqs, known["step_ms"], row["step_ms"]))
+        prompt_ms = 2 * 1000 * 128 * known["per_token"] / known["rate"]
+        rows.append((machine, "", prompt_ms, 1000 * 128 / measured["prompts_per_s"]))
+    return {"rows": rows, "calculator": page.calculator(),
+            "reached": calculator.DATA["defaults"]}
+
+
+def step_of(seqs: int, keys: int, **rates: float) -> dict[str, float]:
+    """A step of Qwen3-0.6B, for so many sequences with so many keys in all."""
+    given = calculator.choose("Qwen3-0.6B", "H100", tokens_in=keys / seqs, tokens_out=0,
+                              **rates)
+    known = calculator.evaluate(given, "fixed") | {"running": seqs}
+    return calculator.evaluate(known, "step")
+
+
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -376,7 +403,7 @@ def ranks() -> Values:
         config = llm.model_config
     table = run.scheduled()[1]["seqs"]["0.0"]["table"]
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
-    drawing = Html(TEMPLATES.get_template("ranks.svg").render(table=table))
+    drawing = Html(page.TEMPLATES.get_template("ranks.svg").render(table=table))
     large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
     element_bytes, mib = kv.ELEMENT_BYTES, 2**20
     tokens = 4096  # in each of many sequences
