@@ -19,7 +19,7 @@ from nanopaged.batch import Work
 from nanopaged.sequence import Sequence
 from nanopaged.tour import guide
 from nanopaged.tour.__main__ import main
-from nanopaged.tour.guide import blockwise, figures, lab, lessons
+from nanopaged.tour.guide import blockwise, figures, lab, lessons, storm
 from nanopaged.tour.guide.markdown import Html, render
 from nanopaged.tour.recorder import unpack
 from test_tour_browser import check_all_players, open_page  # noqa: F401
@@ -66,6 +66,20 @@ def test_blockwise_attention_is_the_plain_formula():
     blocks[3, :, 2:] = np.nan  # what is after the last key is not read
     np.testing.assert_allclose(blockwise.attend(query, blocks, [4, 1, 3], 10),
                                weights @ values / weights.sum())
+
+
+# -- The storm -------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_storm_is_the_same_twice_loses_nothing_and_breaks_goodput():
+    calm, bend, *_, worst = runs = [storm.serve(rate) for rate in storm.RATES]
+    assert storm.serve(storm.RATES[-1]) == worst
+    assert all(run["answers"] == calm["answers"] for run in runs)
+    assert [len(tokens) for tokens in calm["answers"].values()] == [16] * storm.COUNT
+    assert calm["preemptions"] == calm["again"] == 0 < bend["preemptions"]
+    assert worst["again"] > bend["again"] > 0 and worst["waiting"] > bend["waiting"]
+    assert worst["in_time"] < bend["in_time"] / 2 and worst["tokens"] < bend["tokens"]
 
 
 # -- The text --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
 from nanopaged.tour import kv, page
 from nanopaged.tour import sizes as calculator
-from nanopaged.tour.guide import blockwise, figures, lab, paper
+from nanopaged.tour.guide import blockwise, figures, lab, paper, storm
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
 
@@ -349,6 +349,19 @@ def oncall() -> Values:
         outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
     spoilt = [output.num_cached_tokens for output in outputs]
     waits, torch_version = schedule()["waits"], torch.__version__.partition("+")[0]
+    runs = {str(rate): storm.serve(rate) for rate in storm.RATES}
+    rate, max_num_seqs = 0.5, 5
+    calmer, stormy = storm.serve(rate, max_num_seqs), runs[str(rate)]
+    names = {"tokens": "all tokens", "in_time": "tokens in time",
+             "again": "computed again", "waiting": "waiting requests"}
+    picture = figures.lines(
+        "A preemption storm.",
+        {label: {at: run[name] for at, run in runs.items()}
+         for name, label in names.items()},
+        f"{storm.COUNT} requests in a pool for {storm.SLOTS} tokens, each with "
+        f"{storm.TOKENS_IN} tokens in and {storm.TOKENS_OUT} out. In time is a request "
+        f"whose first token takes at most {storm.FIRST} steps, and each other one "
+        f"{storm.GAP} on average.", "requests that come in a step", y_label="per step")
     return locals()
 
 
