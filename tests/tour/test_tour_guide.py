@@ -245,6 +245,6 @@ def test_in_a_browser_all_players_step_by_keys(path, open_page):  # noqa: F811
         browser.run(f"location.hash = '{chapter.name}'; for (let i = 0; i < 3; i += 1)"
                     "  await new Promise(requestAnimationFrame)")
         assert browser.text(".progress b") == chapter.title
-    for size in ((1280, 720), (420, 844)):
+    for size in ((1280, 720), (375, 812)):
         browser.resize(size)
         assert len(check_all_players(browser)) == 8

@@ -329,7 +329,6 @@ def full() -> Values:
 def results() -> Values:
     return paper.RESULTS | {
         "limit": paper.LIMIT, "context": 8192, "chat": paper.HALF_ANSWERED,
-        "running": paper.running(paper.RESULTS["running"]),
         "latency": paper.latency(paper.RESULTS["latency"])}
 
 
