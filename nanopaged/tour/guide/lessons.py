@@ -147,7 +147,7 @@ def blocks() -> Values:
         size = llm.config.block_size
     other_sizes = others(
         {f"blocks of {n}": {"block_size": n, "num_blocks": 64 // n}
-         for n in (1, 2, 16)}, *requests)
+         for n in (1, 16)}, *requests)
     tables = [state["seqs"]["0.0"]["table"] for state in run.scheduled()]
     is_longer = [len(table) > len(tables[0]) for table in tables]
     step = 1 + is_longer.index(True)
@@ -277,7 +277,6 @@ def prefix() -> Values:
     large = 16
     large_hits = [output.num_cached_tokens
                   for output in without["blocks of 16"].outputs]
-    gains = paper.PREFIX_GAINS
     chain = list(looked_up(run))
     return locals()
 
@@ -318,11 +317,9 @@ def full() -> Values:
     ways = {f"swap, {pool} blocks": swap["run"]} | others(sizes, LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
-    # What it costs to bring a sequence of OPT-13B back.
+    # What it costs to bring a sequence back.
     even, tokens = paper.EVEN, 256
-    recompute_s = 2 * kv.PARAMETERS * tokens / kv.RATE
     bus = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
-    swap_s = 2 * tokens * kv.MODELS["OPT-13B"].bytes_per_token / bus
     return locals()
 
 
@@ -418,6 +415,4 @@ def ranks() -> Values:
     drawing = Html(page.TEMPLATES.get_template("ranks.svg").render(table=table))
     large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
     element_bytes, mib = kv.ELEMENT_BYTES, 2**20
-    tokens = 4096  # in each of many sequences
-    table_bytes = 8 * kv.DEFAULTS.max_num_seqs * tokens // kv.DEFAULTS.block_size
     return locals()
