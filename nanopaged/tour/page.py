@@ -8,8 +8,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
+from nanopaged.tour import sizes
 from nanopaged.tour.kinds import KINDS, explain
 
 TEMPLATES = Environment(
@@ -26,6 +28,15 @@ def page(template: str, **values: object) -> str:
     found = TEMPLATES.get_or_select_template(template)
     text = found.render(kinds=kinds, **values, **assets)
     return text.encode("ascii", "xmlcharrefreplace").decode()
+
+
+def calculator() -> Markup:
+    """The form that `sizes.js` fills, with the formulas."""
+    script = files("nanopaged.tour").joinpath("sizes.js").read_text("utf-8")
+    data = {name: value for name, value in sizes.DATA.items() if name != "config"}
+    return Markup('<div class="np-sizes"><script type="application/json">{}</script>'
+                  "</div>\n<script>\n{}</script>").format(
+                      htmlsafe_json_dumps(data, separators=(",", ":")), Markup(script))
 
 
 def check_writable(path: str | Path) -> None:

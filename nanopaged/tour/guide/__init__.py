@@ -6,6 +6,7 @@ both, and put it among the `CHAPTERS`.
 """
 
 import platform
+import re
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -25,37 +26,36 @@ TEXTS = files("nanopaged.tour.guide")
 
 class Chapter(NamedTuple):
     """A part of the page. `name` is that of its text, and of its lesson if it has one.
-
-    Minutes are as quick learners read, and as slow ones did. For text that has been
-    added since, they grow with its words. 0: homework, or to look things up.
     """
 
     name: str
     title: str
-    quick: int = 0
-    slow: int = 0
+    is_timed: bool = True  # or else homework, or to look things up
 
 
 CHAPTERS = [
-    Chapter("loop", "What is the loop?", 7, 15),
-    Chapter("cache", "Why cache K and V?", 5, 13),
-    Chapter("batch", "Why a batch?", 8, 17),
-    Chapter("blocks", "Why blocks?", 12, 20),
-    Chapter("schedule", "Who runs?", 12, 19),
-    Chapter("full", "What if the pool is full?", 8, 13),
-    Chapter("prefix", "Who shares a prompt?", 11, 19),
-    Chapter("fork", "Who shares an answer?", 11, 16),
-    Chapter("step", "What is one step?", 12, 20),
-    Chapter("attention", "How is attention paged?", 12, 23),
-    Chapter("ranks", "Several GPUs?", 9, 18),
-    Chapter("gpu", "What a GPU adds", 9, 20),
-    Chapter("results", "What does it buy?", 8, 14),
-    Chapter("measure", "How is a server measured?", 14, 24),
-    Chapter("beyond", "What else makes it faster?", 10, 19),
-    Chapter("today", "vLLM today", 9, 23),
-    Chapter("build", "Break it, then build it"),
-    Chapter("glossary", "Glossary"),
+    Chapter("loop", "What is the loop?"),
+    Chapter("cache", "Why cache K and V?"),
+    Chapter("batch", "Why a batch?"),
+    Chapter("blocks", "Why blocks?"),
+    Chapter("schedule", "Who runs?"),
+    Chapter("full", "What if the pool is full?"),
+    Chapter("prefix", "Who shares a prompt?"),
+    Chapter("fork", "Who shares an answer?"),
+    Chapter("step", "What is one step?"),
+    Chapter("attention", "How is attention paged?"),
+    Chapter("ranks", "Several GPUs?"),
+    Chapter("gpu", "What a GPU adds"),
+    Chapter("results", "What does it buy?"),
+    Chapter("measure", "How is a server measured?"),
+    Chapter("sizes", "How many GPUs?"),
+    Chapter("beyond", "What else makes it faster?"),
+    Chapter("today", "vLLM today"),
+    Chapter("oncall", "It is three in the morning"),
+    Chapter("build", "Break it, then build it", is_timed=False),
+    Chapter("glossary", "Glossary", is_timed=False),
 ]
+WORDS_PER_MINUTE = 130  # of slow readers, in a text that is new to them
 Progress = Callable[[int, int, str], None]
 
 
@@ -78,11 +78,19 @@ def make_page(progress: Progress) -> str:
         progress(number, len(CHAPTERS), chapter.title)
         values: Values = getattr(lessons, chapter.name, dict)()
         text = render(read_chapter(chapter.name), paper.MEASURED | kv.EXAMPLE | values)
-        sections.append({"chapter": chapter, "html": text})
-    opening = render(read_chapter("opening"), lessons.opening())
+        sections.append({"chapter": chapter, "html": text,
+                         "minutes": chapter.is_timed and minutes(text)})
+    opening = render(read_chapter("opening"), lessons.opening() | {"parts": sections})
     style = TEXTS.joinpath("guide.css").read_text(encoding="utf-8") + figures.style()
     return page("tour.html", guide_css=Html(style), opening=opening, sections=sections,
                 platform=platform)
+
+
+def minutes(text: Html) -> int:
+    """How long slow readers take, with all questions and runs."""
+    seen = re.sub("(?s)<(script|svg)[ >].*?</\\1>|<[^>]+>", " ", text)
+    stops = text.count("Check yourself") + 3 * text.count('class="np-player"')
+    return round(len(seen.split()) / WORDS_PER_MINUTE + stops)
 
 
 def read_chapter(name: str) -> str:

@@ -10,19 +10,21 @@ from typing import Any
 
 import torch
 
-from nanopaged import LLM, BeamSearchParams, SamplingParams
+from nanopaged import LLM, SamplingParams
 from nanopaged.attention import Metadata
 from nanopaged.batch import Batch
 from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
-from nanopaged.tour import kv
-from nanopaged.tour.guide import blockwise, figures, lab, paper
+from nanopaged.tour import kv, page
+from nanopaged.tour import sizes as calculator
+from nanopaged.tour.guide import blockwise, figures, lab, paper, storm
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
-from nanopaged.tour.page import TEMPLATES
 
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
+SYSTEM = "You are a citizen of Verona, and you speak in verse.\n\n"
+NAMES = ["ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n"]
 
 
 def opening() -> Values:
@@ -33,7 +35,7 @@ def opening() -> Values:
         run = watch(llm, "Three requests share a pool", [*STORY, "Nurse:\nO "], params)
     state = max(run.scheduled(), key=lambda each: len(each["blocks"]))
     step = 1 + run.scheduled().index(state)
-    picture = Html(TEMPLATES.get_template("picture.svg").render(
+    picture = Html(page.TEMPLATES.get_template("picture.svg").render(
         state=state, **run.header()))
     memory = paper.RESULTS["memory"]
     return locals()
@@ -143,7 +145,7 @@ def blocks() -> Values:
         size = llm.config.block_size
     other_sizes = others(
         {f"blocks of {n}": {"block_size": n, "num_blocks": 64 // n}
-         for n in (1, 2, 16)}, *requests)
+         for n in (1, 16)}, *requests)
     tables = [state["seqs"]["0.0"]["table"] for state in run.scheduled()]
     is_longer = [len(table) > len(tables[0]) for table in tables]
     step = 1 + is_longer.index(True)
@@ -210,7 +212,7 @@ def attention() -> Values:
     example = query_over_blocks()
     overhead, block_size = paper.OVERHEAD, 16
     num_blocks, last = len(example["blocks"]), example["blocks"][-1]
-    softmax = Html(TEMPLATES.get_template("softmax.html").render(example=example))
+    softmax = Html(page.TEMPLATES.get_template("softmax.html").render(example=example))
     difference = abs(expected - given).max()
     assert difference < 1e-4, "the engine's attention is not the paper's formula"
     return locals()
@@ -262,8 +264,7 @@ def absent(run: Run, request: int) -> list[int]:
 
 
 def prefix() -> Values:
-    system = "You are a citizen of Verona, and you speak in verse.\n\n"
-    prompts = [system + name for name in ("ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n")]
+    prompts = [SYSTEM + name for name in NAMES]
     with engine(num_blocks=60) as llm:
         run = watch(llm, "Three prompts that begin alike", prompts, greedy(5))
     without = others({"without the cache": {"enable_prefix_caching": False},
@@ -274,7 +275,6 @@ def prefix() -> Values:
     large = 16
     large_hits = [output.num_cached_tokens
                   for output in without["blocks of 16"].outputs]
-    gains = paper.PREFIX_GAINS
     chain = list(looked_up(run))
     return locals()
 
@@ -301,19 +301,6 @@ def fork() -> Values:
                         SamplingParams(n=3, temperature=0.9, max_tokens=8, seed=4))
     copies = samples.batches[1].moves
     prompt_tokens = len(samples.outputs[0].prompt_token_ids)
-    return locals() | beam_search()
-
-
-def beam_search() -> Values:
-    with engine(num_blocks=20) as llm:
-        params = SamplingParams(
-            temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-        [greedily] = llm.generate(lab.SPEECH[:22], params, use_tqdm=False)
-        [found] = llm.generate(
-            lab.SPEECH[:22], BeamSearchParams(3, max_tokens=8, ignore_eos=True),
-            use_tqdm=False)
-    most_likely, best = greedily.outputs[0], found.outputs[0]
-    sharing = paper.RESULTS["sharing"]
     return locals()
 
 
@@ -328,32 +315,75 @@ def full() -> Values:
     ways = {f"swap, {pool} blocks": swap["run"]} | others(sizes, LOVERS, greedy(16))
     for preemption in (recompute, swap):
         assert answers(preemption["run"].outputs) == answers(alone)
-    # What it costs to bring a sequence of OPT-13B back.
-    default_size, tokens, layers = kv.DEFAULTS.block_size, 256, 40
-    num_bytes = tokens * kv.MODELS["OPT-13B"].bytes_per_token
-    recompute_s = 2 * kv.PARAMETERS * tokens / kv.RATE
+    # What it costs to bring a sequence back.
+    even, tokens = paper.EVEN, 256
     bus = 32e9  # bytes/s: PCIe 4.0 with 16 lanes
-    swap_s = 2 * num_bytes / bus
-    most_copies = 2 * 2 * layers * tokens  # out and in, K and V, blocks of one token
-    even = paper.EVEN
     return locals()
 
 
 def results() -> Values:
     return paper.RESULTS | {
         "limit": paper.LIMIT, "context": 8192, "chat": paper.HALF_ANSWERED,
-        "running": paper.running(paper.RESULTS["running"]),
         "latency": paper.latency(paper.RESULTS["latency"])}
 
 
 def gpu() -> Values:
-    samples = step()["second"].sample_entries
-    return {"pending": [-1 - number for number in range(len(samples))]}
+    return {"pending": [-1 - n for n in range(len(step()["second"].sample_entries))]}
 
 
 def measure() -> Values:
     """The table in the docstring of the detokenizer."""
     return {"table": str(detokenizer.__doc__).split("example:\n\n")[1].rstrip()}
+
+
+def oncall() -> Values:
+    """What some symptoms look like in this engine."""
+    prompts = [f"{number} {SYSTEM}{name}" for number, name in enumerate(NAMES)]
+    with engine(num_blocks=60) as llm:
+        outputs = llm.generate(prompts, greedy(5), use_tqdm=False)
+    spoilt = [output.num_cached_tokens for output in outputs]
+    waits, torch_version = schedule()["waits"], torch.__version__.partition("+")[0]
+    runs = {str(rate): storm.serve(rate) for rate in storm.RATES}
+    rate, max_num_seqs = 0.5, 5
+    calmer, stormy = storm.serve(rate, max_num_seqs), runs[str(rate)]
+    names = {"tokens": "all tokens", "in_time": "tokens in time",
+             "again": "computed again", "waiting": "waiting requests"}
+    picture = figures.lines(
+        "A preemption storm.",
+        {label: {at: run[name] for at, run in runs.items()}
+         for name, label in names.items()},
+        f"{storm.COUNT} requests in a pool for {storm.SLOTS} tokens, each with "
+        f"{storm.TOKENS_IN} tokens in and {storm.TOKENS_OUT} out. In time is a request "
+        f"whose first token takes at most {storm.FIRST} steps, and each other one "
+        f"{storm.GAP} on average.", "requests that come in a step", y_label="per step")
+    return locals()
+
+
+def sizes() -> Values:
+    """Computed steps and prompts, beside those that were measured. A CPU's rates were
+    measured, too; of an H100's, we assume what the calculator does.
+    """
+    rows = []
+    for machine in ("h100", "cpu"):
+        measured = paper.MEASURED[machine]
+        rates = {} if machine == "h100" else {
+            "bandwidth_tb": measured["bytes_per_s"] / 1e12, "bandwidth_share": 1,
+            "tflops": measured["flops_per_s"] / 1e12, "flops_share": 1}
+        for seqs, row in measured["steps"].items():
+            known = step_of(int(seqs), row["keys"], **rates)
+            rows.append((machine, seqs, known["step_ms"], row["step_ms"]))
+        prompt_ms = 2 * 1000 * 128 * known["per_token"] / known["rate"]
+        rows.append((machine, "", prompt_ms, 1000 * 128 / measured["prompts_per_s"]))
+    return {"rows": rows, "calculator": page.calculator(),
+            "reached": calculator.DATA["defaults"]}
+
+
+def step_of(seqs: int, keys: int, **rates: float) -> dict[str, float]:
+    """A step of Qwen3-0.6B, for so many sequences with so many keys in all."""
+    given = calculator.choose("Qwen3-0.6B", "H100", tokens_in=keys / seqs, tokens_out=0,
+                              **rates)
+    known = calculator.evaluate(given, "fixed") | {"running": seqs}
+    return calculator.evaluate(known, "step")
 
 
 def answers(outputs: list[RequestOutput]) -> list[list[int]]:
@@ -380,9 +410,7 @@ def ranks() -> Values:
         config = llm.model_config
     table = run.scheduled()[1]["seqs"]["0.0"]["table"]
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
-    drawing = Html(TEMPLATES.get_template("ranks.svg").render(table=table))
+    drawing = Html(page.TEMPLATES.get_template("ranks.svg").render(table=table))
     large, width, large_batch = kv.MODELS["Llama-3-70B"], 8192, 64
     element_bytes, mib = kv.ELEMENT_BYTES, 2**20
-    tokens = 4096  # in each of many sequences
-    table_bytes = 8 * kv.DEFAULTS.max_num_seqs * tokens // kv.DEFAULTS.block_size
     return locals()

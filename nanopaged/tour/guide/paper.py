@@ -24,7 +24,6 @@ EVEN = "16 to 64"  # tokens in a block: section 7.3 finds recompute and swap eve
 OVERHEAD = "20 to 26"  # Figure 18a: percent, of the kernel that follows block tables
 MEAN_LENGTHS = (161.31, 337.99)  # Figure 11, ShareGPT: tokens in, tokens out
 HALF_ANSWERED = MEAN_LENGTHS[0] + MEAN_LENGTHS[1] / 2  # tokens of a mean chat
-PREFIX_GAINS = {80: 1.67, 341: 3.58}  # Figure 16: over Orca (oracle), by tokens
 
 
 def use_of_memory(rows: Rows, seconds: float = SECONDS) -> Figure:
