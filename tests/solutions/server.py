@@ -80,19 +80,23 @@ class Engine:
         self.work.set()
 
     def run(self):
-        failure = None
+        failures = [None]
         while self.work.wait():
             self.work.clear()
-            while self.llm.has_unfinished_requests():
+            while self.llm.has_unfinished_requests() and not self.loop.is_closed():
                 try:
-                    self.loop.call_soon_threadsafe(self.give, self.llm.step(), failure)
-                except Exception as error:  # the next step reports what this one ended
-                    failure = error
+                    self.loop.call_soon_threadsafe(self.give, self.llm.step(), failures)
+                    failures = [None]
+                except Exception as error:  # a later step reports what this one ended
+                    failures.append(error)
 
-    def give(self, outputs, failure):
-        for output in outputs:
+    def give(self, outputs, failures):
+        """Requests with errors of their own come last, in the order of these errors. If
+        a step has failed, its error is that of all others it has ended.
+        """
+        for output in reversed(outputs):
             if answers := self.owners.get(output.request_id):
-                answers.take(output, failure)
+                answers.take(output, failures)
 
 
 class Answers:
@@ -107,9 +111,10 @@ class Answers:
         self.said = {}  # by index: how many characters and tokens of it are told
         self.failure = None
 
-    def take(self, output, failure=None):
+    def take(self, output, failures):
         self.outputs[self.numbers[output.request_id]] = output
         if any(choice.finish_reason == "abort" for choice in output.outputs):
+            failure = failures.pop() if failures[2:] else failures[-1]
             status = 400 if isinstance(failure, ValueError) else 500
             self.failure = HTTPException(status, f"a step has failed: {failure!r}")
             logging.getLogger("nanopaged").error("%s", self.failure, exc_info=failure)
@@ -168,9 +173,8 @@ class Answers:
         entries = {}
         for token, logprob in row.items():
             _, data = token_bytes(ref(self.llm.get_tokenizer()), token, False)
-            if not logprob.logprob <= 0.1:  # JSON has no NaN and no infinity
-                raise HTTPException(500, f"the model's logits are wrong: {logprob}")
             entries[token] = {"token": data.decode(errors="backslashreplace"),
+                              # JSON has no infinity.
                               "logprob": max(logprob.logprob, -9999.0),
                               "bytes": list(data)}
         return entries
@@ -229,11 +233,12 @@ async def refuse(request, error):
 
 
 def make_app(llm, name, origins=()):
-    # A full collection pauses everything. The engine leaves it almost nothing to do.
-    gc.set_threshold(700, 10, 1000)
+    # A full collection pauses everything: spare it what was there before any request.
+    gc.freeze()
     app = FastAPI(exception_handlers=dict.fromkeys(ERRORS, refuse))
-    app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"],
-                       allow_headers=["*"])
+    if origins:
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"],
+                           allow_headers=["*"])
     # Grammars leave most threads to others.
     compiling = asyncio.Semaphore(2)
     reader, engine, longest = Reader(llm), Engine(llm), llm.engine.max_model_len
@@ -315,7 +320,8 @@ def make_app(llm, name, origins=()):
                 each.cancel()
         if answers.failure:
             raise answers.failure
-        return wrap(answers, answers.parts(answers.choices(), key), key, True)
+        # FastAPI would take long to look through thousands of choices.
+        return JSONResponse(wrap(answers, answers.parts(answers.choices(), key), key))
 
     async def chunks(answers, key, options):
         """Events with what is new in the choices that have changed."""
@@ -326,13 +332,13 @@ def make_app(llm, name, origins=()):
         except HTTPException as error:
             yield event(error_body(error.detail, error.status_code))
         if options and options.get("include_usage"):
-            yield event(wrap(answers, [], key, True))
+            yield event(wrap(answers, [], key))
         yield "data: [DONE]\n\n"
 
     def event(content):
         return f"data: {json.dumps(content, allow_nan=False)}\n\n"
 
-    def wrap(answers, parts, key, has_usage):
+    def wrap(answers, parts, key, has_usage=True):
         usage = {"usage": answers.usage()} if has_usage else {}
         return {"id": answers.id, "object": OBJECTS[key], "model": name,
                 "created": answers.created, "choices": parts} | usage

@@ -78,9 +78,8 @@ class Text(Strict, extra="forbid"):
             return isinstance(value, str) or is_ids
 
         prompts = [self.prompt] if is_prompt(self.prompt) else self.prompt
-        is_list = isinstance(prompts, list) and prompts
-        check(is_list and all(map(is_prompt, prompts)), "prompt",
-              "a string, a list of token ids, or a list of these", self.prompt)
+        check(isinstance(prompts, list) and prompts and all(map(is_prompt, prompts)),
+              "prompt", "a string, token ids, or a list of either", self.prompt)
         adds = self.add_special_tokens is not False
         return [tokenizer_of(llm)(prompt, add_special_tokens=adds).input_ids
                 if isinstance(prompt, str) else prompt for prompt in prompts]

@@ -3,12 +3,14 @@
     python server.py [the file of another server, with its make_app(llm, name)]
 """
 
+import asyncio
 import gc
 import importlib.util
 import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,17 +20,21 @@ import urllib.parse
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import count as count_up
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import openai
 import torch
 import uvicorn
 import xgrammar
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import nanopaged
 from nanopaged import LLM, SamplingParams
 from nanopaged.sequence import Logprob
 
@@ -273,6 +279,14 @@ FEATURES = [
      lambda a, _: a.usage.prompt_tokens_details.cached_tokens >= 48),
     ({"stream": True, "stream_options": {"include_usage": True}},
      lambda a, _: a[-1].choices == [] and a[-1].usage.completion_tokens == 24),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}},
+     lambda a, _: [c.usage.total_tokens - c.usage.prompt_tokens for c in a][-1] == 24
+     and all(c.usage and c.choices for c in a)),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": False}},
+     lambda a, _: not any(c.usage for c in a)),
+    ({"messages": user("Who?"), "stream": True, "stream_options": {
+        "continuous_usage_stats": True, "include_usage": True}},
+     lambda a, _: all(c.usage for c in a) and a[-1].choices == []),
     ({"extra_body": {"top_k": 1, "min_p": 0.1, "ignore_eos": True}, "temperature": 1,
       "seed": 3},
      lambda a, text: text_of(a) == text),
@@ -364,6 +378,12 @@ def check_calls_in_texts():
         assert (found, len(calls)) == (content, count), (text, found, calls)
         assert all(json.loads(each["function"]["arguments"]) == {"a": '}"<'}
                    for each in calls)
+    for arguments, count in (('{"a": "東京"}', 1), ('{"a":"Gr\\u00fc\u00dfe"}', 1),
+                             ('{"a": [1e3, 1.0]}', 1), ('{"a": NaN}', 0)):
+        text = f'{{"name": "say", "arguments": {arguments}}}'
+        content, calls = Calls(["say"]).read(text, True)
+        assert len(calls) == count and content == (text if not calls else "")
+        assert all(call["function"]["arguments"] == arguments for call in calls)
     assert Calls(["say"], thinks=True).read(f"{tag}</think>{tag}", True)[0] == (
         f"{tag}</think>")
 
@@ -496,6 +516,8 @@ WRONG_CHATS = [
     (message(role="assistant", tool_calls=[
         {"function": {"name": "a", "arguments": "5"}}]), "arguments"),
     ({"messages": [{"role": "user", "content": "long " * 5000}]},),
+    ({"chat_template_kwargs": {"chat_template": TEMPLATE}},),
+    ({"chat_template_kwargs": {"chat_template": None}},), ({"chat_template": "A"},),
     ({"logprobs": 5},), ({"top_logprobs": 2}, "logprobs"),
     ({"top_logprobs": -1, "logprobs": True},), ({"add_special_tokens": True},),
     ({"top_logprobs": 21, "logprobs": True},),
@@ -630,6 +652,132 @@ def check_no_token_left(client):
     assert text_of([*beside])
 
 
+def check_histories(llm, client):
+    """Many templates write calls only where there is no content: null, which newer
+    versions of transformers leave out. An empty list of calls is none.
+    """
+    tokenizer = llm.get_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if not m.content and m.content != '' %}"
+        "{{ m.tool_calls[0].function.arguments }}{% else %}{{ m.content }}{% endif %}"
+        "{% if m.tool_calls is defined %}!{% endif %}{% endfor %}")
+    called = CALL["function"]["arguments"]
+    try:
+        for fields, text in (
+                ({"content": None, "tool_calls": [CALL]}, f"A{called}!"),
+                ({"tool_calls": [CALL]}, f"A{called}!"),
+                ({"content": "", "tool_calls": [CALL]}, "A!"),
+                ({"content": "B", "tool_calls": []}, "AB"),
+                ({"content": "B", "tool_calls": None}, "AB")):
+            messages = [*user("A"), {"role": "assistant"} | fields]
+            body = json.dumps({"messages": messages}).encode()
+            status, said = post(client, "/tokenize", body)
+            assert status == 200, said
+            found = llm.tokenizer.decode(json.loads(said)["tokens"])
+            assert found == text, (fields, found)
+    finally:
+        tokenizer.chat_template = TEMPLATE
+
+
+@contextmanager
+def edited(tensor=None, row=0, value=0.0, **generation):
+    """The bundled model with another row in one of its tensors, and with other values
+    in generation_config.json.
+    """
+    with TemporaryDirectory() as folder:
+        shutil.copytree(Path(nanopaged.__file__).parent / "shakespeare", folder,
+                        dirs_exist_ok=True)
+        weights, settings = (Path(folder, name) for name in (
+            "model.safetensors", "generation_config.json"))
+        config = Path(folder, "config.json")
+        config.write_text(config.read_text().replace(
+            '"tie_word_embeddings": true', '"tie_word_embeddings": false'))
+        tensors = load_file(weights)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        if tensor:
+            tensors[tensor][row] = value
+        save_file(tensors, weights, metadata={"format": "pt"})
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | generation))
+        with LLM(folder, dtype="float32", device="cpu", num_blocks=100) as llm:
+            llm.tokenizer.chat_template = TEMPLATE
+            with serve(llm) as client:
+                yield client
+
+
+def check_useless_models():
+    """A model whose own logits are NaN or inf is a 500 that says so, and no JSON."""
+    ways = [(path, body | more | {"stream": stream}) for stream in (False, True)
+            for path, body, *mores in (
+                ("completions", {"prompt": "A"}, {}, {"logprobs": 2, "n": 2}),
+                ("chat/completions", {"messages": user("A")}, {"temperature": 0},
+                 {"logprobs": True, "top_logprobs": 2})) for more in mores]
+    for edit in (("model.norm.weight", 3, math.nan), ("lm_head.weight", 9, math.nan),
+                 ("lm_head.weight", slice(None), math.inf)):
+        with edited(*edit) as client:
+            for path, body in ways:
+                status, said = post(client, path, json.dumps(body).encode())
+                assert status == (200 if body["stream"] else 500), (edit, body, said)
+                assert "server_error" in said and "model's own logits" in said, said
+                assert "NaN," not in said and "Infinity" not in said, said
+
+
+def check_who_is_to_blame():
+    """Of requests that fail in the same step, each has its own error. A NaN in the
+    embedding of a token spoils only the prompts that have it.
+    """
+    bans = dict.fromkeys(range(512), -math.inf)
+    bodies = {500: {"prompt": [[7]]}, 200: {"prompt": [[8]], "max_tokens": 40},
+              400: {"prompt": [[8]], "logit_bias": bans}}
+    with edited("model.embed_tokens.weight", 7, math.nan) as client, (
+            ThreadPoolExecutor(48)) as pool:
+        bodies[200]["logit_bias"] = {7: -math.inf}
+        expected = [500, 200, 400, 400, 500, 400] * 8
+        found = [*pool.map(lambda status: post(
+            client, "completions", json.dumps(bodies[status]).encode())[0], expected)]
+        assert found == expected, found
+
+
+def check_the_model_s_own_length():
+    with edited(max_new_tokens=5) as client:
+        for more, count in (({}, 5), ({"max_tokens": 3}, 3), ({"max_tokens": 9}, 9)):
+            body = {"ignore_eos": True, "model": NAME} | more
+            for path, asked in (("completions", {"prompt": "A"}),
+                                ("chat/completions", {"messages": user("A")})):
+                _, said = post(client, path, json.dumps(body | asked).encode())
+                assert json.loads(said)["usage"]["completion_tokens"] == count, said
+
+
+def check_many_prompts(llm, client):
+    """Others get answers all the while. The last prompt is too long, so none runs."""
+    body = json.dumps({"prompt": [[5]] * 20000 + [[5] * 5000]}).encode()
+    add, seen = llm.add_request, []
+    counted = count_up()
+    llm.add_request = lambda *arguments: next(counted) and None or add(*arguments)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, client, "completions", body)
+        while not asked.done():
+            assert post(client, "/health", None)[0] == 200
+            seen.append(int(repr(counted)[6:-1]))
+    del llm.add_request
+    status, said = asked.result()
+    assert status == 400 and "prompt[20000]" in said, said
+    assert len({*seen} - {0, 20001}) > 20, seen
+
+
+def check_closed_loop():
+    """Nobody steps for clients whose event loop has closed, or fails in vain."""
+    with LLM(dtype="float32", device="cpu", num_blocks=100) as llm:
+        engine = load_server().Engine(llm)
+        engine.loop = asyncio.new_event_loop()
+        engine.loop.close()
+        llm.add_request("A")
+        before, closed = llm.stats().steps, threading.Event()
+        is_closed, engine.loop = engine.loop.is_closed, SimpleNamespace(
+            is_closed=lambda: closed.set() or is_closed())
+        engine.work.set()
+        assert closed.wait(60) and llm.stats().steps == before
+
+
 def check_other_paths(llm, client):
     root = str(client.base_url).removesuffix("v1/")
     with urllib.request.urlopen(root + "metrics") as answer:
@@ -757,6 +905,10 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     check_spaces_of_tokens()
     check_calls_in_texts()
+    check_useless_models()
+    check_who_is_to_blame()
+    check_the_model_s_own_length()
+    check_closed_loop()
     with LLM(dtype="float32", device="cpu", num_blocks=400) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         with noted_compilers() as made, serve(engine) as openai_client:
@@ -769,6 +921,8 @@ if __name__ == "__main__":
             check_json(engine, openai_client)
             check_grammars(made)
             check_errors(openai_client)
+            check_histories(engine, openai_client)
+            check_many_prompts(engine, openai_client)
             check_other_paths(engine, openai_client)
             check_no_token_left(openai_client)
             check_failed_step(engine, openai_client)
