@@ -28,4 +28,4 @@ change no_pdl gpu/attention.py 's/= gpu.major >= 9/= False/'
 change no_pdl fused.py 's/enable_pdl": True/enable_pdl": False/'
 # Inductor does not split a long sum over two kernels.
 change no_split fused.py 's/enable_pdl": True/&, "split_reductions": False/'
-change two_stages gpu/attention.py 's/num_warps=num_warps,/& num_stages=2,/'
+change two_stages gpu/attention.py 's/num_warps=8 if rows > 64 else 4,/& num_stages=2,/'
