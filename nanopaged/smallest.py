@@ -335,8 +335,7 @@ if __name__ == "__main__":
 #     fused.py            what is between matrix products becomes few GPU kernels
 #     sampler.py          tokens are drawn at random
 #     logits.py           penalties and log-probabilities
-#     config.py           options of the engine, and parameters of a request
-#     stats.py            what the engine counts
+#     config.py           options of the engine, parameters of a request, counters
 #     checks.py           errors that name what is wrong
 #     ranks.py            several GPUs compute one model
 #     gpu/                kernels for GPUs, and steps that are recorded and repeated

@@ -293,11 +293,12 @@ def recorded_step(llm, size):
 def sampling(runner, logits, params):
     """What samples from these logits, after prompts of 600 tokens."""
     group = SequenceGroup([0] * 600, SamplingParams(**params), set(), 1000)
-    n = len(logits)
+    n, row = len(logits), [0.5, *group.params.draw_numbers]
     batch = Batch(ends=[600] * n, sample_entries=[*range(n)],
-                  receivers=group.sequences * n, draws=[0.5, *group.params.numbers] * n)
+                  receivers=group.sequences * n, draws=row * n)
     draws = to_device(batch.draws, DEVICE, torch.float64).view(-1, 8).T
-    return partial(sampler.sample, batch, runner.last_tokens, runner.ops, logits, draws)
+    return partial(
+        sampler.sample, batch, runner.token_counts, runner.ops, logits, draws)
 
 
 def time_waits(waits):

@@ -73,7 +73,7 @@ def take_over(llm: LLM, output: RequestOutput, group: SequenceGroup, kv: Tensor)
         for block_id, block in zip(block_ids, kv, strict=True):
             runner._block(block_id).copy_(block)
         leader, *others = group.live
-        manager.replace_blocks(leader, block_ids, group.num_prompt_tokens)
+        manager.hold(leader, block_ids, group.num_prompt_tokens)
         for seq in others:
             manager.fork(leader, seq)
     llm._submit([request], llm._outbox)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import torch
 
-from nanopaged import LLM, SamplingParams, model_runner, sampler
+from nanopaged import LLM, SamplingParams, sampler
+from nanopaged.batch import Batch, Draws
 
 VOCAB, LENGTH, NUM_DRAWS = 5, 4, 128 * 64
 CONFIG = {
@@ -129,14 +130,13 @@ def forget_the_draft(judge):
 
 def draw_once(judge):
     """One random number decides about the guess, and draws the token after it."""
-    made = model_runner.draw_table
+    add_sample = Batch.add_sample
 
-    def draw_table(batch):
-        table = made(batch)
-        table[5] = table[0]
-        return table
+    def add(batch, receiver):
+        add_sample(batch, receiver)
+        batch.acceptances[-1] = batch.draws[-len(Draws._fields)]
 
-    model_runner.draw_table = draw_table
+    Batch.add_sample = add
     return judge
 
 
@@ -147,11 +147,11 @@ def check_draws(folder):
     values = [p_value(draw(llm, {}), exact),
               p_value(draw(llm, limits), exact_probs(plain, limits))]
     assert min(values) > 0.001, values
-    judge, draw_table, wrong = sampler.judge, model_runner.draw_table, []
+    judge, add_sample, wrong = sampler.judge, Batch.add_sample, []
     for sabotage in (trust_all, forget_the_draft, draw_once):
         sampler.judge = sabotage(judge)
         wrong.append(p_value(draw(llm, {}), exact))
-    sampler.judge, model_runner.draw_table = judge, draw_table
+    sampler.judge, Batch.add_sample = judge, add_sample
     assert max(wrong) < 1e-6, f"this test would not notice mistakes: {wrong}"
     return values, wrong
 

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from nanopaged import LLM, SamplingParams
-from nanopaged.attention import Metadata, locate, slot_mapping
+from nanopaged.attention import Scoring
+from nanopaged.batch import Batch
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
@@ -64,7 +65,8 @@ def check_error(backend_name):
     """
     generator = torch.Generator().manual_seed(3)
     with engine(attention_backend=backend_name) as llm:
-        backend, cache = llm.engine.runner.backend, llm.engine.runner.kv_caches[0]
+        runner = llm.engine.runner
+        backend, cache = runner.backend, runner.kv_caches[0]
     kv_heads, heads, dim = backend.num_kv_heads, 4, backend.head_dim
     tables = torch.randperm(63, generator=generator)[:60].view(3, 20)
     sizes = torch.rand(3, 80, 2 * kv_heads, 1, generator=generator) * 2
@@ -73,20 +75,17 @@ def check_error(backend_name):
     for counts, ends in [(LENGTHS, LENGTHS)] + [
             ([1, 1, 1], [length + i for length in LENGTHS]) for i in range(1, 6)]:
         q = torch.randn(sum(counts), heads, dim, generator=generator)
-        counts, ends = np.array(counts), np.array(ends)
         # The part of each table that its sequence has filled, one after another.
-        table = np.concatenate([own[: -(-end // backend.block_size)]
-                                for own, end in zip(tables.numpy(), ends, strict=True)])
-        at = locate(counts, ends, backend.block_size)
-        positions, slots = at.positions, slot_mapping(table, at, backend.block_size)
+        table = torch.cat([own[: -(-end // backend.block_size)]
+                           for own, end in zip(tables, ends, strict=True)])
+        metadata = runner.prepare(Batch(
+            token_ids=[0] * sum(counts), counts=counts, ends=ends, block_ids=table,
+            sample_entries=[0]))
         new = torch.cat([own[end - count : end]
                          for own, count, end in zip(kv, counts, ends, strict=True)])
-        backend.store(*new.chunk(2, 1), cache, torch.from_numpy(slots))
-        step = [np.zeros_like(positions), positions, slots, backend.plan(counts, ends),
-                table, np.cumsum(counts) - 1]
-        out = backend.attend(
-            q, cache, Metadata(counts, ends, *map(torch.from_numpy, step)), dim**-0.5)
-        owners = np.repeat(range(3), counts)
+        backend.store(*new.chunk(2, 1), cache, metadata.slots)
+        out = backend.attend(q, cache, metadata, Scoring(dim**-0.5))
+        owners, positions = metadata.entries, metadata.positions
         for i, (owner, position) in enumerate(zip(owners, positions, strict=True)):
             k, v = kv[owner, : position + 1].permute(1, 0, 2).chunk(2)
             exact, bound = exact_attention(q[i], k, v)
