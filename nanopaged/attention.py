@@ -62,8 +62,8 @@ def spread(counts: Ints) -> tuple[Ints, Ints]:
 
 
 class Metadata:
-    """A step as the model sees it. All fields are arrays at first. In place of INPUTS,
-    `ModelRunner.prepare` then puts tensors on the device.
+    """A step as the model sees it. All fields are arrays at first. Then
+    `ModelRunner.prepare` replaces those in INPUTS with tensors on the device.
     """
 
     def __init__(self, batch: Batch, backend: "TorchAttention") -> None:
@@ -84,7 +84,8 @@ class Metadata:
         self.slots: Any = block_ids * backend.block_size + offset
         # [num_samples]: the token that each sample follows
         self.last_indices: Any = np.cumsum(self.counts)[batch.sample_entries] - 1
-        # [8, num_samples], the rows of `Draws`. Their bits are copied, as integers.
+        # A row for each field of `Draws`, and a column for each sample. All inputs
+        # travel as integers, so the bits of these floats are taken as integers, too.
         draws = np.zeros((len(batch.sample_entries), len(Draws._fields)))
         draws.flat[: len(batch.draws)] = batch.draws
         self.draws: Any = draws.T.view(np.int64)
@@ -165,7 +166,7 @@ class TorchAttention:
     def mask(self, q: Tensor, num_keys: int, window: int | None, sinks: Tensor | None
              ) -> Tensor:
         """What is added to the scores: 0 where a query sees a key, and -inf elsewhere.
-        The last query sees the last key. A sink's K is zero: the mask brings its score.
+        The last query sees the last key. A sink's K is zero: the mask adds its score.
 
         q: [num_heads, num_queries, head_dim] -> [num_queries, num_keys], or with sinks
         [num_heads, num_queries, num_keys + 1]

@@ -9,7 +9,8 @@ import xxhash
 from nanopaged.block_manager import Moves
 from nanopaged.sequence import Sequence
 
-RESOLUTION = 2.0**-32  # of random numbers: what is less likely may never be drawn
+# The spacing of random numbers: a token that is less likely may never be drawn.
+RESOLUTION = 2.0**-32
 # What is sampled instead of a token if nothing can be chosen, and why.
 MODEL_FAILED, REQUEST_FAILED = -1, -2
 
@@ -65,8 +66,8 @@ class Batch:
     # For each entry, the blocks of all positions from 0 to its end.
     block_ids: Any = field(default_factory=lambda: array("q"))
     sample_entries: list[int] = field(default_factory=list)  # the entry of each sample
-    # Copies of blocks to make before the model runs, one after another: for swaps and
-    # for copy-on-write. A later one may overwrite what an earlier one has read.
+    # Copies of blocks to make before the model runs, for swaps and copy-on-write. The
+    # order matters: a later copy may overwrite what an earlier one has read.
     moves: Moves = field(default_factory=list)
     # Only rank 0 knows the rest.
     seqs: list[Sequence] = field(default_factory=list)  # the sequence of each entry
@@ -76,8 +77,8 @@ class Batch:
     def add_entry(self, seq: Sequence, end: int, block_ids: "array[int]") -> None:
         """Compute those tokens of `seq` that are not computed yet, up to `end`."""
         start = seq.num_computed_tokens
-        # Known tokens, or else the pending token of a decode: the step that runs on the
-        # GPU samples it, and its stand-in is a negative number.
+        # The tokens of a chunk are known. That of a decode may be pending: then the
+        # slice is empty, and `pending` has just its stand-in, a negative number.
         self.token_ids += seq.token_ids[start:end] or seq.pending
         self.counts.append(end - start)
         self.ends.append(end)
@@ -85,7 +86,11 @@ class Batch:
         self.seqs.append(seq)
 
     def add_sample(self, receiver: Sequence) -> None:
-        """Sample a token for this sequence from the logits after the last entry."""
+        """Sample a token for this sequence from the logits after the last entry.
+
+        The random number is a hash of the seed, the sequence's index and the token's
+        position. So it depends neither on the batch nor on earlier draws.
+        """
         group = receiver.group
         name = f"{group.seed} {receiver.index} {self.ends[-1]}".encode()
         self.draws.append(RESOLUTION * (xxhash.xxh3_64_intdigest(name) >> 32))
@@ -100,13 +105,15 @@ class Batch:
 # On a GPU, the next step is scheduled and launched before the tokens of this one are
 # read, so the GPU has work while Python reads them. A token that is not known yet has a
 # stand-in: -1 - j is sample j of the step that runs. The GPU replaces it with the token
-# (`fill_pending`). No token changes by that, but four things follow:
+# (`fill_pending`). This changes no token, but some things follow:
 #
 #   - a group whose next step needs its last token in Python waits for it
 #     (`SequenceGroup.needs_last_token`)
-#   - the next step may have an entry for a sequence that has ended meanwhile. Its new
-#     token is ignored. Its K and V do no harm: the block is freed only now, so its next
-#     owner comes in a later step, and writes each slot before reading it
+#   - the step already launched may have an entry for a sequence that turns out to have
+#     ended. Its sample is ignored. Its K and V do no harm: the blocks are freed after
+#     that step was launched. So the GPU runs the steps of their next owners later, and
+#     these write each slot before they read it
 #   - if all sequences wait for tokens to be read, the batch is empty
-#   - after the last request has ended, one launched step is left. It is read with the
-#     next request, and its tokens are ignored
+#   - after the last request has ended, one launched step is left in `Engine.launched`.
+#     The next request's first step reads it, and its tokens are ignored
+#   - log-probabilities are read at once, so a step that reports some does wait

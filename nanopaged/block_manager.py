@@ -64,8 +64,8 @@ class BlockManager:
 
     def hold(self, seq: Sequence, block_ids: list[int], num_tokens: int,
              states: States = NO_STATES) -> None:
-        """Give a sequence without blocks these, which hold the K and V of its first
-        `num_tokens` tokens; `states` belong to these tokens, too.
+        """Give these blocks to a sequence that has none. They hold the K and V of its
+        first `num_tokens` tokens, and `states` are those after these tokens.
         """
         for block_id in block_ids:
             self.free_blocks.pop(block_id, None)  # a cached block may be free
@@ -104,18 +104,19 @@ class BlockManager:
 
         A sequence must not write into a block that others hold. So it gets a copy, and
         `moves` tells the step to make it. The last holder of a block writes in place.
-        Only the first block that a sequence writes next can be shared: a fork shares
-        blocks with computed tokens, and no later ones.
+        Of the blocks that a sequence writes from now on, only the first can be shared,
+        because `fork` shares no block without a computed token.
         """
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those: no copies.
             return True
-        # For example, two siblings share a half-full block. Each must own the block
-        # that it writes next, so they need 2. They hold 1 already, so they take 1. In
-        # general: count what each needs from the block that it writes next, and
-        # subtract what the group holds there, because no other group holds that.
+        # From the block that it writes next, each sequence must own all its blocks:
+        # count them. The group holds some of them already, perhaps shared. Each of
+        # these stays with one of its holders, so subtract them. For example, two
+        # siblings that share a half-full block need 2, hold 1, and take 1. Blocks that
+        # other groups hold, too, are full, and lie before these.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -140,12 +141,13 @@ class BlockManager:
         """Count all tokens before position `end` as computed, and publish the blocks
         that are now full.
 
-        So a request that is admitted later in this step finds blocks whose K and V have
-        not been written yet. That is safe, because in every layer the step stores all
-        new K and V before it reads any, and a GPU runs steps in the order in which they
-        are launched. If a step fails, the whole prefix cache is forgotten.
+        They count before they are computed. So a request that is admitted later in this
+        step finds blocks whose K and V have not been written yet. That is safe, because
+        in every layer the step stores all new K and V before it reads any, and a GPU
+        runs steps in the order in which they are launched. If a step fails, the whole
+        prefix cache is forgotten.
         """
-        # The model reads the states that it filled in the last step, and fills the {}.
+        # The step reads the states that the last one has filled, and fills a new dict.
         seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)
@@ -162,14 +164,17 @@ class BlockManager:
     def swap(self, seqs: list[Sequence], target: FreeList) -> Moves:
         """Move the blocks of these sequences to CPU memory, or back: `target` has the
         free blocks there. If they are too few, this returns no moves and changes
-        nothing. A block that several sequences share moves once. The prefix cache does
-        not know what the new blocks hold. So after a move back, the next
-        `mark_computed` publishes them again.
+        nothing. A block that several sequences share moves once.
+
+        The way of a swap: `Scheduler._preempt` asks for it, the moves go into the
+        batch, and `ModelRunner.run` copies. `Scheduler._admit` brings the blocks back.
+        The prefix cache does not know what they hold then, so the next `mark_computed`
+        publishes them again.
         """
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):
             return []
-        # `hold` counts the holders, so the blocks are taken without one.
+        # `hold` counts the holders, below.
         moved = {block_id: self._take(target, ref_count=0) for block_id in held}
         for seq in seqs:
             table, states = [moved[each] for each in seq.block_table], seq.states

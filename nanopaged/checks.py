@@ -15,12 +15,12 @@ def check(is_right: bool, name: str, expected: object, value: object,
 
 
 def bounded(default: Any = MISSING, low: float = 0, high: float = 2**63 - 1) -> Any:
-    """A number of a `Checked` class; without this, it may be from 0 to 2**63 - 1."""
+    """A number with bounds. All other numbers may be from 0 to 2**63 - 1."""
     return field(default=default, metadata={"bounds": (low, high)})
 
 
 def plain(value: Any) -> Any:
-    """Make numbers of NumPy and torch Python's own, in lists and dicts, too."""
+    """Turn numbers of NumPy and torch into Python's, in lists and dicts, too."""
     if isinstance(value, dict):
         return {plain(key): plain(each) for key, each in value.items()}
     if isinstance(value, list):  # fast for many token ids

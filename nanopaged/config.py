@@ -136,18 +136,20 @@ class EngineConfig(Checked):
         bfloat16 (or float32); instead of bfloat16, a GPU before Ampere takes float16.
     device: "auto" is "cuda" if there is a GPU.
     block_size: how many tokens a block holds.
-    num_blocks: None means as many as can be in use at once and fit into the GPU's
-        `gpu_memory_utilization`, or on a CPU into 4 GiB, and into half of the memory
-        that the process can still allocate.
+    num_blocks: None means enough for max_num_seqs sequences of full length, if they
+        fit. The limit is `gpu_memory_utilization` on a GPU. On a CPU it is 4 GiB, or
+        half of the memory that is still free if that is less.
     max_model_len: the length of the longest sequence, with its prompt. None means what
         the model allows. The pool's size is a limit, too. So is the sliding window of
-        the few families whose modules do not tell our attention of it.
+        the few families whose modules do not pass it to our attention.
     max_num_seqs: how many sequences may run at the same time. If they have states,
         there must be memory for all of these.
-    max_num_batched_tokens: how many tokens one step may compute. Running answers wait
-        for the chunks of prompts in their step, so this limits how long. None means
-        8192 on a GPU, and 256 on a CPU.
-    gpu_memory_utilization: how much of the GPU's memory may be in use, by anyone.
+    max_num_batched_tokens: how many tokens one step may compute. The next token of an
+        answer waits for the chunks of prompts in its step, so this limits the wait.
+        None means 8192 on a GPU. On a CPU it means 256, or 2048 while no answer is
+        running and all prompts are from `generate` and the like.
+    gpu_memory_utilization: the share of the GPU's memory that may be in use, by all
+        processes together.
     swap_space: GiB of CPU memory for blocks, if `preemption_mode` is "swap".
     enable_prefix_caching: let requests that begin alike share blocks. Families whose
         sequences have states (Qwen3.5, Mamba) do without: a shared beginning has no
@@ -192,5 +194,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. On a CPU, it is always set."""
+        """How many tokens one step may compute. On a CPU, the start has set it."""
         return self.max_num_batched_tokens or 8192

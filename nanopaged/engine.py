@@ -42,7 +42,7 @@ class Engine:
         may_cache = config.enable_prefix_caching and not runner.state_bytes
         self.block_manager = BlockManager(
             runner.num_blocks, config.block_size, may_cache, runner.num_swap_blocks)
-        self.scheduler = Scheduler(config, self.block_manager)
+        self.scheduler = Scheduler(config, self.block_manager, runner.most_tokens)
         # The steps whose tokens are still to be read.
         self.launched: list[tuple[Batch, SamplerOutput]] = []
         self.steps_ahead = 1 if runner.is_gpu else 0
@@ -51,8 +51,8 @@ class Engine:
     def step(self) -> Changed:
         """The whole engine: who runs, one forward pass, what came out of it.
 
-        Returns the engine's own dict of requests that have changed. The caller clears
-        it after it has passed them on, so that an interrupt loses nothing.
+        Returns the engine's own dict of requests that have changed. The caller empties
+        it once it has passed them on. If Ctrl-C comes in between, they are still there.
 
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous
@@ -74,6 +74,7 @@ class Engine:
         """
         manager, n, most = self.block_manager, group.params.n, self.config.max_num_seqs
         check(n <= most, "n (or beam_width)", f"at most max_num_seqs={most}", n)
+        # The full blocks of the prompt once, and all others n times.
         needed = manager.max_blocks(group.num_prompt_tokens, [group.max_len] * n)
         check(needed <= manager.num_blocks, "num_blocks", f"at least {needed} for this "
               "request (raise it, or lower max_tokens, n or beam_width)",
@@ -108,8 +109,8 @@ class Engine:
         return self.scheduler.changed
 
     def reset_if_idle(self) -> Changed:
-        """End aborted requests. Then reset, unless other requests are left. This is for
-        new weights, for example: what the prefix cache holds is no longer true.
+        """End aborted requests. Then reset, if no request is left. Call this for new
+        weights, for example: the prefix cache has K and V of the old ones.
         """
         self.scheduler.end_aborted()
         return self.scheduler.changed if self.num_unfinished else self.reset()

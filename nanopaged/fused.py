@@ -1,7 +1,7 @@
 """The operations between the matrix products, compiled into few kernels on GPUs.
 
 Each of them would cost several kernel launches and passes over memory. So on a GPU,
-torch.compile makes as few kernels as possible of each function. They take weights as
+torch.compile makes each function into as few kernels as possible. Weights are
 arguments, so that all layers share the compiled code.
 """
 
@@ -22,7 +22,7 @@ class Ops(NamedTuple):
     (`cpu/norms.py`). `loading/start_up.py` chooses.
     """
 
-    # CUDA graphs record these (`gpu/graphs.py`).
+    # CUDA graphs record these five (`gpu/graphs.py`).
     add_norm: Op
     norm_rotate: Op
     silu_mul: Op
@@ -39,8 +39,8 @@ RECORDED = Ops._fields[:5]
 @cache  # all engines share the compiled code
 def compiled(function: Op, uses_pdl: bool) -> Op:
     # Programmatic dependent launch (PDL): from Hopper on, a kernel may start while the
-    # one before it ends, and only waits for its results where it reads them. Each such
-    # kernel takes half a second to set up, so only those in CUDA graphs use it.
+    # one before it still runs, and waits where it reads its results. Each such kernel
+    # takes half a second to set up, so only those in CUDA graphs use it.
     pdl = uses_pdl and function.__name__ in RECORDED
     return torch.compile(function, dynamic=True, options={"triton.enable_pdl": pdl})
 

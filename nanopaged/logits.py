@@ -30,7 +30,7 @@ def to_device(numbers: Any, device: torch.device, dtype: Any = torch.int64) -> T
 def process(logits: Tensor, batch: Batch, draws: Tensor, counts: "TokenCounts",
             ops: Ops) -> Tensor:
     """The logits as the requests change them: first by their logits processors, then by
-    biases and bans, then by penalties. If nothing changes them, these are the same.
+    biases and bans, then by penalties. If nothing changes them, it is the same tensor.
 
     logits: [num_samples, vocab_size]; draws: `Metadata.draws`
     """
@@ -70,7 +70,7 @@ def call_processors(seq: Sequence, row: Tensor) -> None:
         is_right = isinstance(new, Tensor) and new.is_floating_point()
         check(is_right and new.shape == row.shape, "what logits_processors return",
               f"{[*row.shape]} logits", new)
-        # If each token is forced, none is.
+        # +inf for every token forces none of them. As NaN, the row ends the request.
         row.copy_(new.masked_fill(new.amin() == torch.inf, torch.nan))
     except Exception as error:  # only this request ends: see `Scheduler.update`
         seq.group.errors = [error]
@@ -100,7 +100,8 @@ class TokenCounts:
             self.counted.move_to_end(key)
         unused, vocab_size = len(self.table) - 1, self.table.shape[1]
         found = [unused] * len(seqs)
-        # At least two, because torch.compile treats none or one as cases of their own.
+        # At least two, because torch.compile treats none or one as cases of their own:
+        # count token 0 in the unused row.
         starts, ids = [unused * vocab_size] * 2, [0, 0]
         for i, (key, seq) in enumerate(zip(keys, seqs, strict=True)):
             if not seq.group.params.has_penalties:
@@ -109,7 +110,7 @@ class TokenCounts:
                 self.counted[key] = self._begin(seq.group.prompt_token_ids)
             row, start = self.counted[key]
             found[i] = row
-            # The last pending token is the one to be sampled now.
+            # The last pending token is the one to be sampled now. It does not count.
             new = seq.token_ids[start:] + seq.pending[:-1]
             starts += [row * vocab_size] * len(new)
             ids += new

@@ -37,7 +37,8 @@ class Linear(nn.Linear):
 
 def window_of(config: Any, layer: int) -> int | None:
     """How many keys a query of this layer sees; None: all of them."""
-    # Configs of these two families do not list the types of their layers.
+    # Configs of these two families do not list the types of their layers. For some
+    # models of Mistral, sliding_window is None.
     types = {"llama": "full_attention", "mistral": "sliding_attention"}
     layer_type = types.get(config.model_type) or config.layer_types[layer]
     return config.sliding_window if layer_type == "sliding_attention" else None
@@ -71,6 +72,7 @@ class Attention(nn.Module):
         """x: [num_tokens, hidden_size]; kv_cache and metadata: see `attention.py`."""
         num_kv_heads = self.backend.num_kv_heads
         qkv = self.qkv_proj(x).view(len(x), -1, self.backend.head_dim)
+        # The last num_kv_heads heads are V's, and the ones before them K's.
         qk, v = qkv.tensor_split([-num_kv_heads], dim=1)
         weights: list[Tensor] = [norm.weight for norm in self.norms]
         qk = self.ops.norm_rotate(qk, weights, num_kv_heads, self.eps, *rotation)
@@ -135,7 +137,7 @@ class CausalLM(nn.Module):
             for layer in range(config.num_hidden_layers))
         self.model.norm = nn.RMSNorm(size, config.rms_norm_eps)
         # Cosines and sines of the angles at each position, [num_positions, 1, head_dim]
-        # each. Of the weight, only its dtype and device count.
+        # each. Only the weight's dtype and device matter here.
         positions = torch.arange(config.longest_sequence)[:, None]
         self.rotations = LlamaRotaryEmbedding(config.hf_config)(
             self.model.norm.weight, positions)

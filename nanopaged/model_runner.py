@@ -1,8 +1,8 @@
 """One step on the device: the pool of K and V, the inputs, the forward pass.
 
 The scheduler knows tokens and block ids. The runner turns its `Batch` into one forward
-pass over one flat batch of tokens. From one step to the next it keeps two things: the
-contents of the pool, and the tokens that the last step sampled.
+pass over one flat batch of tokens. From one step to the next it keeps the contents of
+the pool, the tokens that the last step sampled, and what penalties have counted.
 
     execute    give the batch to all ranks, then `run` it
     run        move blocks, `compute` the logits, sample
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from nanopaged.attention import INPUTS, Metadata, TorchAttention, cdiv
-from nanopaged.batch import Batch
+from nanopaged.batch import Batch, Draws
 from nanopaged.config import EngineConfig
 from nanopaged.logits import TokenCounts
 from nanopaged.logprobs import score_prompts
@@ -35,15 +35,16 @@ class ModelRunner:
     """A rank's share of the model and of the pool.
 
     longest_sequence: how many tokens a sequence may have, if the pool is large enough.
-    settings: torch's, while it computes (`loading/settings.py`).
+    most_tokens: how many tokens the largest step has.
+    settings: a context manager with torch's settings while the runner computes.
     """
 
     def __init__(self, config: EngineConfig, ranks: Ranks, backend: TorchAttention,
-                 model: Any, model_config: Any,
+                 model: Any, model_config: Any, most_tokens: int,
                  settings: Callable[[], AbstractContextManager[None]]) -> None:
         self.config, self.ranks = config, ranks
         self.backend, self.ops, self.model = backend, backend.ops, model
-        self.settings = settings
+        self.settings, self.most_tokens = settings, most_tokens
         self.num_layers = model_config.num_hidden_layers
         self.vocab_size = model_config.vocab_size
         self.longest_sequence = model_config.longest_sequence
@@ -51,12 +52,13 @@ class ModelRunner:
         self.is_gpu = self.device.type == "cuda"
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
-        # Room for INPUTS. A token has an id, a position, a slot and at most 6 numbers
-        # of a plan. If it is sampled, it has an index and 8 numbers for `Draws`. That
-        # makes 18. The block tables come on top, perhaps in a plan, too, and so does
-        # the rest of a plan. For graphs, a step is padded with max_num_seqs tokens.
-        num_tokens = config.budget + config.max_num_seqs
-        num_inputs = 18 * num_tokens + 2 * self.most_blocks + 2**16
+        # Room for INPUTS. Each token needs an id, a position, a slot and at most 6
+        # numbers of a plan. Each sample needs an index and its `Draws`. Block tables
+        # may be there twice, because `FlashAttention` plans with them. 2^16 is for the
+        # rest of a plan. For graphs, a step is padded with max_num_seqs tokens.
+        num_tokens = most_tokens + config.max_num_seqs
+        num_inputs = (10 + len(Draws._fields)) * num_tokens + 2 * self.most_blocks
+        num_inputs += 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.token_counts = TokenCounts(
@@ -72,10 +74,10 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # One more block on the device is for padding. No move ever names it: there, the
-        # same number means the first block in CPU memory.
+        # One extra block on the device is for padding. In a move, its number means the
+        # first block in CPU memory.
         self.padding_block = num_blocks
-        # Not in inference mode, so that other programs may write into the pools.
+        # Not in inference mode, so that other code may write into the pools.
         with self.settings(), torch.inference_mode(False):
             self.kv_caches = self._make_pool(num_blocks + 1, self.device)
             self.swapped_kv = self._make_pool(num_swap_blocks, torch.device("cpu"))
@@ -86,7 +88,9 @@ class ModelRunner:
         return torch.empty(*shape, dtype=self.dtype, device=device)
 
     def execute(self, batch: Batch) -> SamplerOutput:
-        """Run a step on all ranks. On a GPU, this only launches it."""
+        """Run a step on all ranks. On a GPU this launches it, and waits for nothing but
+        log-probabilities.
+        """
         self.ranks.send(batch)
         return self.run(batch)
 

@@ -45,7 +45,7 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
     table_starts  [num_queries]: where the block table of its sequence starts
     num_keys      [num_queries]: how many keys it sees; later ones are not read
     scale         1 / sqrt(d), for most models
-    window        how many of these keys count: the last ones; None: all of them
+    window        if it is not None, only the last `window` of these keys count
     sinks         [num_kv_heads, group_size]: the score of one more key. Its V is zero,
                   so it only adds to the denominator. Most models have none: None
 

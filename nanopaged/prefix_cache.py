@@ -62,8 +62,8 @@ class PrefixCache:
         # The id of a pending token is unknown, so its block cannot be published yet.
         num_known_tokens = min(seq.num_computed_tokens, len(seq.token_ids))
         first = num_full = num_known_tokens // self.block_size
-        # Go back to the last block that was published. It is usually the one before the
-        # block that is full now. After a swap, none of a sequence's blocks was.
+        # Begin with the first block that is not published yet. That is usually the
+        # newest full one. After a swap, it is block 0.
         while first and self.contents[table[first - 1]] is None:
             first -= 1
         before = self.contents[table[first - 1]] if first else salt
@@ -88,9 +88,9 @@ class PrefixCache:
     def forget(self, block_id: int) -> None:
         """Forget what a block holds, because it is taken for other tokens.
 
-        Then nobody finds the blocks that follow it either. Their keys have the Content
+        Then nobody finds the blocks that follow it either: their keys have the Content
         of this block, and if equal tokens are computed again, those get a new Content.
-        In time the blocks that follow are taken, too.
+        They stay in `published` until they are taken, too.
         """
         content = self.contents[block_id]
         if content is not None and content.block_id == block_id:

@@ -11,7 +11,7 @@ Block ids mean the same on all of them. All ranks run the same layers, each with
 share of the heads and of the MLP, and add up their results (Megatron-LM, Shoeybi et al.
 2019). The tokens are those that rank 0 samples.
 
-`loading/processes.py` tells how the processes find each other, and how they end.
+`loading/processes.py` explains how the processes find each other, and how they end.
 """
 
 import os
@@ -34,7 +34,7 @@ class Ranks:
 
     def __init__(self, size: int = 1, rank: int = 0, batch_group: Any = None) -> None:
         self.size, self.rank = size, rank
-        self.batch_group = batch_group  # connections of their own, for batches
+        self.batch_group = batch_group  # a process group only for batches
 
     def all_reduce(self, x: Tensor, operator: str = "SUM") -> Tensor:
         """The sum of all ranks' tensors, or their "MIN"; it overwrites `x`."""

@@ -58,7 +58,8 @@ def sample(batch: Batch, counts: TokenCounts, ops: Ops, raw: Tensor, draws: Tens
     drawing = [each for each in params if each.temperature >= GREEDY]
     if any(each.has_limits for each in drawing):
         logits = keep_likely(logits, params, draws, ops)
-    # A recorded step's tokens are valid only if nothing has changed the logits.
+    # `is not raw` means that a request has changed the logits, or limited the draws.
+    # Then the tokens of a recorded step are of no use.
     if tokens is None or logits is not raw:
         any_greedy = len(drawing) < len(raw)
         tokens = choose(logits, draws, ops, any_greedy, bool(drawing))
@@ -103,7 +104,8 @@ def draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
 
 def search(probs: Tensor, numbers: Tensor) -> Tensor:
     """Where the running sum of each row of probabilities first exceeds its number:
-    [num_rows, 1]. Rounded rows need not add up to 1, so a number is a share of the sum.
+    [num_rows, 1]. Because of rounding, a row may not add up to 1, so its number is
+    multiplied by its sum.
 
     Running sums of a whole vocabulary would take long, so the totals of its parts come
     first. If they are 0.5, 0.3 and 0.2, the second part has the number 0.6, and 0.1 is
@@ -125,8 +127,8 @@ def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     sums = weights.cumsum(-1)
     # A number that is rounded up to the last sum would find none above it.
     numbers = numbers.minimum(sums[:, -1:] * (1 - RESOLUTION))
-    # A GPU's rounding may let a sum grow where the weight is 0: no token to draw. Of
-    # zeros and ones, argmax finds the first 1.
+    # On a GPU, rounding may let the sum grow at a token of weight 0, which must not be
+    # drawn. Of zeros and ones, argmax finds the first 1.
     place = ((sums > numbers) & (weights > 0)).byte().argmax(-1, keepdim=True)
     return place, numbers - (sums - weights).gather(1, place)
 
@@ -140,7 +142,9 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
         top_p   of these the most likely ones stay, up to and including the one that
                 brings the sum of their probabilities to top_p
 
-    Each limit is a threshold on the logits, so tied tokens stay or go together.
+    Each limit is a threshold on the logits, so tied tokens stay or go together. A new
+    limit is a field of `SamplingParams`, named in its `has_limits` and `draw_numbers`,
+    and a field of `Draws`.
     """
     _, temperature, top_k, top_p, min_p, *_ = draws.unsqueeze(-1)
     # The lowest logit that min_p allows: -inf without min_p. In a greedy row it may be
@@ -150,8 +154,8 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
     top_ks = {i: p.top_k for i, p in enumerate(params) if p.top_k or p.top_p < 1}
     if top_ks:
         at = to_device([*top_ks], logits.device)
-        # If each has a top_k, the largest one says how many logits are needed. Two are
-        # the least, because torch.compile treats a single one as a case of its own.
+        # If each has a top_k, the largest one says how many logits are needed. Take at
+        # least two, because torch.compile treats a single one as a case of its own.
         most = max(2, *(k or logits.shape[1] for k in top_ks.values()))
         highest = highest_logits(logits[at], most)
         rows = (each[at] for each in (lowest, temperature, top_k, top_p))

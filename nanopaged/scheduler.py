@@ -8,11 +8,11 @@ A group is admitted, preempted and resumed as a whole (gang scheduling). When th
 is full, the youngest running group waits again. All groups finish, because the oldest
 is preempted last, and alone it always fits (`Engine.check_fits`).
 
-Another policy changes the order in `schedule`; a limit on who runs belongs in `_admit`.
-Two things must stay true. `running` has the first groups of `unfinished`, in their
-order. And a preempted group has no entry in this step's batch, because others own its
-blocks now. It is the youngest, so it has none yet. It is not admitted again in the same
-step either, because its last token may be pending.
+Another policy reorders `unfinished`, and must keep `running` in the same order, because
+`_preempt` takes its last group. A limit on who runs belongs in `_admit`. One thing must
+stay true: a preempted group has no entry in this step's batch, because others own its
+blocks now. It is the last group, so it has none yet. It is not admitted again in the
+same step either: a token that it would compute again may still be pending.
 """
 
 from collections import deque
@@ -30,13 +30,16 @@ from nanopaged.stats import EngineStats
 class Scheduler:
     """Plans the steps of the requests that have not finished."""
 
-    def __init__(self, config: EngineConfig, block_manager: BlockManager) -> None:
+    def __init__(self, config: EngineConfig, block_manager: BlockManager,
+                 most_tokens: int = 0) -> None:
         self.config, self.block_manager = config, block_manager
+        # The budget of a step with prompts alone, whose first tokens nobody awaits.
+        self.most_tokens = most_tokens or config.budget
         # By request id, oldest first. Threads may add to `unfinished` and `aborted`.
         self.unfinished: dict[str, SequenceGroup] = {}
         self.running: dict[str, SequenceGroup] = {}
         self.aborted: deque[str] = deque()  # ids of requests that the next step ends
-        # To be reported. A group enters before it changes: an interrupt loses nothing.
+        # To be reported. A group enters before it changes, so no interrupt loses it.
         self.changed: dict[str, SequenceGroup] = {}
         self.stats = EngineStats(block_manager.num_blocks)
 
@@ -46,10 +49,12 @@ class Scheduler:
         """Plan the next step. From now on its tokens count as computed."""
         self.end_aborted()
         batch, has_preempted = Batch(), False
-        manager, budget = self.block_manager, self.config.budget
+        manager, budget = self.block_manager, self.most_tokens
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
-            if len(batch.token_ids) == budget:
+            if group.is_awaited or not group.live[0].is_prompt:
+                budget = self.config.budget
+            if len(batch.token_ids) >= budget:
                 break  # it is used up
             # After a preemption no group is admitted in this step: the pool was full.
             if request_id not in self.running and not has_preempted:
@@ -67,13 +72,13 @@ class Scheduler:
         return batch
 
     def _schedule_sequence(self, seq: Sequence, batch: Batch, budget: int) -> None:
-        """Let `seq` compute its next tokens, as many as the budget allows. It already
-        has blocks for them. If these are all that can be computed now, it also samples.
+        """Let `seq` compute its next tokens, as many as the budget allows. If these are
+        all that can be computed now, it also samples. It already has the blocks.
         """
         computable_end = seq.computable_end
         end = min(computable_end, seq.num_computed_tokens + budget)
-        if end == seq.num_computed_tokens:  # no budget, or no token to compute
-            return
+        if end == seq.num_computed_tokens:
+            return  # there is no budget left, or only max_len is left to reach
         num_blocks = self.block_manager.num_blocks_for(end)
         batch.add_entry(seq, end, seq.block_table[:num_blocks])
         self.block_manager.mark_computed(seq, end)
@@ -95,17 +100,15 @@ class Scheduler:
     # -- In and out of the device's pool -----------------------------------------------
 
     def _admit(self, group: SequenceGroup, batch: Batch) -> None:
-        """Put a group into `running`, if `max_num_seqs` and the free blocks allow it.
-
-        It needs blocks for its tokens so far. While others run, 1% of the pool stays
-        free for them, the watermark. This method takes the blocks of a cached prefix,
-        or moves swapped blocks back. `grow` takes the rest.
+        """Put a group into `running`, if `max_num_seqs` allows it, and if enough blocks
+        are free: for its tokens so far and, while others run, 1% of the pool besides,
+        the watermark. This takes cached or swapped blocks, and `grow` takes the rest.
         """
         num_seqs = sum(len(each.live) for each in [group, *self.running.values()])
         if num_seqs > self.config.max_num_seqs:
             return
         manager, leader = self.block_manager, group.live[0]
-        is_swapped = bool(leader.block_table)  # no other waiting group has blocks
+        is_swapped = bool(leader.block_table)  # other waiting groups have no blocks
         may_match = group.uses_prefix_cache and not is_swapped
         prefix = manager.prefix_cache.match(leader) if may_match else []
         num_needed = manager.max_blocks(
@@ -188,8 +191,8 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort what a failed step may have half-changed, the groups that have started,
-        and what an interrupt has left half-ended. All other groups wait.
+        """Abort the groups that have started, because a failed step may have changed
+        them by half, and those whose end was interrupted.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

@@ -1,35 +1,37 @@
 """A request and its sequences: the tokens so far, and where their K and V are.
 
-The engine's terms:
+Terms that smallest.py has, too:
 
     token        an id from the vocabulary
     step         one forward pass over the tokens of many sequences, in one flat batch
-    entry        the part of a batch that belongs to one sequence
-    decode       an entry with only the newest token of an answer: the step computes its
-                 K and V, and samples the next token
-    chunk        an entry with several tokens: a part of a prompt, or of what is
-                 computed again after a preemption
     budget       how many tokens one step may compute
-    sequence     one continuation of a prompt. It is live until it has finished
-    group        the sequences of one request, admitted and preempted as a whole
-    leader       the first live sequence of a group. Until the group forks, the leader
-                 computes the prompt for all of them
     block        room for the K and V of block_size tokens. A sequence counts its
                  logical blocks from 0; a physical block is a place in the pool
     pool         the memory for all blocks: the KV cache
     block table  the physical block of each logical block of a sequence
-    state        what layers without K and V remember of the tokens that are computed
-    slot         a token's place in the pool: physical block * block_size + offset
+    publish      to list a full block in the prefix cache, so that others can find it
+    preempt      to take a request off the device because the pool is full
     computed     a token is computed when its K and V are in the pool. The engine counts
-                 it as computed as soon as its step is scheduled, which is earlier than
-                 in smallest.py
+                 it as computed as soon as its step is scheduled; smallest.py does so
+                 after the step
+
+What is new:
+
+    sequence     one continuation of a prompt. It is live until it has finished
+    group        the sequences of one request, admitted and preempted as a whole
+    leader       the first live sequence of a group. Until the group forks, the leader
+                 computes the prompt for all of them
+    fork         to let another sequence share the blocks that a sequence has so far
+    swap         to move blocks between the device's pool and the CPU's
+    entry        the part of a batch that belongs to one sequence
+    decode       an entry with only the newest token of an answer
+    chunk        any other entry: a part of a prompt, or of what is computed again after
+                 a preemption
+    slot         a token's place in the pool: physical block * block_size + offset
+    state        what layers without K and V, as in Mamba, remember of the text so far
     host         the CPU, which runs Python; the device is the GPU, if there is one
     pending      a sampled token is pending until the host has read it: on a CPU only
                  within its step, on a GPU also while the next step is scheduled
-    publish      to list a full block in the prefix cache, so that others can find it
-    fork         to let another sequence share the blocks that a sequence has so far
-    swap         to move blocks between the device's pool and the CPU's
-    preempt      to take a group off the device because the pool is full
     rank         one of several processes that compute the model together; if there is
                  only one, it is rank 0
 """
@@ -52,9 +54,10 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# (before, after): the states of all layers, by the layer's number, before a sequence's
-# newest step and after it. The model reads the first and fills the second, which is
-# empty at first. There are two, because sequences that fork share `before`.
+# (before, after): what layers remember before and after a sequence's newest step, by
+# their number. The step only reads `before`, and it fills `after`, an empty dict. Then
+# `mark_computed` makes `after` the next step's `before`. As nobody writes into
+# `before`, sequences that fork can share it.
 States = tuple[dict[int, Any] | None, dict[int, Any] | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -82,8 +85,8 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.states = NO_STATES
-        # Stand-ins for pending tokens: -1 - j is sample j of its step. There can be
-        # two, one from the step that runs and one from the step being scheduled.
+        # Stand-ins for pending tokens: -1 - j stands for sample j of its step. There
+        # can be two, of the step that runs and of the one that is being scheduled.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -92,14 +95,19 @@ class Sequence:
         self.finish_reason: str | None = None
 
     @property
-    def computable_end(self) -> int:
-        """The position before which all tokens can be computed now. When they are, the
-        next token is sampled. It is
+    def is_prompt(self) -> bool:
+        """Whether its prompt, or a part of it, is still to be computed."""
+        return self.num_computed_tokens < self.group.num_prompt_tokens
 
-          - the end of the prompt, while the leader computes it for several sequences
-          - the end of all tokens, pending ones too, after that or in a lone sequence
-          - never beyond the last token but one that max_len allows: nothing follows
-            the last one, so nobody needs its K and V
+    @property
+    def computable_end(self) -> int:
+        """The position before which all tokens can be computed now. Once they are, the
+        next token is sampled.
+
+        While the leader computes the prompt for several sequences, this is the end of
+        the prompt. Otherwise it is the end of all tokens, pending ones included. It is
+        at most max_len - 1: nothing follows the last token, so nobody needs its K and
+        V.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -151,7 +159,7 @@ class SequenceGroup:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.params = params
         self.beam_params = beam_params  # None: this is not a beam search
-        # `min_tokens` bans EOS tokens even if they would not end the sequence.
+        # `min_tokens` bans EOS tokens even with `ignore_eos`.
         own = set(params.stop_token_ids or [])
         self.banned_token_ids = own | set(eos_token_ids)
         self.stop_token_ids = own if params.ignore_eos else self.banned_token_ids
@@ -162,6 +170,7 @@ class SequenceGroup:
         # group waits while these are pending, and does not run ahead.
         self.needs_last_token = bool(beam_params or params.logits_processors)
         self.has_started = False  # whether it has ever run
+        self.is_awaited = True  # whether its caller sees each token as it comes
         # With prompt_logprobs, the whole prompt must be computed, so its group takes no
         # blocks from the prefix cache. To keep it simple, it publishes none either.
         self.uses_prefix_cache = params.prompt_logprobs is None
@@ -175,8 +184,8 @@ class SequenceGroup:
 
     @property
     def forked(self) -> bool:
-        """Whether each sequence goes its own way: it is the only one, or the prompt has
-        been computed, and all siblings have got the leader's blocks, the last one last.
+        """Whether each sequence goes its own way: only one is live, or the leader has
+        given its blocks to all siblings. The last sibling gets them last, so it tells.
         """
         return len(self.live) == 1 or self.live[-1].num_computed_tokens > 0
 

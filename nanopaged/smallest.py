@@ -98,7 +98,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)  # rounded up
 
     def match(self, seq: Sequence) -> None:
-        """Give a sequence that begins to run the blocks that hold its first tokens.
+        """When a sequence begins to run, give it the blocks that hold its first tokens.
         The last token is always computed, because its output decides the next token.
         """
         for end in range(self.block_size, len(seq.token_ids), self.block_size):

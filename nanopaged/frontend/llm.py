@@ -177,6 +177,7 @@ class LLM(AbstractContextManager["LLM"]):
             self._check_open()
         for request in requests:
             request.outbox, request.final_only = outbox, final_only
+            request.group.is_awaited = not final_only
         try:
             self._requests.update({request.group: request for request in requests})
             self.engine.add([request.group for request in requests])

@@ -14,13 +14,14 @@ from nanopaged.gpu import kernels
 class TritonAttention(TorchAttention):
     """On a GPU: the kernels in `kernels.py` do everything. A step is divided like this:
 
-        queries of a sequence   | tile 0 | tile 1 | tile 2 |   a few queries each
-        keys that a tile sees   | item | item | item |         one part of the keys each
-        keys of an item         |round|round|round|            loaded one after another
+        the queries of a sequence    | tile | tile | tile |   a few queries each
+        the keys that a tile sees    | part | part | part |   often only one part
+        the keys of a part           | round | round |        loaded one after another
 
-    A program is one run of a kernel's code. It computes one item, for one KV head and
-    all query heads that share it. So a tile has a row for each pair of a query and such
-    a head. A GPU runs hundreds of programs at once.
+    An item is a tile with one part of its keys. A program, one run of a kernel's code,
+    computes an item for one KV head and all query heads that share it. So a tile has a
+    row for each of its queries and each of these heads. A GPU runs hundreds of programs
+    at once.
 
     What is launched, and with which sizes, depends on `counts` alone. So a CUDA graph
     of decodes can be replayed with new contents in the same tensors.
@@ -60,10 +61,11 @@ class TritonAttention(TorchAttention):
 
         rows: how many rows each tile has. If the sequences have few queries on average,
             large tiles would be mostly empty.
-        target: into how many parts all keys of the step are cut, as many as run at
-            once. Large tiles fill a multiprocessor, so a third as many of these do.
-        most: how many parts one tile may have. A program of `merge_parts` holds a row
-            of each part in its registers, 2^14 numbers in all.
+        target: into how many parts all keys of the step are cut, for each KV head: as
+            many as there are programs that run at once. A large tile fills a
+            multiprocessor, where three small ones fit, so then it is a third.
+        most: how many parts one tile may have. `merge_parts` loads one row of each at
+            once: most * dim numbers, and at most 2^14.
         """
         is_large = counts.mean() * self.group_size > self.few_rows
         rows = self.many_rows if is_large else self.few_rows
@@ -108,10 +110,10 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + size, ends[first])
         tiles = np.stack((metadata.table_starts[first], first, positions, num_keys), 1)
 
-        # How many items can there be? A full item has `part_keys` keys. That is at
-        # least 1 / target of all keys, so at most `target` items are full. A tile has
-        # at most one that is not. So there are at most len(tiles) + target items. A cut
-        # tile has a full item, so at most 2 * target items belong to cut tiles.
+        # How many items can there be? A full item has `part_keys` keys, 1 / target of
+        # all keys or more, so at most `target` items are full. Each tile has at most
+        # one more, which is not full: len(tiles) + target in all. And for `attend`: a
+        # cut tile has a full item, so at most 2 * target items belong to cut tiles.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -120,8 +122,9 @@ class TritonAttention(TorchAttention):
         items = np.zeros((len(tiles) + target, 6), np.int64)
         items[: len(tile)] = np.column_stack((tiles[tile], first_keys, end_keys))
         # Tiles with many keys first: if such a tile started last, the whole step would
-        # wait for it. Also, `attend` expects cut tiles first. The sort is stable,
-        # because `merge_parts` expects the parts of a tile one after another.
+        # wait for it. Also, `attend` expects cut tiles first: they have more keys than
+        # a part. The sort is stable, because `merge_parts` expects the parts of a tile
+        # one after another.
         return items[np.argsort(-items[:, 3], kind="stable")]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
@@ -148,8 +151,8 @@ class TritonAttention(TorchAttention):
             log_sums, scoring.scale, q.stride(0), scoring.window, *sizes,
             self.block_size, self.keys_per_round, num_warps=8 if rows > 64 else 4,
             launch_pdl=self.uses_pdl)
-        # Each program merges `some_rows` rows: it has registers for most * some_rows *
-        # dim numbers. In no tile are more than the first `num_rows` used.
+        # A program of `merge_parts` merges `some_rows` rows at once, and so loads at
+        # most 2^14 numbers. No tile uses more than its first `num_rows` rows.
         some_rows = 2**14 // self.dim // most
         num_rows = min(rows, self.group_size * int(metadata.counts.max()))
         grid = min(len(items), max_parts), self.num_kv_heads, cdiv(num_rows, some_rows)

@@ -6,10 +6,11 @@ launches, and a single launch repeats it: the same kernels with the same sizes a
 same addresses. Therefore:
 
   - only steps of decodes are recorded, for some numbers of sequences. Other numbers are
-    padded up to the next of these, and longer chunks run without a graph (`compute`)
+    padded up to the next of these. A step with a chunk of several tokens runs without a
+    graph (`compute`)
   - models whose layers keep states have no graphs, because each step makes new states
     (`loading/start_up.py` decides that). Nor have models whose modules wait for the GPU
-  - a backend's plan has a shape that depends only on this number
+  - a backend's plan has a shape that depends only on the number of sequences
   - `ModelRunner.prepare` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
   - a recorded step also chooses tokens. If a request changes its logits or limits its
@@ -58,7 +59,8 @@ class Graphs:
         self.runner = runner
         self.recorded: dict[int, tuple[Any, ...]] = {}  # by number of sequences
         largest = runner.config.max_num_seqs
-        logits: Any = None  # of the largest step: the others use the same memory
+        # All graphs write their logits into one tensor, as large as the largest step's.
+        logits: Any = None
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
         # cuBLAS has memory for each stream, and freeing a graph frees that of its
         # stream. So each engine records on a stream of its own.
@@ -79,7 +81,7 @@ class Graphs:
             self.recorded[size] = graph, hidden, kept, draws, tokens
 
     def compute(self, batch: Batch) -> tuple[Tensor, ...]:
-        """As `ModelRunner.compute`, but decodes repeat a recorded step."""
+        """Like `ModelRunner.compute`, but decodes repeat a recorded step."""
         runner, count = self.runner, len(batch.sample_entries)
         if len(batch.token_ids) > len(batch.counts):
             return runner.compute(batch)  # it has a chunk of a prompt

@@ -33,9 +33,10 @@ def wait_for_results(PDL: constexpr):
         kernel B                    | starts |   waits   | computes |
 
     This function waits until A has ended, and then lets the kernel after B start.
-    Before the call, a program may read the step's inputs, items and slots. Only after
-    it may it read what other kernels have written. Every program must make the call,
-    even an idle one, because the next kernel relies on it.
+    Before the call, a program may read the step's inputs, items and slots. It may read
+    what other kernels have written only afterwards. Every program must make the call,
+    even an idle one. Otherwise B could end before A has, and the kernel after it, which
+    waits only for B, would read A's results too early.
     """
     if PDL:
         gdc_wait()
@@ -112,9 +113,10 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     log_sums      [max_parts, num_kv_heads, ROWS]: log2 of the sum of 2^score over the
                   keys of a part. That sum is the weight of its result
 
-    WINDOW is how many keys a query sees, up to its own; None: all of them. An item that
-    ends before the window adds no key. Its log_sum stays at -1e30, which is a weight of
-    0, or in a first part at the sink's score.
+    WINDOW is how many keys a query sees, up to its own; None: all of them. An item may
+    lie entirely before the window, so that it sees no key. Then its log_sum keeps its
+    first value: the sink's score in a first part, and otherwise -1e30, so that
+    `merge_parts` gives the item a weight of 0.
     """
     item = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -131,7 +133,8 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
     q_tile = tl.load(q_at, mask=mask, other=0.0)  # [ROWS, DIM]
 
     start = first_key
-    if WINDOW is not None:  # skip the whole rounds that not even the first query sees
+    # Skip the whole rounds that not even the first query sees: it sees the oldest keys.
+    if WINDOW is not None:
         start += tl.maximum(position + 1 - WINDOW - first_key, 0) // KEYS * KEYS
 
     # Positions of keys. They are unsigned so that the division by BLOCK_SIZE, which is
@@ -151,10 +154,9 @@ def paged_attention(q, kv_cache, block_tables, items, sinks, out, parts, log_sum
         highest = tl.where(first_key == 0, tl.maximum(sink * LOG2_E, highest), highest)
     acc = tl.zeros([ROWS, DIM], tl.float32)
     for _ in range(start, end, KEYS):
-        # Find each key by its block: this is what paging costs. `vector` counts the
-        # vectors of head_dim numbers before it in the pool, which is [num_blocks, 2,
-        # num_kv_heads, block_size, head_dim]. Block ids have 64 bits, and so have
-        # addresses.
+        # Find each key by its block: this is what paging costs. `vector` is the index
+        # of its K in the pool, counted in vectors of head_dim numbers. Block ids have
+        # 64 bits, and so have addresses.
         vector = (block * 2 * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + key % BLOCK_SIZE
         k_at = kv_cache + vector[:, None] * HEAD_DIM + dim[None, :]
         v_at = k_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM

@@ -50,8 +50,10 @@ def make_engine(config: EngineConfig, model_config: ModelConfig) -> Engine:
 def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
                 device: torch.device) -> ModelRunner:
     """Load a rank's share of the model, try the largest steps, allocate the pools."""
+    most_tokens = config.budget
     if device.type == "cpu" and config.max_num_batched_tokens is None:
-        config = replace(config, max_num_batched_tokens=256)
+        # Products of many rows are faster, but answers would wait for them.
+        config, most_tokens = replace(config, max_num_batched_tokens=256), 2048
     dtype = pick_dtype(config, share, device)
     name = pick_backend(config.attention_backend, dtype, device)
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
@@ -76,7 +78,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     is_small = device.type == "cpu" and num_weights < 2**24
     settings = partial(
         own_settings, device, 1 if is_small else torch.get_num_threads())
-    runner = ModelRunner(config, ranks, backend, model, share, settings)
+    runner = ModelRunner(
+        config, ranks, backend, model, share, most_tokens, settings)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
     if products and not runner.is_gpu:
