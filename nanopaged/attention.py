@@ -86,9 +86,9 @@ class Metadata:
         self.last_indices: Any = np.cumsum(self.counts)[batch.sample_entries] - 1
         # A row for each field of `Draws`, and a column for each sample. All inputs
         # travel as integers, so the bits of these floats are taken as integers, too.
-        draws = np.zeros((len(batch.sample_entries), len(Draws._fields)))
-        draws.flat[: len(batch.draws)] = batch.draws
-        self.draws: Any = draws.T.view(np.int64)
+        draws = np.zeros(len(batch.sample_entries) * len(Draws._fields))
+        draws[: len(batch.draws)] = batch.draws
+        self.draws: Any = draws.reshape(-1, len(Draws._fields)).T.view(np.int64)
         self.plan: Any = backend.plan(self)  # what else the backend needs
 
 

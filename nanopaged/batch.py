@@ -91,9 +91,11 @@ class Batch:
         The random number is a hash of the seed, the sequence's index and the token's
         position. So it depends neither on the batch nor on earlier draws.
         """
-        group = receiver.group
-        name = f"{group.seed} {receiver.index} {self.ends[-1]}".encode()
-        self.draws.append(RESOLUTION * (xxhash.xxh3_64_intdigest(name) >> 32))
+        group, uniform = receiver.group, 0.0
+        if group.params.temperature:
+            name = f"{group.seed} {receiver.index} {self.ends[-1]}".encode()
+            uniform = RESOLUTION * (xxhash.xxh3_64_intdigest(name) >> 32)
+        self.draws.append(uniform)
         self.draws += group.params.draw_numbers
         receiver.pending.append(-1 - len(self.receivers))
         self.sample_entries.append(len(self.counts) - 1)
