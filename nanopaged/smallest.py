@@ -334,8 +334,10 @@ if __name__ == "__main__":
 #     model.py            one decoder for Llama, Mistral, Qwen2 and Qwen3
 #     fused.py            what is between matrix products becomes few GPU kernels
 #     sampler.py          tokens are drawn at random
-#     logits.py           penalties and log-probabilities
-#     config.py           options of the engine, parameters of a request, counters
+#     logits.py           penalties, bans, and functions of the caller
+#     logprobs.py         log-probabilities
+#     config.py           options of the engine, parameters of a request
+#     stats.py            counters
 #     checks.py           errors that name what is wrong
 #     ranks.py            several GPUs compute one model
 #     gpu/                kernels for GPUs, and steps that are recorded and repeated

@@ -59,18 +59,11 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     backend: Any = make_backend(name, share, config.block_size, dtype, device)
     can_compile = device.type == "cuda" and find_spec("triton") is not None
     compiles = can_compile and not config.enforce_eager
-    module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
     if config.batch_invariant:
         check(name == "numba" and share.model_impl == "nanopaged" and ranks.size == 1,
               "batch_invariant", "False (it needs our decoder, Numba, one rank)", True)
         backend.min_queries = 2**62
-    # For `batch_invariant`, `cpu/norms.py` has its own silu_mul.
-    silu_mul = (module if config.batch_invariant else fused).silu_mul
-    functions = (module.add_norm, module.norm_rotate, silu_mul, sampler.draw,
-                 logits.fill_pending, logits.mark, logits.penalize, sampler.lowest_kept)
-    backend.ops = fused.Ops(*(
-        fused.compiled(function, backend.uses_pdl) if compiles else function
-        for function in functions))
+    backend.ops = make_ops(config, name, compiles, backend.uses_pdl)
     model = load_model(config, share, backend, ranks)
     # On a CPU, a small model gains nothing from threads, and on a busy machine threads
     # that wait for each other take very long.
@@ -172,6 +165,18 @@ def make_backend(name: str, *settings: Any) -> TorchAttention:
     except ImportError as error:
         raise ValueError(f"attention_backend={name!r} needs a package that is missing "
                          f"(install it, or use 'torch'): {error}") from error
+
+
+def make_ops(config: EngineConfig, name: str, compiles: bool, uses_pdl: bool
+             ) -> fused.Ops:
+    """The operations that go with an attention backend, perhaps compiled."""
+    module = resolve_name(f"nanopaged.{BACKENDS[name][1]}")
+    # For `batch_invariant`, `cpu/norms.py` has its own silu_mul.
+    silu_mul = (module if config.batch_invariant else fused).silu_mul
+    functions = (module.add_norm, module.norm_rotate, silu_mul, sampler.draw,
+                 logits.fill_pending, logits.mark, logits.penalize, sampler.lowest_kept)
+    return fused.Ops(*(fused.compiled(function, uses_pdl) if compiles else function
+                       for function in functions))
 
 
 # -- The largest steps -----------------------------------------------------------------
