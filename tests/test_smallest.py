@@ -1,7 +1,8 @@
-"""The engine in one file gives the engine's tokens: `nanopaged/smallest.py`.
+"""The engine in one file gives the model's tokens: `nanopaged/smallest.py`.
 
-The engine answers each prompt in a large pool. The smallest engine answers all of them
-at once, as they arrive, in pools that are hardly large enough for the longest.
+Transformers answers each prompt alone. The smallest engine answers all of them at once,
+as they arrive, in pools that are hardly large enough for the longest. Only one test
+needs the other engine, so students can begin with this one.
 """
 
 import inspect
@@ -12,6 +13,8 @@ import runpy
 from collections import Counter
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
 from helpers import CPU, first_tokens_of
 from nanopaged import LLM, SamplingParams, smallest
@@ -20,10 +23,9 @@ TEXT = ("First Citizen:\nBefore we proceed any further, hear me speak.\n\nROMEO:
         "she doth teach the torches to burn bright! What is the matter with the king?")
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with LLM(**CPU) as llm:
-        yield llm
+def answers(reference, prompts, most):
+    return [reference.generate(smallest.MODEL, prompt, count, {smallest.EOS})
+            for prompt, count in zip(prompts, most, strict=True)]
 
 
 class Watched(smallest.Scheduler):
@@ -72,22 +74,30 @@ def serve(requests, num_blocks, block_size, budget):
 
 @pytest.mark.parametrize("block_size, spare, budget", [
     (1, 1, 7), (4, 0, 8), (4, 3, 1), (4, 9, 64), (16, 1, 5)])
-def test_the_tokens_are_the_engines(llm, block_size, spare, budget):
+def test_the_tokens_are_those_of_transformers(reference, block_size, spare, budget):
     """Some prompts begin alike, and two are equal."""
     rng = random.Random(f"{block_size} {budget}")
-    ids = llm.tokenizer(TEXT).input_ids
+    ids = AutoTokenizer.from_pretrained(smallest.MODEL)(TEXT).input_ids
     starts = [0, 0, 0, 31, 31, rng.randrange(40)]
     prompts = [ids[start : start + rng.randrange(9, 40)] for start in starts]
     prompts.append(prompts[0])
     most = [rng.randrange(1, 24) for _ in prompts]
-    params = [SamplingParams(temperature=0, max_tokens=n) for n in most]
-    expected = first_tokens_of(llm.generate(prompts, params, use_tqdm=False))
     requests = [*map(smallest.Sequence, prompts, most)]
     needed = max(-(-seq.max_len // block_size) for seq in requests)
     counts = serve(requests, needed + spare, block_size, budget)
-    assert expected == [seq.token_ids[len(prompt) :]
-                        for seq, prompt in zip(requests, prompts, strict=True)]
+    assert answers(reference, prompts, most) == [
+        seq.token_ids[len(prompt) :]
+        for seq, prompt in zip(requests, prompts, strict=True)]
     assert counts["hits"] and counts["preemptions"], counts
+
+
+def test_llm_gives_the_same_tokens(reference):
+    params = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(**CPU) as llm:
+        ids = llm.tokenizer(TEXT).input_ids
+        prompts = [ids[start : start + 20] for start in range(0, 30, 5)]
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert first_tokens_of(outputs) == answers(reference, prompts, [24] * len(prompts))
 
 
 def test_a_request_larger_than_the_pool_is_refused():
@@ -97,6 +107,53 @@ def test_a_request_larger_than_the_pool_is_refused():
         scheduler.add(smallest.Sequence([5] * 8, max_tokens=5))
     assert len(scheduler.unfinished) == 1 and not scheduler.running
     assert scheduler.block_manager.free_blocks == [0, 1, 2]
+    assert len(scheduler.schedule()) == 8, "the other one runs"
+
+
+def test_blocks_are_taken_when_they_are_needed_and_all_or_none():
+    manager = smallest.BlockManager(3, 4)
+    first, second = smallest.Sequence([5] * 5, 8), smallest.Sequence([6] * 5, 8)
+    assert manager.grow(first) and manager.grow(first)
+    assert first.block_table == [0, 1]
+    assert not manager.grow(second)
+    assert second.block_table == [] and manager.free_blocks == [2]
+    assert manager.ref_counts == [1, 1, 0]
+
+
+def test_a_step_computes_the_oldest_first_up_to_its_budget():
+    scheduler = smallest.Scheduler(smallest.BlockManager(8, 4), budget=4)
+    first, second = smallest.Sequence([5] * 3, 8), smallest.Sequence([6] * 6, 8)
+    scheduler.add(first)
+    scheduler.add(second)
+    batch = scheduler.schedule()
+    assert batch == [(first, 0), (first, 1), (first, 2), (second, 0)]
+    scheduler.update(batch, [7] * 4)
+    assert scheduler.schedule() == [(first, 3), (second, 1), (second, 2), (second, 3)]
+
+
+def test_the_youngest_makes_room_for_the_oldest():
+    scheduler = smallest.Scheduler(smallest.BlockManager(3, 4), budget=9)
+    first, second = smallest.Sequence([5] * 4, 8), smallest.Sequence([6] * 5, 7)
+    scheduler.add(first)
+    scheduler.add(second)
+    scheduler.update(scheduler.schedule(), [7] * 9)
+    assert scheduler.schedule() == [(first, 4)] and scheduler.running == [first]
+    assert len(first.block_table) == 2 and second.block_table == []
+    assert second.token_ids == [6] * 5 + [7] and second.num_computed_tokens == 0
+
+
+def test_a_token_attends_to_its_sequence_up_to_itself():
+    """What it must not read is NaN."""
+    runner = smallest.ModelRunner(num_blocks=5, block_size=2)
+    torch.manual_seed(0)
+    query, (k, v) = torch.randn(4, 64), torch.randn(2, 3, 2, 64)
+    runner.kv_cache.fill_(torch.nan)
+    runner.kv_cache[5, [3, 3, 0], [0, 1, 0]] = torch.stack((k, v), 1)
+    seq = smallest.Sequence([7] * 5, 1)
+    seq.block_table = [3, 0, 2]
+    expected = [(k[:, head // 2] @ query[head] / 8).softmax(0) @ v[:, head // 2]
+                for head in range(4)]
+    torch.testing.assert_close(runner.attend(5, query, seq, 2), torch.cat(expected))
 
 
 def test_a_prefix_that_is_cached_is_not_computed_again():

@@ -44,10 +44,11 @@ README = PAGE.partition("<!-- README -->\n")[2]
 # {number: [name, points, functions, tests]}, from the table
 ROWS = [line.strip("| ").replace("`", "").split(" | ") for line in README.splitlines()]
 MILESTONES = {int(row[0]): row[1:] for row in ROWS if row[0].isdigit()}
-FIRST = [4, 5]  # they depend on nothing else, so a notebook begins with them
+FIRST = [0, 4, 5]  # they depend on nothing else, so a notebook begins with them
 NO_PROJECT = (".*", "__pycache__", "nanopaged-tour")
-NOT_FOR_STUDENTS = (*NO_PROJECT, "solutions", "hidden", "course", "chapters",
-                    "smallest.py", "test_smallest.py")
+NOT_FOR_STUDENTS = (*NO_PROJECT, "solutions", "hidden", "course", "chapters")
+# The smallest engine is milestone 0, and has answers to others.
+SMALLEST = ("smallest.py", "test_smallest.py")
 COMPILED = "nanopaged/cpu/__pycache__"
 # Whoever writes the function on the left finds the same algorithm in these.
 ALSO_EMPTIED = {"paged_attention.run_program": [
@@ -98,10 +99,10 @@ FAULTS = {
 }
 
 
-def copy_project(folder):
-    """Copy what students get, still with all functions."""
-    ignored = shutil.ignore_patterns(*NOT_FOR_STUDENTS)
-    shutil.copytree(ROOT, folder, ignore=ignored)
+def copy_project(folder, milestones):
+    """Copy what students get for these milestones, still with all functions."""
+    names = NOT_FOR_STUDENTS if 0 in milestones else NOT_FOR_STUDENTS + SMALLEST
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(*names))
     shutil.rmtree(folder / "tests/tour")
     return folder
 
@@ -259,7 +260,7 @@ def write_tour(copy):
 
 
 def make(args):
-    copy_project(args.folder)
+    copy_project(args.folder, args.milestone)
     (args.folder / "README.md").write_text(readme_of(args.milestone), "utf-8")
     for number in args.milestone:
         for function in MILESTONES[number][2].split():
@@ -294,7 +295,7 @@ def grade(args):
         name, points, functions, tests = MILESTONES[number]
         share_of = share_of_functions if functions else share_of_faults
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as outside:
-            folder = copy_project(Path(outside, "project"))
+            folder = copy_project(Path(outside, "project"), [number])
             with suppress(OSError):  # what is compiled, so that each student waits less
                 shutil.copytree(ROOT / COMPILED, folder / COMPILED)
             try:
@@ -390,7 +391,10 @@ def cell(kind, text):
 
 def empty_function(copy, function):
     """A cell with a function that `make` has emptied."""
-    path, node = find(copy, function)
+    try:
+        path, node = find(copy, function)
+    except FileNotFoundError as error:
+        sys.exit(f"{error.filename} is not there: name the milestones of your `make`.")
     lines = path.read_text("utf-8").splitlines()[node.lineno - 1 : node.end_lineno]
     if lines[-1].strip() != "raise NotImplementedError":
         sys.exit(f"{copy} is no fresh copy: {function} has a body. Begin with `make`.")

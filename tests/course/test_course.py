@@ -24,7 +24,8 @@ import course
 from helpers import ROOT
 
 # Milestones whose tests are quick, and functions of some of them.
-BLOCKS, SCHEDULER, TRAFFIC, BROKEN = 1, 3, 7, 8
+SMALLEST, BLOCKS, SCHEDULER, TRAFFIC, BROKEN = 0, 1, 3, 7, 8
+MATCH = "smallest.BlockManager.match"
 SCHEDULE, KERNEL = "scheduler.Scheduler.schedule", "paged_attention.run_program"
 FORGED = """
 print('51 passed')
@@ -115,6 +116,14 @@ def assert_no_answers(folder):
 
 def test_the_copy_has_no_answers(copy):
     assert_no_answers(copy)
+
+
+def test_only_the_first_milestone_comes_with_the_smallest_engine(tmp_path):
+    """It has answers to the others."""
+    for number in course.MILESTONES:
+        folder = course.copy_project(tmp_path / str(number), [number])
+        found = {path.name for path in folder.rglob("*smallest.py")}
+        assert found == (set() if number else {"smallest.py", "test_smallest.py"})
 
 
 @pytest.mark.parametrize("name", course.FAULTS)
@@ -215,13 +224,31 @@ def test_each_milestone_is_graded_alone(student):
 def test_hostile_code_gets_nothing(code, student, monkeypatch):
     monkeypatch.setattr(course, "SECONDS", 12 if "sleep" in code else 30)
     monkeypatch.setattr(course, "CPU_SECONDS", 15)
+    course.replace_body(student, MATCH, code)
     course.replace_body(student, KERNEL, code)
-    assert scores(student, TRAFFIC) == [0]
+    assert scores(student, SMALLEST, TRAFFIC) == [0, 0]
 
 
 @pytest.mark.slow
 def test_an_empty_copy_gets_nothing(student, quick):
     assert sum(scores(student, *course.MILESTONES)) == 0
+
+
+@pytest.mark.slow
+def test_a_stub_in_the_smallest_engine_costs_half_of_its_points(student, quick):
+    """In one that is whole otherwise. On the first evening, it shares nothing."""
+    solve(student, SMALLEST)
+    whole = student / "nanopaged/smallest.py"
+    text = whole.read_text("utf-8")
+    stubs = {"match": "return", "free": "return", "grow": "return True",
+             "mark_computed": "seq.num_computed_tokens = end", "schedule": "return []",
+             "attend": "return query.flatten()"}
+    for function in course.MILESTONES[SMALLEST][2].split():
+        stub = stubs[function.split(".")[-1]]
+        course.replace_body(student, function, stub)
+        (points,) = scores(student, SMALLEST)
+        assert points <= 5, f"{points} for {function}: {stub}"
+        whole.write_text(text, "utf-8")
 
 
 @pytest.mark.slow
@@ -239,7 +266,7 @@ def test_the_whole_engine_gets_all_points_but_those_for_own_tests(student, quick
     for number in course.MILESTONES:
         solve(student, number)
     points = scores(student, *course.MILESTONES)
-    assert points == [15, 10, 20, 15, 10, 10, 5, 0, 5]
+    assert points == [10, 10, 10, 15, 15, 10, 10, 5, 0, 5]
 
 
 @pytest.mark.slow

@@ -4,8 +4,12 @@ The local variables of a lesson are the values of its chapter's text, by name. S
 number in the text can be wrong tomorrow.
 """
 
+import io
+import runpy
 import time
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +26,7 @@ from nanopaged.tour.guide import blockwise, figures, lab, paper, storm
 from nanopaged.tour.guide.lab import STORY, Run, Values, engine, greedy, others, watch
 from nanopaged.tour.guide.markdown import Html, python
 
+SMALLEST = Path(__file__).parents[2] / "smallest.py"
 LOVERS = ["ROMEO:\n", "JULIET:\n"]
 SYSTEM = "You are a citizen of Verona, and you speak in verse.\n\n"
 NAMES = ["ROMEO:\n", "FRIAR LAURENCE:\n", "Nurse:\n"]
@@ -45,22 +50,13 @@ def loop() -> Values:
     with engine(num_blocks=8) as llm:
         run = watch(llm, "One request, from its prompt to its last token",
                     STORY[:1], greedy(8))
-        pieces = [repr(llm.tokenizer.decode([token]))
-                  for token in run.outputs[0].prompt_token_ids]
         size = llm.config.block_size
-    batch = run.batches[0]
-    positions, slots = places(batch, llm)
-    state = run.scheduled()[0]
-    seq = state["seqs"]["0.0"]
+    with redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(SMALLEST), run_name="__main__")
+    rows = printed.getvalue().splitlines()
     answer = run.outputs[0].outputs[0]
     counts = [batch.counts[0] for batch in run.batches]
     return locals()
-
-
-def places(batch: Batch, llm: LLM) -> tuple[list[int], list[int]]:
-    """The positions and slots of a batch's tokens."""
-    metadata = Metadata(batch, llm.engine.runner.backend)
-    return metadata.positions.tolist(), metadata.slots.tolist()
 
 
 def cache() -> Values:
@@ -177,7 +173,8 @@ def step() -> Values:
                     params, together=False)
         size = llm.config.block_size
     _, second, third = run.batches[:3]
-    positions, slots = places(second, llm)
+    metadata = Metadata(second, llm.engine.runner.backend)
+    positions, slots = metadata.positions.tolist(), metadata.slots.tolist()
     assert second.counts == [1, 2], "the text describes this step"
     assert third.moves, "and this one"
     message = listing(second)
