@@ -23,9 +23,9 @@ for name in base no_draws no_kernel_pdl no_pdl no_split two_stages; do copy "$na
 change no_draws gpu/graphs.py 's/tokens = choose(.*/tokens = kept[:, 0]/'
 change no_draws gpu/graphs.py 's/, tokens\[:count\]/, None/'
 # PDL only in what Inductor compiles; and nowhere.
-change no_kernel_pdl gpu/attention.py 's/= gpu.major >= 9/= False/'
-change no_pdl gpu/attention.py 's/= gpu.major >= 9/= False/'
-change no_pdl fused.py 's/enable_pdl": True/enable_pdl": False/'
+change no_kernel_pdl gpu/attention.py 's/= (gpu.major >= 9/= (False/'
+change no_kernel_pdl loading/start_up.py 's/backend.uses_pdl)/True)/'
+change no_pdl gpu/attention.py 's/= (gpu.major >= 9/= (False/'
 # Inductor does not split a long sum over two kernels.
-change no_split fused.py 's/enable_pdl": True/&, "split_reductions": False/'
+change no_split fused.py 's/enable_pdl": pdl/&, "split_reductions": False/'
 change two_stages gpu/attention.py 's/num_warps=8 if rows > 64 else 4,/& num_stages=2,/'
