@@ -82,14 +82,11 @@ def write(path, report):
 
 
 def show(name, part):
-    """Its state and figures, in short lines; what merely is right is counted."""
+    """Its state and figures, in short lines."""
     tasks = json.loads(json.dumps(part["tasks"]),
                        parse_float=lambda digits: float(f"{float(digits):.4g}"))
     machine = tasks.pop("machine", {})
-    errors = [tasks.pop(task)["error"] for task, found in [*tasks.items()]
-              if {*found} == {"error"}]
-    right = f", {len(errors)} right, errors up to {max(errors):.1g}" if errors else ""
-    print(f"== {name}: {part['state']}, {part['seconds']} s{right}; "
+    print(f"== {name}: {part['state']}, {part['seconds']} s; "
           f"{machine.get('gpu')}, commit {machine.get('commit')}")
     for task, found in tasks.items():
         told = {key: value for key, value in found.items() if key != "lines"}

@@ -9,9 +9,8 @@ variant() {  # NAME [FILE COMMAND]: a command of sed, which must change the file
     mkdir -p "$copy"
     cp -Rp nanopaged tests bench.py "$copy"
     if (($# > 1)); then
-        sed -i.old "$3" "$copy/$2"
-        ! cmp -s "$copy/$2.old" "$copy/$2" || { echo "$1: no change" >&2; exit 1; }
-        rm "$copy/$2.old"
+        sed -i "$3" "$copy/$2"
+        ! cmp -s "$2" "$copy/$2" || { echo "$1: $2 does not change" >&2; exit 1; }
     fi
 }
 
