@@ -128,8 +128,8 @@ def clocks():
 
 
 def measure_bandwidth(task, quick):
-    """The limits of this GPU, also for what bench.py measures after this. How fast does
-    this engine's attention read K and V? It is recorded, because launches take time.
+    """The limits of this GPU, also for what bench.py measures after this. Attention may
+    read memory faster than a sum. It is recorded, because launches take time.
     """
     seqs, heads = ([(20, 1)], (4, 2, 16)) if quick else ([(599, 1)] * 256, (16, 8, 128))
 
@@ -167,7 +167,7 @@ def same(task, quick):
     # Two variants run side by side, and gpu_memory_utilization counts all processes: if
     # it sized the pools, the second one would find no memory for its own.
     args = bench_args(quick, "--input-len", "100", "600", "--output-len", "96", "96",
-                      "--engine", '{"num_blocks": 16384}')
+                      "--engine", '{"num_blocks": 12288}')
     args.requests = len(MIX) if quick else 256
     began = time.perf_counter()
     llm = bench.make_engine(args, enable_prefix_caching=False)
@@ -295,9 +295,7 @@ def step(task, quick):
 
     @torch.inference_mode()
     def time_pieces(size):
-        """With the last inputs. Does a replay take the host longer while
-        the GPU is busy?
-        """
+        """With the last inputs. Does a replay take longer while the GPU is busy?"""
         replay, head, logits = recorded_step(llm, size)
         pieces = {"recorded": replay, "head": head}
         samplers = {name: sampling(llm.engine.runner, logits, params)

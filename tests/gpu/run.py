@@ -6,7 +6,7 @@
 Each part (parts.py) is a process of its own with a time limit, and writes its figures
 after each task. If a part fails or takes too long, the report says so, and the other
 parts still run. The report names the machine and versions, and contains no directory's
-name. `lease.sh` runs the parts in the order that suits a GPU that is lent for minutes.
+name. README.md has two calls for a GPU that is lent for minutes.
 """
 
 import argparse
