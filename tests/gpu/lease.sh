@@ -1,45 +1,42 @@
 #!/usr/bin/env bash
-# A lent GPU, for half an hour in all, in calls of at most ten minutes:
-#   bash tests/gpu/lease.sh 1    is it right, how fast is it, and where does time go
-#   bash tests/gpu/lease.sh 2    kernels against float64; transformers serves the same
-#   bash tests/gpu/lease.sh 3 [NAME...]    variants of the engine (variants.sh), in turns
-# Figures go to files in $OUT as soon as they are there, and to the terminal: the most
-# important ones last. COMMIT names what is measured, where there is no .git. QUICK=1: all
-# is tiny, without a GPU.
+# A GPU that is lent for 15 minutes in all, in two calls: README.md says how. They take
+# 420 and 410 s at most. Figures go to files in $OUT as soon as they are there, and to the
+# terminal, the most important ones last.
 set -u
-call=${1:-}
-[[ $call == [123] ]] || { echo "usage: [QUICK=1] [OUT=DIR] bash $0 1|2|3" >&2; exit 2; }
+call=${1:-} quick=${2:-}
+[[ $call == [ab] && $quick =~ ^(--quick)?$ ]] || {
+    echo "usage: [OUT=DIR] [COMMIT=NAME] bash $0 a|b [--quick]" >&2; exit 2; }
 mkdir -p "${OUT:=/tmp/out}"
 OUT=$(cd "$OUT" && pwd)
 cd "$(dirname "$0")/../.." || exit
 python=${PYTHON:-python3}
-export COMMIT=${COMMIT:-$([[ -e .git ]] && git rev-parse HEAD || echo unknown)}
+commit=${COMMIT:-$([[ -e .git ]] && git rev-parse HEAD || echo unknown)}
+export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 
-measure() {  # parts, separated by commas: one report
-    "$python" tests/gpu/run.py ${QUICK:+--quick} --json "$OUT/$call-${1%%,*}.json" \
-        --parts "$@"
+run() {  # VARIANT PARTS SECONDS
+    (cd ".peers/variants/$1" && COMMIT="$commit $1" "$python" tests/gpu/run.py $quick \
+        --parts "$2" --seconds "$3" --json "$OUT/$1-${2%%,*}.json")
 }
 
-compare() {  # names of variants: a report of each, and an equal share of the time
-    while (($#)); do
-        (cd ".peers/variants/$1" && COMMIT="$COMMIT $1" measure "${PARTS:-workload,step}" \
-            --json "$OUT/3-$1.json" --seconds $(((570 - SECONDS) / $#)))
-        shift
-    done
+call_a() {  # Is it right without waits, and how fast is it?
+    # The first import reads gigabytes from a cold disk.
+    [[ $quick ]] || timeout 120 "$python" -c "import torch, transformers"
+    run base same 140 & run no_pdl same 140 & wait
+    # If a fault shows, the variant without PDL is still measured.
+    local best=base
+    "$python" tests/gpu/equal.py "$OUT"/{base,no_pdl}-same.json || best=no_pdl
+    run $best workload,step $((400 - SECONDS))
 }
 
-rm -f "$OUT/$call"[-.]*
-case $call in
-1)  # The first import reads gigabytes from a cold disk, so nothing else runs beside it.
-    timeout 150 "$python" -c "import torch, transformers; torch.cuda.device_count()"
-    echo "== import: exit status $?, $SECONDS s"
-    # Correct? Beside it an engine compiles; its figures are replaced by the next ones.
-    measure tokens & measure workload --seconds 160 >/dev/null & wait
-    measure workload,nano,step,shapes,speed --seconds $((560 - SECONDS)) ;;
-2)  measure kernels,peer ;;
-3)  bash tests/gpu/variants.sh
-    shift
-    (($#)) || set -- $(ls .peers/variants)
-    compare "$@" ;;
-esac 2>&1 | tee "$OUT/$call.log"
-grep -E '^== |"(output_tokens_per_s|step_ms|sort_ms)"' "$OUT/$call.log" | cut -c -250
+call_b() {  # Is it right with late stores? What is PDL worth? And nano-vllm itself.
+    run late same 80
+    run no_pdl workload,step 100
+    if [[ -z $quick && -e .peers/peer_nano.py ]]; then
+        PYTHONPATH=$PWD/.peers/nano:$PWD/.peers/stand_in timeout $((405 - SECONDS)) \
+            "$python" .peers/peer_nano.py 2
+    fi
+}
+
+bash tests/gpu/variants.sh && "call_$call" 2>&1 | tee "$OUT/$call.log"
+grep -E '^(== |equal|the tokens|nano-vllm)|"(output_tokens_per_s|step_ms)"' \
+    "$OUT/$call.log" | cut -c -250

@@ -9,10 +9,8 @@ of a sum, of a copy, or of this engine's attention. So
 Where there is no GPU, the parts run on one that is only pretended.
 """
 
-import cProfile
 import json
 import os
-import pstats
 import subprocess
 import sys
 import tempfile
@@ -20,8 +18,8 @@ import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
+from hashlib import sha256
 from importlib import import_module
-from itertools import cycle, islice, product
 from operator import eq
 from pathlib import Path
 from shutil import which
@@ -38,6 +36,8 @@ DEVICE = torch.device("cuda:0")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from torch._dynamo.utils import counters  # noqa: E402
+
 import bench  # noqa: E402
 from attention_cases import Case, make_backend  # noqa: E402
 from gpu.run import write  # noqa: E402
@@ -47,28 +47,21 @@ from nanopaged.logits import to_device  # noqa: E402
 from nanopaged.model_runner import ModelRunner  # noqa: E402
 from nanopaged.sequence import SequenceGroup  # noqa: E402
 
-# Query heads, KV heads, head_dim.
-MODELS = {
-    "Qwen3-0.6B": (16, 8, 128), "Llama-3.2-1B": (32, 8, 64), "Llama-3-8B": (32, 8, 128),
-    "Qwen2-0.5B": (14, 2, 64), "Qwen2-7B": (28, 4, 128), "Mistral-7B": (32, 8, 128),
-    "Qwen3-32B": (64, 8, 128), "Phi-3-mini": (32, 32, 96)}
 # Of Qwen3-0.6B in bfloat16: bytes of all weights, and of one token's K and V.
 WEIGHT_BYTES, TOKEN_BYTES = 1.19e9, 114_688
-# The tokens of each sequence in a decode step.
-SHAPES = {"256 x 600": [600] * 256, "64 x 600": [600] * 64, "8 x 4000": [4000] * 8,
-          "256 mixed": range(100, 2148, 8), "1 x 4000": [4000]}
-SAMPLERS = {"greedy": {"temperature": 0}, "drawn": {}, "top_p": {"top_p": 0.9},
-            "top_k": {"top_k": 50}, "min_p": {"min_p": 0.1},
-            "Qwen3's": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
-            "penalties": {"repetition_penalty": 1.1, "frequency_penalty": 0.5}}
-# Other engines, on a lent GPU: see `tests/results/README.md`.
-PEERS = ROOT / ".peers"
+GREEDY, QWEN3 = {"temperature": 0}, {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+PENALTIES = {"repetition_penalty": 1.1, "frequency_penalty": 0.5}
+SAMPLERS = {"greedy": GREEDY, "drawn": {}, "top_p": {"top_p": 0.9},
+            "top_k": {"top_k": 50}, "min_p": {"min_p": 0.1}, "Qwen3's": QWEN3,
+            "penalties": PENALTIES}
+# Half of the requests of `same` are greedy.
+MIX = [GREEDY, {}, GREEDY | PENALTIES, QWEN3,
+       GREEDY, PENALTIES, GREEDY, QWEN3 | {"n": 2}]
 # Arguments of bench.py for a quick try.
 ENGINE = {"dtype": "float32", "num_blocks": 64, "max_num_seqs": 2, "max_model_len": 128,
           "max_num_batched_tokens": 64}
-SMALL = ["--shape", "tiny", "--repeats", "1", "--requests", "2", "--prompt-len", "4",
-         "--tokens", "8", "--input-len", "4", "8", "--output-len", "4", "8",
-         "--engine", json.dumps(ENGINE)]
+SMALL = ["--shape", "tiny", "--repeats", "1", "--requests", "2", "--input-len", "4",
+         "8", "--output-len", "4", "8", "--engine", json.dumps(ENGINE)]
 
 
 def tokens(task, quick):
@@ -106,38 +99,10 @@ def draws(vocab_size, rows=64):
     logits, numbers = torch.randn(rows, vocab_size), torch.rand(rows, 1).double()
     arguments = 2 * logits.bfloat16(), torch.full((rows, 1), 0.8), numbers
     expected = sampler.draw(*arguments).tolist()
-    compiled = fused.compiled(sampler.draw, False)
-    got = compiled(*(x.to(DEVICE) for x in arguments)).tolist()
-    share = sum(map(eq, got, expected)) / rows
+    got = fused.compiled(sampler.draw, False)(*(x.to(DEVICE) for x in arguments))
+    share = sum(map(eq, got.tolist(), expected)) / rows
     assert share > 0.9, f"only {share:.0%} of the draws equal the CPU's"
     return {"share that is equal": share}
-
-
-def on_device(case):
-    """A function that runs Triton's kernels for a case."""
-    return case.prepare(make_backend(
-        "triton", case.heads, case.block_size, case.dtype, DEVICE))
-
-
-def model_cases(quick):
-    """The shapes of real models, in each dtype."""
-    dtypes = [torch.bfloat16, torch.float16, torch.float32]
-    seqs = [(20, 1), (0, 5)] if quick else [(1500, 1), (3, 1), (0, 300), (200, 90)]
-    decodes = [(past, 1) for past, _ in seqs]
-    shapes = [("Qwen3-0.6B", torch.float32)] if quick else product(MODELS, dtypes)
-    for (name, dtype), kind in product(shapes, (seqs, decodes)):
-        case = partial(Case, kind, MODELS[name], 16, dtype)
-        yield f"{name}, {dtype}, {kind}", case
-
-
-def kernels(task, quick):
-    """All their variants, against float64."""
-    def check(make_case):
-        case = make_case()
-        return {"error": case.worst_error(on_device(case)())}
-
-    for name, make_case in model_cases(quick):
-        task(name, partial(check, make_case))
 
 
 def gpu_ms(function, repeats=20):
@@ -163,13 +128,25 @@ def clocks():
 
 
 def measure_bandwidth(task, quick):
-    """The limits of this GPU, also for what bench.py measures after this."""
+    """The limits of this GPU, also for what bench.py measures after this. Attention may
+    read memory faster than a sum. It is recorded, because launches take time.
+    """
+    seqs, heads = ([(20, 1)], (4, 2, 16)) if quick else ([(599, 1)] * 256, (16, 8, 128))
+
     def measure():
         limits = bench.machine_limits(DEVICE, torch.bfloat16)
-        case = decode_case(quick, "256 x 600")
-        own = attention_speed(on_device(case), case, 1, 2 if quick else 10)["GB/s"]
-        return limits | {"bytes_per_s": max(1e9 * own, limits["bytes_per_s"]),
-                         "attention's GB/s": own, "clocks": clocks()}
+        case = Case(seqs, heads, 16, torch.bfloat16)
+        attend = case.prepare(make_backend("triton", heads, 16, case.dtype, DEVICE))
+        attend()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(10):
+                attend()
+        num_bytes = 10 * 4 * int(case.ends.sum()) * heads[1] * heads[2]
+        own = 1e3 * num_bytes / gpu_ms(graph.replay)
+        return limits | {"bytes_per_s": max(own, limits["bytes_per_s"]),
+                         "attention's GB/s": own / 1e9, "clocks": clocks()}
 
     limits = task("limits", measure)
     if "failed" not in limits:
@@ -177,48 +154,43 @@ def measure_bandwidth(task, quick):
     return limits.get("bytes_per_s", 1)
 
 
-def decode_case(quick, shape):
-    if quick:
-        return Case([(20, 1), (40, 1)], (4, 2, 16), 16, torch.float32)
-    seqs = [(length - 1, 1) for length in SHAPES[shape]]
-    return Case(seqs, MODELS["Qwen3-0.6B"], 16, torch.bfloat16)
-
-
-def attention_speed(attend, case, bandwidth, calls):
-    """Recorded, so that launches take no time. The bytes are those of K and V. Copies
-    of a small cache take turns, because the GPU's own cache may hold one of them.
-    """
-    copies = min(calls, 1 + (1 << 28) // case.cache.nbytes)
-    caches = [case.cache, *(case.cache.clone() for _ in range(copies - 1))]
-    attend()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for case.cache in islice(cycle(caches), calls):
-            attend()
-    ms = gpu_ms(graph.replay, 2 * calls) / calls
-    num_bytes = 2 * case.ends.sum() * case.heads[1] * case.heads[2]
-    rate = float(num_bytes * case.dtype.itemsize / ms * 1e3)
-    return {"us": 1e3 * ms, "GB/s": rate / 1e9, "share of the limit": rate / bandwidth}
-
-
-def bench_args(quick, command, *words):
-    args = bench.parse([command, *words, *SMALL * quick])
+def bench_args(quick, *words):
+    args = bench.parse([*words, *SMALL * quick])
     args.model = bench.write_config(tempfile.mkdtemp(), bench.SHAPES[args.shape])
     return args
 
 
-def run_bench(*words):
-    """What bench.py measures if it is called like that."""
-    args = bench_args(*words)
-    return bench.COMMANDS[args.command](args)
+def same(task, quick):
+    """Serve a mix of requests twice, and hash all tokens. The hashes must be the same
+    each time, and in each variant of the engine: see equal.py.
+    """
+    # Two variants run side by side, and gpu_memory_utilization counts all processes: if
+    # it sized the pools, the second one would find no memory for its own.
+    args = bench_args(quick, "--input-len", "100", "600", "--output-len", "96", "96",
+                      "--engine", '{"num_blocks": 12288}')
+    args.requests = len(MIX) if quick else 256
+    began = time.perf_counter()
+    llm = bench.make_engine(args, enable_prefix_caching=False)
+    seconds = time.perf_counter() - began
+    requests = bench.draw_requests(args, llm.model_config.vocab_size)
+    prompts = [prompt for prompt, _ in requests]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, seed=i,
+                             **MIX[i % len(MIX)])
+              for i, (_, length) in enumerate(requests)]
 
+    def compiled():
+        return counters["stats"]["unique_graphs"]
 
-def speed(task, quick):
-    sizes = ["1", "2"] if quick else ["1", "8", "64", "256"]
-    measure_bandwidth(task, quick)
-    task("decode and prefill", partial(
-        run_bench, quick, "decode", "--batch-sizes", *sizes))
+    def serve():
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+        tokens = [answer.token_ids for output in outputs for answer in output.outputs]
+        return {"tokens": sum(map(len, tokens)), "unique_graphs": compiled(),
+                "sha256": sha256(json.dumps(tokens).encode()).hexdigest(),
+                "max_memory_reserved": torch.cuda.max_memory_reserved()}
+
+    task("start", lambda: {"seconds": seconds, "unique_graphs": compiled()})
+    task("first", serve)
+    task("second", serve)
 
 
 def workload(task, quick):
@@ -235,8 +207,8 @@ def workload(task, quick):
 
     measure_bandwidth(task, quick)
     with patch.object(ModelRunner, "execute", execute), time_waits(waits):
-        figures = task("nano-vllm's", partial(
-            run_bench, quick, "workload", *([] if quick else ["--full"])))
+        figures = task("nano-vllm's", lambda: bench.bench_workload(
+            bench_args(quick, *["--full"] * (not quick))))
     task("timeline", lambda: timeline(rows[-figures["steps"]:]))
 
 
@@ -248,37 +220,6 @@ def timeline(rows):
     pieces = np.split(table[:-1], [16, *range(128, len(table), 128)])
     return {"lines": [", ".join(map("{1} {0:.6g}".format, piece.mean(0), names))
                       for piece in pieces if len(piece)]}
-
-
-def nano(task, quick):
-    """nano-vllm itself, on the same GPU, if somebody has put it there."""
-    def serve():
-        script = PEERS / "peer_nano.py"
-        if quick or not script.exists():
-            return {"skipped": "there is no .peers/peer_nano.py, or no GPU"}
-        paths = os.pathsep.join(map(str, (PEERS / "nano", PEERS / "stand_in")))
-        output = subprocess.check_output([sys.executable, script, "1"], text=True,
-                                         env=os.environ | {"PYTHONPATH": paths})
-        return {"lines": [line for line in output.splitlines() if "nano-vllm" in line]}
-
-    task("nano-vllm's", serve)
-
-
-def peer(task, quick):
-    """transformers serves the same, with fewer requests: it is slow. For 64 answers of
-    up to 1024 tokens, more than 100 seconds were too few on an H100.
-    """
-    words = ["--requests", "64", "--input-len", "100", "512", "--output-len", "100",
-             "256", "--repeats", "1", "--vs", "transformers", "--vs-batch", "64"]
-    task("both", partial(run_bench, quick, "workload", *words))
-
-
-def shapes(task, quick):
-    """Attention of decodes: one wave of long and short sequences."""
-    bandwidth, calls = measure_bandwidth(task, quick), 2 if quick else 10
-    for shape in list(SHAPES)[: 2 if quick else None]:
-        case = decode_case(quick, shape)
-        task(shape, partial(attention_speed, on_device(case), case, bandwidth, calls))
 
 
 # -- A decode step taken apart ---------------------------------------------------------
@@ -328,7 +269,7 @@ def step(task, quick):
     """Of sequences of about 600 tokens: all of it, its pieces, the host's share."""
     sizes, length, count = ([2, 1], 4, 2) if quick else ([256, 128, 64, 8, 1], 570, 24)
     bandwidth = measure_bandwidth(task, quick)
-    args, room = bench_args(quick, "workload"), 64 if quick else 16384
+    args, room = bench_args(quick), 64 if quick else 16384
     llm = bench.make_engine(args, enable_prefix_caching=False, max_num_seqs=sizes[0],
                             max_num_batched_tokens=room)
     prompt = bench.random_prompt(length, llm.model_config.vocab_size)
@@ -354,12 +295,9 @@ def step(task, quick):
 
     @torch.inference_mode()
     def time_pieces(size):
-        """With the last inputs; also a sort. Does a replay take the host longer while
-        the GPU is busy?
-        """
+        """With the last inputs. Does a replay take longer while the GPU is busy?"""
         replay, head, logits = recorded_step(llm, size)
-        pieces = {"recorded": replay, "head": head,
-                  "sort": partial(logits.sort, descending=True)}
+        pieces = {"recorded": replay, "head": head}
         samplers = {name: sampling(llm.engine.runner, logits, params)
                     for name, params in SAMPLERS.items()}
         times = {f"{name}_ms": gpu_ms(run, 2 if quick else 20)
@@ -378,19 +316,16 @@ def step(task, quick):
             task(f"step of {size}", partial(time_steps, size))
             task(f"pieces of {size}", partial(time_pieces, size))
             task(f"kernels of {size}", partial(profile_steps, llm))
-            task(f"host of {size}", partial(profile_host, llm, count))
             if size == sizes[1]:
                 task(f"chunks beside {size}", partial(
                     time_prompts, llm, prompt[:128], 1 if quick else 4, size))
-    while ids:
-        llm.abort_request(ids.pop())
-    llm.step()
-    task("prompts", partial(time_prompts, llm, prompt[:560], 1 if quick else 29, 0))
     llm.shutdown()
 
 
 def profile_steps(llm, steps=4):
-    """The fifteen kernels that take longest in a step."""
+    """The fifteen kernels that take longest in a step. Compare them without PDL only:
+    under PDL, a kernel's time includes its wait for the one before it.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     activity = ProfilerActivity.CUDA if HAS_GPU else ProfilerActivity.CPU
@@ -404,18 +339,6 @@ def profile_steps(llm, steps=4):
             "launches": sum(count for us, count, _ in rows if us),
             "lines": [f"{us:9.1f} us {count:6.1f} x {name[:60]}"
                       for us, count, name in sorted(rows, reverse=True)[:15]]}
-
-
-def profile_host(llm, steps):
-    """The fifteen functions that take Python longest in a step."""
-    with cProfile.Profile() as profiler:
-        for _ in range(steps):
-            llm.step()
-    rows = [(seconds, calls, f"{Path(file).name}:{line} {name}")
-            for (file, line, name), (_, calls, seconds, *_)
-            in pstats.Stats(profiler).stats.items()]
-    return {"lines": [f"{1e6 * seconds / steps:9.1f} us {calls / steps:6.1f} x {name}"
-                      for seconds, calls, name in sorted(rows, reverse=True)[:15]]}
 
 
 def time_prompts(llm, prompt, count, decodes):
@@ -468,7 +391,6 @@ def main():
     torch.set_num_threads(1 if quick else torch.get_num_threads())
     if quick:  # measuring them would take longer than all the rest
         bench.machine_limits = lambda *_: {"bytes_per_s": 1e9, "flops_per_s": 1e12}
-        bench.memory_speed = lambda _: 1e9
     done = {}
 
     def task(name, function):
@@ -481,9 +403,9 @@ def main():
         return done[name]
 
     task("machine", lambda: bench.machine() | {"CUDA": torch.version.cuda})
-    has_device = HAS_GPU or part in ("ranks", "peer")  # these can use the CPU
-    with (nullcontext() if has_device
-          else import_module("gpu.pretended").PretendedGpu()):
+    has_device = HAS_GPU or part == "ranks"  # which can use the CPU
+    with (nullcontext() if has_device else import_module("gpu.pretended").PretendedGpu(
+            computes=part == "tokens")):  # the interpreter is slow
         globals()[part](task, quick)
     # All is written. A normal exit would wait for Inductor's processes, for up to five
     # minutes, for threads, and for NCCL.

@@ -6,7 +6,7 @@
 Each part (parts.py) is a process of its own with a time limit, and writes its figures
 after each task. If a part fails or takes too long, the report says so, and the other
 parts still run. The report names the machine and versions, and contains no directory's
-name. `lease.sh` runs the parts in the order that suits a GPU that is lent for minutes.
+name. README.md has two calls for a GPU that is lent for minutes.
 """
 
 import argparse
@@ -23,9 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 # Seconds that each part may take; what one leaves over goes to those that follow. With
-# one GPU `ranks` does nothing, so it comes first. `kernels` compiles for 80 seconds.
-PARTS = {"ranks": 60, "tokens": 160, "kernels": 160, "workload": 80, "nano": 100,
-         "step": 90, "shapes": 40, "speed": 65, "peer": 160}
+# one GPU `ranks` does nothing, so it comes first.
+PARTS = {"ranks": 60, "tokens": 160, "same": 140, "workload": 80, "step": 90}
 SCRIPT = Path(__file__).with_name("parts.py")
 DIRECTORY = re.compile(r"""(?<![\w.:/])/(?:[^\s/"'\\]+/)+""")
 
@@ -83,14 +82,11 @@ def write(path, report):
 
 
 def show(name, part):
-    """Its state and figures, in short lines; what merely is right is counted."""
+    """Its state and figures, in short lines."""
     tasks = json.loads(json.dumps(part["tasks"]),
                        parse_float=lambda digits: float(f"{float(digits):.4g}"))
     machine = tasks.pop("machine", {})
-    errors = [tasks.pop(task)["error"] for task, found in [*tasks.items()]
-              if {*found} == {"error"}]
-    right = f", {len(errors)} right, errors up to {max(errors):.1g}" if errors else ""
-    print(f"== {name}: {part['state']}, {part['seconds']} s{right}; "
+    print(f"== {name}: {part['state']}, {part['seconds']} s; "
           f"{machine.get('gpu')}, commit {machine.get('commit')}")
     for task, found in tasks.items():
         told = {key: value for key, value in found.items() if key != "lines"}
