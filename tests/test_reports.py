@@ -353,10 +353,11 @@ def test_stretched_positions_count(rope, longest, llama, edit_model, engine):
     assert llm.engine.max_model_len == longest
 
 
-def test_a_missing_directory_is_not_called_damaged(tmp_path, engine):
+def test_a_missing_directory_is_not_called_damaged(llama, tmp_path, engine):
     file = tmp_path / "model.gguf"
     file.touch()
-    for path in ("", "./c", str(tmp_path / "a/b"), tmp_path / "a", tmp_path, file):
+    for path in ("", "./c", str(tmp_path / "a/b"), tmp_path / "a", tmp_path, file,
+                 str(llama / "config.json")):
         message = message_of(lambda path=path: engine(path))
         assert "an existing directory with a config.json" in message
 
