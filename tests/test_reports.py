@@ -650,6 +650,19 @@ def test_a_compiled_file_that_was_cut_short_is_compiled_again(
         assert (compiled(), compiled()) == (1, 0)
 
 
+def test_on_a_full_disk_nothing_is_kept(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    threads = pytest.importorskip("nanopaged.cpu.threads")
+    monkeypatch.setattr(threads.CONFIG, "CACHE_DIR", str(tmp_path))
+    for name in ("save_overload", "load_overload", "flush"):
+        monkeypatch.setattr(threads.FUNCTION_CACHE, name, fail)
+    kernel = threads.loop.__wrapped__(threads.njit(count_one), parallel=False)
+    kernel(3, array := np.zeros(3))
+    assert array.tolist() == [1, 1, 1]
+
+
 def count_one(i, array):
     array[i] += 1
 
