@@ -105,6 +105,7 @@ class Engine:
         runs. Requests that have started are aborted; those that never ran still wait.
         """
         self.launched.clear()
+        self.runner.token_counts.counted.clear()
         self.scheduler.reset()
         return self.scheduler.changed
 

@@ -204,6 +204,21 @@ def test_penalties_count_a_token_once(llama, engine, monkeypatch):
     assert max(size for size in sent if size != len(prompt)) <= 2 * (4 + 2)
 
 
+def test_after_a_failed_step_no_two_sequences_share_their_counts(
+        llama, engine, monkeypatch):
+    """It may have broken off while the row of one sequence went to another."""
+    def fail(numbers, *more):
+        return to_device(1 / 0 if numbers == [9, 9] else numbers, *more)
+
+    to_device = logits.to_device
+    llm, params = engine(llama, max_num_seqs=2), greedy(12, frequency_penalty=2)
+    expected = generate(llm, [[5, 6], [15]], params)
+    monkeypatch.setattr(logits, "to_device", fail)
+    with pytest.raises(ZeroDivisionError):
+        generate(llm, [[9, 9]], params)
+    assert generate(llm, [[5, 6], [15]], params) == expected
+
+
 # -- Scored prompts --------------------------------------------------------------------
 
 

@@ -353,10 +353,11 @@ def test_stretched_positions_count(rope, longest, llama, edit_model, engine):
     assert llm.engine.max_model_len == longest
 
 
-def test_a_missing_directory_is_not_called_damaged(tmp_path, engine):
+def test_a_missing_directory_is_not_called_damaged(llama, tmp_path, engine):
     file = tmp_path / "model.gguf"
     file.touch()
-    for path in ("", "./c", str(tmp_path / "a/b"), tmp_path / "a", tmp_path, file):
+    for path in ("", "./c", str(tmp_path / "a/b"), tmp_path / "a", tmp_path, file,
+                 str(llama / "config.json")):
         message = message_of(lambda path=path: engine(path))
         assert "an existing directory with a config.json" in message
 
@@ -647,6 +648,19 @@ def test_a_compiled_file_that_was_cut_short_is_compiled_again(
     for path in files:
         path.write_bytes(path.read_bytes()[:length])
         assert (compiled(), compiled()) == (1, 0)
+
+
+def test_on_a_full_disk_nothing_is_kept(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("No space left on device")
+
+    threads = pytest.importorskip("nanopaged.cpu.threads")
+    monkeypatch.setattr(threads.CONFIG, "CACHE_DIR", str(tmp_path))
+    for name in ("save_overload", "load_overload", "flush"):
+        monkeypatch.setattr(threads.FUNCTION_CACHE, name, fail)
+    kernel = threads.loop.__wrapped__(threads.njit(count_one), parallel=False)
+    kernel(3, array := np.zeros(3))
+    assert array.tolist() == [1, 1, 1]
 
 
 def count_one(i, array):

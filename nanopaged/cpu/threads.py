@@ -56,13 +56,19 @@ def bits(x: Tensor) -> Any:
 
 class Cache(FUNCTION_CACHE):  # type: ignore
     """What Numba keeps on disk. If it cannot be read, perhaps because the disk was full
-    when it was written, it is forgotten, and Numba compiles again.
+    when it was written, it is forgotten, and Numba compiles again. If it cannot be
+    written, this process does without.
     """
 
     def load_overload(self, *key: Any) -> Any:
         with suppress(Exception):
             return super().load_overload(*key)
-        self.flush()
+        with suppress(OSError):
+            self.flush()
+
+    def save_overload(self, *compiled: Any) -> None:
+        with suppress(OSError):
+            super().save_overload(*compiled)
 
 
 @cache

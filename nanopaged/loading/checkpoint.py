@@ -78,7 +78,8 @@ def load_config(config: EngineConfig) -> ModelConfig:
     check(not Path(name, "adapter_config.json").is_file(), "model", "a whole model, "
           "and not an adapter (peft's `merge_and_unload` makes one of it)", name)
     is_local = os.path.lexists(Path(name, "config.json"))
-    check(is_local or isinstance(config.model, str), "model", MODEL, name)
+    is_id = isinstance(config.model, str) and not os.path.isfile(name)
+    check(is_local or is_id, "model", MODEL, name)
     remedy = REPAIR if is_local else f"model must be {MODEL}; is there a network?"
     with explained(f"cannot read config.json of {name} ({remedy}): "):
         found = AutoConfig.from_pretrained(name, trust_remote_code=False)
