@@ -28,7 +28,7 @@ def check_files(folder: Path) -> None:
     """ValueError if a name in it has no file: where a link leads nowhere, transformers
     does without.
     """
-    for path in folder.iterdir():
+    for path in folder.glob("[!.]*"):  # an editor's locks, for example, are links
         is_filled = path.is_file() and path.stat().st_size > 0
         with explained(f"cannot read {path.name} of {folder} ({REPAIR}): "):
             check(is_filled or not path.name.endswith(READ), "it", "a file with "
