@@ -85,7 +85,7 @@ class Metadata:
         # [num_samples]: the token that each sample follows
         self.last_indices: Any = np.cumsum(self.counts)[batch.sample_entries] - 1
         # A row for each field of `Draws`, and a column for each sample. All inputs
-        # travel as integers, so the bits of these floats are taken as integers, too.
+        # travel in one buffer of integers, and so do the bits of these floats.
         draws = np.zeros(len(batch.sample_entries) * len(Draws._fields))
         draws[: len(batch.draws)] = batch.draws
         self.draws: Any = draws.reshape(-1, len(Draws._fields)).T.view(np.int64)

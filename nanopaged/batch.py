@@ -9,7 +9,7 @@ import xxhash
 from nanopaged.block_manager import Moves
 from nanopaged.sequence import Sequence
 
-# The spacing of random numbers: a token that is less likely may never be drawn.
+# Random numbers are multiples of this. A less likely token may never be drawn.
 RESOLUTION = 2.0**-32
 # What is sampled instead of a token if nothing can be chosen, and why.
 MODEL_FAILED, REQUEST_FAILED = -1, -2
@@ -112,9 +112,9 @@ class Batch:
 #   - a group whose next step needs its last token in Python waits for it
 #     (`SequenceGroup.needs_last_token`)
 #   - the step already launched may have an entry for a sequence that turns out to have
-#     ended. Its sample is ignored. Its K and V do no harm: the blocks are freed after
-#     that step was launched. So the GPU runs the steps of their next owners later, and
-#     these write each slot before they read it
+#     ended. Its sample is ignored. Its K and V do no harm: the blocks are freed only
+#     after that step was launched, and the GPU runs steps in order. The next owner's
+#     step comes later, and writes each slot before it reads it
 #   - if all sequences wait for tokens to be read, the batch is empty
 #   - after the last request has ended, one launched step is left in `Engine.launched`.
 #     The next request's first step reads it, and its tokens are ignored

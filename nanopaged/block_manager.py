@@ -104,19 +104,18 @@ class BlockManager:
 
         A sequence must not write into a block that others hold. So it gets a copy, and
         `moves` tells the step to make it. The last holder of a block writes in place.
-        Of the blocks that a sequence writes from now on, only the first can be shared,
-        because `fork` shares no block without a computed token.
+        Only the block that a sequence writes next can be shared. `fork` shares only
+        blocks that hold a computed token, so each later block has one owner.
         """
         size = self.block_size
         if len(seqs) == 1 and len(seqs[0].block_table) * size >= seqs[0].computable_end:
             # The usual case, decided fast. A lone sequence, or a leader before the
             # fork, shares only full blocks, and never writes into those: no copies.
             return True
-        # From the block that it writes next, each sequence must own all its blocks:
-        # count them. The group holds some of them already, perhaps shared. Each of
-        # these stays with one of its holders, so subtract them. For example, two
-        # siblings that share a half-full block need 2, hold 1, and take 1. Blocks that
-        # other groups hold, too, are full, and lie before these.
+        # num_needed: all blocks from `first` on, as if each sequence owned its own.
+        # held: those of them that exist. A shared one counts once, because exactly one
+        # of its holders keeps it. The difference comes from the free list. For example,
+        # two siblings that share a half-full block need 2, hold 1, and take 1.
         num_needed = 0
         held: set[int] = set()
         for seq in seqs:
@@ -147,7 +146,7 @@ class BlockManager:
         runs steps in the order in which they are launched. If a step fails, the whole
         prefix cache is forgotten.
         """
-        # The step reads the states that the last one has filled, and fills a new dict.
+        # (before, after) -> (after, {}): see `States`.
         seq.num_computed_tokens, seq.states = end, (seq.states[1], {})
         if self.enable_prefix_caching and seq.group.uses_prefix_cache:
             self.prefix_cache.publish(seq)
@@ -168,8 +167,8 @@ class BlockManager:
 
         The way of a swap: `Scheduler._preempt` asks for it, the moves go into the
         batch, and `ModelRunner.run` copies. `Scheduler._admit` brings the blocks back.
-        The prefix cache does not know what they hold then, so the next `mark_computed`
-        publishes them again.
+        They have other ids then, which the prefix cache does not know, so the next
+        `mark_computed` publishes them again.
         """
         held = dict.fromkeys(each for seq in seqs for each in seq.block_table)
         if len(held) > len(target):

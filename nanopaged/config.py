@@ -194,5 +194,5 @@ class EngineConfig(Checked):
 
     @property
     def budget(self) -> int:
-        """How many tokens one step may compute. On a CPU, the start has set it."""
+        """How many tokens one step may compute. On a CPU, start-up has set it."""
         return self.max_num_batched_tokens or 8192

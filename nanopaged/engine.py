@@ -34,7 +34,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig, runner: ModelRunner) -> None:
         self.config, self.runner = config, runner
-        # The most tokens a sequence may have. The longest one must fit into the pool.
+        # The most tokens of a sequence. One of that length must fit into the pool.
         self.max_model_len = min(
             runner.longest_sequence, runner.num_blocks * config.block_size)
         # The prefix cache keeps K and V only. A layer with a state, as in Mamba, would
@@ -57,7 +57,7 @@ class Engine:
         On a CPU, `steps_ahead` is 0, so a step's tokens are read as soon as it has run.
         On a GPU, the engine runs one step ahead: it reads the tokens of the previous
         step while this one runs. The end of `batch.py` says what follows from that.
-        Until you get there, think of a CPU.
+        Until you get there, picture a CPU.
         """
         batch = self.scheduler.schedule()
         self.launched.append((batch, self.runner.execute(batch)))

@@ -77,14 +77,14 @@ def call_processors(seq: Sequence, row: Tensor) -> None:
 
 
 class TokenCounts:
-    """How often each token is in each sequence that has penalties. A token is counted
-    in one step, and kept for those that follow.
+    """How often each token is in each sequence that has penalties. Each token is
+    counted once, whatever the number of steps.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, last_tokens: Tensor) -> None:
         self.last_tokens = last_tokens
-        # Each sequence has a row: twice the number of times that a token is in its
-        # answer, and 1 more if it is in its prompt. The last row belongs to nobody.
+        # Each sequence has a row: 2 * (how often a token is in its answer), plus 1 if
+        # the token is in its prompt. The last row belongs to nobody.
         shape = max_num_seqs + 1, vocab_size
         self.table = last_tokens.new_empty(shape, dtype=torch.int32)
         # By request and index, the least recently used first: the row of a sequence,
@@ -100,8 +100,8 @@ class TokenCounts:
             self.counted.move_to_end(key)
         unused, vocab_size = len(self.table) - 1, self.table.shape[1]
         found = [unused] * len(seqs)
-        # At least two, because torch.compile treats none or one as cases of their own:
-        # count token 0 in the unused row.
+        # Where rows start in the flat table, and tokens. The first two are in the
+        # unused row, because torch.compile treats none or one as cases of their own.
         starts, ids = [unused * vocab_size] * 2, [0, 0]
         for i, (key, seq) in enumerate(zip(keys, seqs, strict=True)):
             if not seq.group.params.has_penalties:

@@ -1,4 +1,4 @@
-"""Log-probabilities: of the tokens that are sampled, and of a prompt's."""
+"""Log-probabilities: of sampled tokens, and of the tokens of a prompt."""
 
 from typing import Any
 

@@ -37,8 +37,8 @@ class Linear(nn.Linear):
 
 def window_of(config: Any, layer: int) -> int | None:
     """How many keys a query of this layer sees; None: all of them."""
-    # Configs of these two families do not list the types of their layers. For some
-    # models of Mistral, sliding_window is None.
+    # Configs of these two families do not list the types of their layers. All layers of
+    # Mistral have a window, if sliding_window is not None.
     types = {"llama": "full_attention", "mistral": "sliding_attention"}
     layer_type = types.get(config.model_type) or config.layer_types[layer]
     return config.sliding_window if layer_type == "sliding_attention" else None

@@ -52,10 +52,10 @@ class ModelRunner:
         self.is_gpu = self.device.type == "cuda"
         self.graphs: Any = None  # recorded steps, if there are any
         self.state_bytes = 0  # of a sequence's state, if the model has any
-        # Room for INPUTS. Each token needs an id, a position, a slot and at most 6
-        # numbers of a plan. Each sample needs an index and its `Draws`. Block tables
-        # may be there twice, because `FlashAttention` plans with them. 2^16 is for the
-        # rest of a plan. For graphs, a step is padded with max_num_seqs tokens.
+        # Room for INPUTS. Ten numbers are a token's id, position and slot, 6 of a plan
+        # (an item of `TritonAttention`), and the index of a sample. Block tables may be
+        # there twice, because `FlashAttention` plans with them. 2^16 is for the rest of
+        # a plan. For graphs, a step is padded with max_num_seqs tokens.
         num_tokens = most_tokens + config.max_num_seqs
         num_inputs = (10 + len(Draws._fields)) * num_tokens + 2 * self.most_blocks
         num_inputs += 2**16
@@ -74,8 +74,8 @@ class ModelRunner:
     def make_pools(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make room for K and V: blocks on the device, and blocks in CPU memory."""
         self.num_blocks, self.num_swap_blocks = num_blocks, num_swap_blocks
-        # One extra block on the device is for padding. In a move, its number means the
-        # first block in CPU memory.
+        # One extra block on the device is for padding. No move names it: there, its
+        # number means the first block in CPU memory.
         self.padding_block = num_blocks
         # Not in inference mode, so that other code may write into the pools.
         with self.settings(), torch.inference_mode(False):

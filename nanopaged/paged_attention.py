@@ -51,8 +51,7 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
 
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
-    # Successive programs take different queries. So each thread gets sequences of all
-    # lengths.
+    # Successive programs take successive queries, so a thread gets short and long ones.
     kv_head, query = divmod(program, len(tokens))
     _, _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]

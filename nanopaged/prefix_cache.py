@@ -88,9 +88,9 @@ class PrefixCache:
     def forget(self, block_id: int) -> None:
         """Forget what a block holds, because it is taken for other tokens.
 
-        Then nobody finds the blocks that follow it either: their keys have the Content
-        of this block, and if equal tokens are computed again, those get a new Content.
-        They stay in `published` until they are taken, too.
+        The blocks that follow it cannot be found any more either, because their keys
+        have this Content. The same tokens, computed again, get a new one. The blocks
+        that nobody finds stay in `published` until they are taken.
         """
         content = self.contents[block_id]
         if content is not None and content.block_id == block_id:

@@ -58,8 +58,8 @@ def sample(batch: Batch, counts: TokenCounts, ops: Ops, raw: Tensor, draws: Tens
     drawing = [each for each in params if each.temperature >= GREEDY]
     if any(each.has_limits for each in drawing):
         logits = keep_likely(logits, params, draws, ops)
-    # `is not raw` means that a request has changed the logits, or limited the draws.
-    # Then the tokens of a recorded step are of no use.
+    # `is not raw`: a request has changed the logits, or limited the draws. Then the
+    # tokens that a recorded step has chosen from the raw logits do not count.
     if tokens is None or logits is not raw:
         any_greedy = len(drawing) < len(raw)
         tokens = choose(logits, draws, ops, any_greedy, bool(drawing))
@@ -97,7 +97,7 @@ def draw(logits: Tensor, temperature: Tensor, uniform: Tensor) -> Tensor:
     """A token for each row of logits, [num_samples, vocab_size] -> [num_samples]. The
     others are [num_samples, 1].
     """
-    probs = (logits / temperature.float()).softmax(-1)  # all NaN in a useless row
+    probs = (logits / temperature.float()).softmax(-1)  # all NaN in an unusable row
     tokens = search(probs, uniform)
     return tokens.where(probs.gather(1, tokens) >= 0, MODEL_FAILED).squeeze(1)
 
@@ -125,7 +125,7 @@ def first_above(weights: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
     the sum before that place: [num_rows, 1] each.
     """
     sums = weights.cumsum(-1)
-    # A number that is rounded up to the last sum would find none above it.
+    # Numbers must stay below the last sum. Otherwise no sum would exceed them.
     numbers = numbers.minimum(sums[:, -1:] * (1 - RESOLUTION))
     # On a GPU, rounding may let the sum grow at a token of weight 0, which must not be
     # drawn. Of zeros and ones, argmax finds the first 1.
@@ -142,9 +142,9 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
         top_p   of these the most likely ones stay, up to and including the one that
                 brings the sum of their probabilities to top_p
 
-    Each limit is a threshold on the logits, so tied tokens stay or go together. A new
-    limit is a field of `SamplingParams`, named in its `has_limits` and `draw_numbers`,
-    and a field of `Draws`.
+    Each limit is a threshold on the logits, so tied tokens stay or go together. For a
+    new limit, add a field to `SamplingParams` and name it in `has_limits`. Add it to
+    `draw_numbers` and to `Draws`, in the same place before the penalties. Use it here.
     """
     _, temperature, top_k, top_p, min_p, *_ = draws.unsqueeze(-1)
     # The lowest logit that min_p allows: -inf without min_p. In a greedy row it may be
@@ -165,7 +165,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
 
 def highest_logits(logits: Tensor, most: int) -> Tensor:
     """The highest logits of each row, in descending order: `most` of them, or all."""
-    if not logits.is_cuda:  # NumPy does this sooner than torch
+    if not logits.is_cuda:  # NumPy is faster at this than torch
         most = min(most, logits.shape[1])
         likely = np.partition(logits.float().numpy(), -most)[:, -most:]
         return torch.from_numpy(np.sort(likely)).flip(-1)

@@ -33,7 +33,8 @@ class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager,
                  most_tokens: int = 0) -> None:
         self.config, self.block_manager = config, block_manager
-        # The budget of a step with prompts alone, whose first tokens nobody awaits.
+        # The budget of a step that holds no answer up: it has only prompts, and nobody
+        # awaits their first tokens.
         self.most_tokens = most_tokens or config.budget
         # By request id, oldest first. Threads may add to `unfinished` and `aborted`.
         self.unfinished: dict[str, SequenceGroup] = {}
@@ -53,7 +54,7 @@ class Scheduler:
         for request_id in list(islice(self.unfinished, self.config.max_num_seqs)):
             group = self.unfinished[request_id]
             if group.is_awaited or not group.live[0].is_prompt:
-                budget = self.config.budget
+                budget = self.config.budget  # from here on
             if len(batch.token_ids) >= budget:
                 break  # it is used up
             # After a preemption no group is admitted in this step: the pool was full.
@@ -78,7 +79,7 @@ class Scheduler:
         computable_end = seq.computable_end
         end = min(computable_end, seq.num_computed_tokens + budget)
         if end == seq.num_computed_tokens:
-            return  # there is no budget left, or only max_len is left to reach
+            return  # no budget is left, or this sequence waits for its last token
         num_blocks = self.block_manager.num_blocks_for(end)
         batch.add_entry(seq, end, seq.block_table[:num_blocks])
         self.block_manager.mark_computed(seq, end)
@@ -191,8 +192,8 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort the groups that have started, because a failed step may have changed
-        them by half, and those whose end was interrupted.
+        """Abort the groups that have started, because a failed step may have left them
+        half-changed, and those whose end was interrupted.
         """
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:

@@ -54,10 +54,10 @@ class Logprob(NamedTuple):
 
 # By token id: first the sampled token, then the most likely ones.
 Logprobs = dict[int, Logprob]
-# (before, after): what layers remember before and after a sequence's newest step, by
-# their number. The step only reads `before`, and it fills `after`, an empty dict. Then
-# `mark_computed` makes `after` the next step's `before`. As nobody writes into
-# `before`, sequences that fork can share it.
+# Two dicts with the state of each layer, by its number: `before` the sequence's newest
+# step, and `after` it. The step reads `before`, and fills `after`, which is empty until
+# then. When the next step is scheduled, `after` becomes `before` (`mark_computed`). As
+# nobody writes into `before`, sequences that fork can share it.
 States = tuple[dict[int, Any] | None, dict[int, Any] | None]
 NO_STATES: States = (None, None)  # before the first token
 
@@ -85,8 +85,9 @@ class Sequence:
         self.block_table = array("q")  # 64-bit integers
         self.num_computed_tokens = 0
         self.states = NO_STATES
-        # Stand-ins for pending tokens: -1 - j stands for sample j of its step. There
-        # can be two, of the step that runs and of the one that is being scheduled.
+        # Stand-ins for pending tokens, the oldest first: -1 - j stands for sample j of
+        # its step. There can be two, of the step that runs and of the one that is being
+        # scheduled.
         self.pending: list[int] = []
 
         self.logprobs: list[Logprobs] = []
@@ -105,9 +106,9 @@ class Sequence:
         next token is sampled.
 
         While the leader computes the prompt for several sequences, this is the end of
-        the prompt. Otherwise it is the end of all tokens, pending ones included. It is
-        at most max_len - 1: nothing follows the last token, so nobody needs its K and
-        V.
+        the prompt, where they fork. Otherwise it is the end of all tokens, pending ones
+        included: after a preemption, of the prompt and the answer. It is at most
+        max_len - 1: nothing follows the last token, so nobody needs its K and V.
         """
         group = self.group
         num_tokens = group.num_prompt_tokens
@@ -146,7 +147,7 @@ class SequenceGroup:
     group forks: the others share the leader's blocks, and each goes its own way.
 
     A request is plain data, and can be pickled. It knows nothing of text: the front end
-    keeps the prompt's, turns tokens into text, and finds stop strings.
+    keeps the prompt's text, turns tokens into text, and finds stop strings.
     """
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams,
@@ -185,7 +186,7 @@ class SequenceGroup:
     @property
     def forked(self) -> bool:
         """Whether each sequence goes its own way: only one is live, or the leader has
-        given its blocks to all siblings. The last sibling gets them last, so it tells.
+        given its blocks to all siblings. The last one gets them last, so it is checked.
         """
         return len(self.live) == 1 or self.live[-1].num_computed_tokens > 0
 

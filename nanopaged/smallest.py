@@ -349,4 +349,4 @@ if __name__ == "__main__":
 # and then all its V.
 #
 # On a GPU, the engine also plans a step before the tokens of the last step are known.
-# The top of batch.py explains how.
+# The end of batch.py explains how.

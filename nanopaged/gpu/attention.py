@@ -66,6 +66,9 @@ class TritonAttention(TorchAttention):
             multiprocessor, where three small ones fit, so then it is a third.
         most: how many parts one tile may have. `merge_parts` loads one row of each at
             once: most * dim numbers, and at most 2^14.
+
+        On an H200 with 8 KV heads and a head_dim of 128, target is 50, or 17 with large
+        tiles, and most is 64 or 32.
         """
         is_large = counts.mean() * self.group_size > self.few_rows
         rows = self.many_rows if is_large else self.few_rows
@@ -110,10 +113,10 @@ class TritonAttention(TorchAttention):
         num_keys = np.minimum(positions + size, ends[first])
         tiles = np.stack((metadata.table_starts[first], first, positions, num_keys), 1)
 
-        # How many items can there be? A full item has `part_keys` keys, 1 / target of
-        # all keys or more, so at most `target` items are full. Each tile has at most
-        # one more, which is not full: len(tiles) + target in all. And for `attend`: a
-        # cut tile has a full item, so at most 2 * target items belong to cut tiles.
+        # An item is full if it has part_keys keys. As part_keys * target is at least
+        # the number of all keys, at most `target` items are full. A tile adds at most
+        # one that is not: len(tiles) + target in all. For `attend`: a cut tile has a
+        # full item, so at most `target` tiles are cut, into at most 2 * target items.
         part_keys = max(cdiv(num_keys.sum(), target), cdiv(num_keys.max(), most))
         part_keys = cdiv(part_keys, self.keys_per_round) * self.keys_per_round
         tile, part = spread(cdiv(num_keys, part_keys))  # of each item
@@ -180,10 +183,10 @@ class FlashAttention(TritonAttention):
         if counts.max() == 1:
             return super().plan(metadata)
         # With chunks, [num_seqs + 1, 2 + width]. The first two columns are running
-        # totals of queries and keys, from 0: cu_seqlens_q and cu_seqlens_k. Then each
-        # row has a block table. After a short table, the row holds whatever comes next:
-        # flash-attn knows how many keys a sequence has, and does not read it. The
-        # modulo only keeps the index in range.
+        # totals of queries and keys, from 0: cu_seqlens_q and cu_seqlens_k. The others
+        # are block tables, as wide as the longest. The tables stand end to end, so the
+        # row of a short one runs on into the next. flash-attn knows how many keys a
+        # sequence has, and does not read that. The modulo keeps the index in range.
         totals = np.cumsum(np.pad((counts, ends), ((0, 0), (1, 0))), 1)
         sizes, tables = cdiv(ends, self.block_size), metadata.block_tables
         at = (np.cumsum(sizes) - sizes)[:, None] + np.arange(sizes.max())
@@ -195,7 +198,8 @@ class FlashAttention(TritonAttention):
         counts, ends = metadata.counts, metadata.ends
         if counts.max() == 1:
             return super().attend(q, kv_cache, metadata, scoring)
-        if scoring.sinks is not None:  # flash-attn has none, and this plan is its own
+        if scoring.sinks is not None:
+            # flash-attn has none, and Triton cannot read the plan that is made for it.
             return TorchAttention.attend(self, q, kv_cache, metadata, scoring)
         # Views, not copies: [num_blocks, block_size, num_kv_heads, head_dim]
         k, v = kv_cache.transpose(2, 3).unbind(1)

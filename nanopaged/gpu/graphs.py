@@ -9,7 +9,7 @@ same addresses. Therefore:
     padded up to the next of these. A step with a chunk of several tokens runs without a
     graph (`compute`)
   - models whose layers keep states have no graphs, because each step makes new states
-    (`loading/start_up.py` decides that). Nor have models whose modules wait for the GPU
+    (`loading/start_up.py` decides that). Nor do models whose modules wait for the GPU
   - a backend's plan has a shape that depends only on the number of sequences
   - `ModelRunner.prepare` lays the inputs out one after another, in every step from the
     same address. Only the last one, the block tables, may grow
@@ -62,7 +62,7 @@ class Graphs:
         # All graphs write their logits into one tensor, as large as the largest step's.
         logits: Any = None
         sizes = {min(n, largest) for n in (1, 2, 4, 8, *range(16, largest + 16, 16))}
-        # cuBLAS has memory for each stream, and freeing a graph frees that of its
+        # cuBLAS has a workspace for each stream, and freeing a graph frees that of its
         # stream. So each engine records on a stream of its own.
         memory_pool = torch.cuda.graph_pool_handle()
         stream: Any = torch.cuda.Stream()

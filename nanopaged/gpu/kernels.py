@@ -29,14 +29,15 @@ def wait_for_results(PDL: constexpr):
     """With programmatic dependent launch (PDL, from Hopper on), a kernel may start
     while the one before it still runs:
 
-        kernel A   | starts | waits | computes           |
-        kernel B                    | starts |   waits   | computes |
+        kernel A   | waits | computes        |
+        kernel B           | starts |  waits  | computes          |
+        kernel C                              | starts |  waits   | computes |
 
-    This function waits until A has ended, and then lets the kernel after B start.
-    Before the call, a program may read the step's inputs, items and slots. It may read
-    what other kernels have written only afterwards. Every program must make the call,
-    even an idle one. Otherwise B could end before A has, and the kernel after it, which
-    waits only for B, would read A's results too early.
+    When B calls this function, it waits until A has ended, and then lets C start. A
+    program may read the step's inputs, items and slots before the call, because no
+    kernel of the step writes them. What a kernel has written may be read only after it.
+    Every program must make the call, even an idle one. Otherwise B could end before A
+    has, and C, which waits only for B, would read A's results too early.
     """
     if PDL:
         gdc_wait()
