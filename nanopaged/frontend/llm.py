@@ -176,8 +176,7 @@ class LLM(AbstractContextManager["LLM"]):
         with self._exclusive() if self._half_loaded else nullcontext():
             self._check_open()
         for request in requests:
-            request.outbox, request.final_only = outbox, final_only
-            request.group.is_awaited = not final_only
+            request.outbox, request.group.is_awaited = outbox, not final_only
         try:
             self._requests.update({request.group: request for request in requests})
             self.engine.add([request.group for request in requests])
@@ -227,7 +226,7 @@ class LLM(AbstractContextManager["LLM"]):
             if request and group.params.stop:
                 for seq in request.read():
                     self.engine.stop(seq)
-            if request and not (group.live and request.final_only):
+            if request and (group.is_awaited or not group.live):
                 request.outbox[request_id] = request
             if not group.live:
                 self._requests.pop(group, None)
@@ -282,8 +281,7 @@ class LLM(AbstractContextManager["LLM"]):
         It is a copy, always the same. `chat` uses its chat template. Nothing else that
         you set on it, such as truncation, changes what the engine does.
         """
-        own = tokenizer_of(self)
-        self._tokenizer_copy = self._tokenizer_copy or deepcopy(own)
+        self._tokenizer_copy = self._tokenizer_copy or deepcopy(tokenizer_of(self))
         return self._tokenizer_copy
 
     def stats(self) -> EngineStats:
