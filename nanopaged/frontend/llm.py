@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property
-from inspect import Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from tqdm.auto import tqdm
@@ -46,11 +45,9 @@ P = ParamSpec("P")
 
 def takes(source: Callable[P, object]
           ) -> Callable[[Callable[..., None]], Callable[Concatenate["LLM", P], None]]:
-    """Show the parameters of `source` for a method of LLM, in editors and in `help`."""
+    """Show the parameters of a class for a method of LLM, in editors and in `help`."""
     def give(method: Any) -> Any:
-        self = next(iter(signature(method).parameters.values()))
-        parameters = signature(source).parameters.values()
-        method.__signature__ = Signature([self, *parameters])
+        method.__wrapped__ = vars(source)["__init__"]  # `inspect.signature` looks there
         return method
 
     return give
