@@ -26,8 +26,7 @@ from nanopaged import paged_attention
 # a second OpenMP library beside torch's would end the process.
 numba.config.THREADING_LAYER_PRIORITY = (
     ["workqueue"] if sys.platform == "darwin" else ["omp", "tbb", "workqueue"])
-SOURCES = [
-    Path(paged_attention.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
+SOURCES = [Path(paged_attention.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 

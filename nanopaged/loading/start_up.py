@@ -69,10 +69,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     # that wait for each other take very long.
     num_weights = sum(weight.numel() for weight in model.parameters())
     is_small = device.type == "cpu" and num_weights < 2**24
-    settings = partial(
-        own_settings, device, 1 if is_small else torch.get_num_threads())
-    runner = ModelRunner(
-        config, ranks, backend, model, share, most_tokens, settings)
+    settings = partial(own_settings, device, 1 if is_small else torch.get_num_threads())
+    runner = ModelRunner(config, ranks, backend, model, share, most_tokens, settings)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
     if products and not runner.is_gpu:
