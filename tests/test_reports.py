@@ -633,7 +633,7 @@ def test_a_lack_of_memory_is_no_fault_of_the_model(error, llama, monkeypatch):
 def test_a_compiled_file_that_was_cut_short_is_compiled_again(
         length, tmp_path, monkeypatch):
     threads = pytest.importorskip("nanopaged.cpu.threads")
-    monkeypatch.setattr(threads.CONFIG, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(threads.numba.config, "CACHE_DIR", str(tmp_path))
 
     def compiled():
         kernel = threads.loop.__wrapped__(count_up, parallel=False)

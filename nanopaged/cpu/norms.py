@@ -19,10 +19,8 @@ def norm_rotate(x: Tensor, weights: list[Tensor], num_kv_heads: int, eps: float,
                 cos: Tensor, sin: Tensor) -> Tensor:
     """As in `nanopaged/fused.py`."""
     out = x.new_empty(x.shape)
-    q_weight, k_weight = weights or (None, None)
-    threads.run(
-        kernels.norm_rotate, len(x), out, x, q_weight, k_weight, cos, sin, num_kv_heads,
-        eps)
+    both = weights or (None, None)
+    threads.run(kernels.norm_rotate, len(x), out, x, *both, cos, sin, num_kv_heads, eps)
     return out
 
 

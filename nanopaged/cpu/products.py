@@ -16,7 +16,6 @@ from nanopaged.cpu import kernels, threads
 from nanopaged.cpu.threads import bits
 from nanopaged.model import Linear
 
-CPU = torch.device("cpu")
 # Endings of the names of linear layers to pack. (Mamba itself reads the weight of its
 # dt_proj. Embeddings that are tied to a head keep theirs.)
 PACKED = ("proj", "lm_head", "dense", "fc1", "fc2", "embed_out")
@@ -79,7 +78,7 @@ def rows_are_alone(linear: nn.Linear, dtype: torch.dtype) -> bool:
         return False
     # The caller's random numbers stay as they are.
     x = torch.randn(40, linear.in_features, generator=torch.Generator().manual_seed(0))
-    x = x.to(compute_dtype(dtype, CPU))
+    x = x.to(compute_dtype(dtype, x.device))
     together = linear(x)
     return all(torch.equal(linear(x[:count]), together[:count])
                for count in (1, 2, 3, 4, 7, 16))

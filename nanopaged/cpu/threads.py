@@ -24,12 +24,9 @@ from nanopaged import paged_attention
 # next one, and compete with Numba's for the cores. With OpenMP that costs nothing that
 # we could measure, but with the queue a step takes up to 1.5 times as long. On a Mac,
 # a second OpenMP library beside torch's would end the process.
-CONFIG: Any = numba.config
-FUNCTION_CACHE: Any = numba.core.caching.FunctionCache
-CONFIG.THREADING_LAYER_PRIORITY = (
+numba.config.THREADING_LAYER_PRIORITY = (
     ["workqueue"] if sys.platform == "darwin" else ["omp", "tbb", "workqueue"])
-SOURCES = [
-    Path(paged_attention.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
+SOURCES = [Path(paged_attention.__file__), *sorted(Path(__file__).parent.glob("*.py"))]
 LOCK = threading.RLock()  # Numba's queue fails if two threads use it at once
 
 
@@ -38,7 +35,7 @@ def run(program: Any, count: int, *arguments: Any) -> None:
     has. `program` is a function that Numba compiles. It gets tensors as arrays.
     """
     arrays = [bits(each) if isinstance(each, Tensor) else each for each in arguments]
-    num_threads = min(torch.get_num_threads(), CONFIG.NUMBA_NUM_THREADS)
+    num_threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)
     if num_threads == 1:
         # This does not even enter OpenMP, so a forked process can run it.
         loop(program, parallel=False)(count, *arrays)
@@ -54,7 +51,7 @@ def bits(x: Tensor) -> Any:
     return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
 
 
-class Cache(FUNCTION_CACHE):  # type: ignore
+class Cache(numba.core.caching.FunctionCache):  # type: ignore
     """What Numba keeps on disk. If it cannot be read, perhaps because the disk was full
     when it was written, it is forgotten, and Numba compiles again. If it cannot be
     written, this process does without.

@@ -69,8 +69,6 @@ class Detokenizer:
         self.is_additive = raw and not any(
             merging in str(raw.decoder) for merging in ("CTC", "BPEDecoder"))
         self.stops = stops
-        # So many last characters may be the beginning of a stop string.
-        self.num_held_back = max(map(len, stops), default=1) - 1
         self.stopped_by: str | None = None
         # Stop strings that are special tokens. The text may skip those.
         known = special_tokens(ref(tokenizer)) if tokenizer and stops else {}
@@ -128,6 +126,6 @@ class Detokenizer:
         """The text, and unless `final`, without what is held back: the last two
         characters, for example, if "END" is a stop string.
         """
-        if final or not self.num_held_back:
-            return self.text
-        return self.text[: -self.num_held_back]
+        # So many last characters may be the beginning of a stop string.
+        held_back = 0 if final else max(map(len, self.stops), default=1) - 1
+        return self.text[: max(0, len(self.text) - held_back)]

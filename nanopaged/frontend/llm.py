@@ -20,7 +20,6 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from copy import deepcopy
 from functools import cached_property
-from inspect import Signature, signature
 from typing import Any, Concatenate, ParamSpec, TypeAlias
 
 from tqdm.auto import tqdm
@@ -46,11 +45,9 @@ P = ParamSpec("P")
 
 def takes(source: Callable[P, object]
           ) -> Callable[[Callable[..., None]], Callable[Concatenate["LLM", P], None]]:
-    """Show the parameters of `source` for a method of LLM, in editors and in `help`."""
+    """Show the parameters of a class for a method of LLM, in editors and in `help`."""
     def give(method: Any) -> Any:
-        self = next(iter(signature(method).parameters.values()))
-        parameters = signature(source).parameters.values()
-        method.__signature__ = Signature([self, *parameters])
+        method.__wrapped__ = vars(source)["__init__"]  # `inspect.signature` looks there
         return method
 
     return give
@@ -176,8 +173,7 @@ class LLM(AbstractContextManager["LLM"]):
         with self._exclusive() if self._half_loaded else nullcontext():
             self._check_open()
         for request in requests:
-            request.outbox, request.final_only = outbox, final_only
-            request.group.is_awaited = not final_only
+            request.outbox, request.group.is_awaited = outbox, not final_only
         try:
             self._requests.update({request.group: request for request in requests})
             self.engine.add([request.group for request in requests])
@@ -227,7 +223,7 @@ class LLM(AbstractContextManager["LLM"]):
             if request and group.params.stop:
                 for seq in request.read():
                     self.engine.stop(seq)
-            if request and not (group.live and request.final_only):
+            if request and (group.is_awaited or not group.live):
                 request.outbox[request_id] = request
             if not group.live:
                 self._requests.pop(group, None)
@@ -282,8 +278,7 @@ class LLM(AbstractContextManager["LLM"]):
         It is a copy, always the same. `chat` uses its chat template. Nothing else that
         you set on it, such as truncation, changes what the engine does.
         """
-        own = tokenizer_of(self)
-        self._tokenizer_copy = self._tokenizer_copy or deepcopy(own)
+        self._tokenizer_copy = self._tokenizer_copy or deepcopy(tokenizer_of(self))
         return self._tokenizer_copy
 
     def stats(self) -> EngineStats:

@@ -58,7 +58,6 @@ class Request:
         self.prompt_token_ids = list(group.prompt_token_ids)
         self.eos_token_id = eos_token_id  # the one that is not told as a stop_reason
         self.outbox: Outbox = {}  # of the call that made it
-        self.final_only = False  # whether that call wants only final outputs
         self.at_start = detokenizer  # it has read the prompt
         self.detokenizers: dict[Sequence, Detokenizer] = {}
 

@@ -168,8 +168,7 @@ def load_tokenizer(name: str | Path) -> Any:
         return None
     with explained(f"cannot read the tokenizer of {name} ({REPAIR}): "):
         # Some classes of transformers replace rules of tokenizer.json with their own.
-        is_plain = find_file(name, "tokenizer.json")
-        kind = TokenizersBackend if is_plain else AutoTokenizer
+        kind = TokenizersBackend if find_file(name, "tokenizer.json") else AutoTokenizer
         # With clean-up, the text of a token would depend on the tokens that follow.
         return kind.from_pretrained(
             name, clean_up_tokenization_spaces=False, trust_remote_code=False)

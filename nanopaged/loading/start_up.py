@@ -69,10 +69,8 @@ def make_runner(config: EngineConfig, share: ModelConfig, ranks: Ranks,
     # that wait for each other take very long.
     num_weights = sum(weight.numel() for weight in model.parameters())
     is_small = device.type == "cpu" and num_weights < 2**24
-    settings = partial(
-        own_settings, device, 1 if is_small else torch.get_num_threads())
-    runner = ModelRunner(
-        config, ranks, backend, model, share, most_tokens, settings)
+    settings = partial(own_settings, device, 1 if is_small else torch.get_num_threads())
+    runner = ModelRunner(config, ranks, backend, model, share, most_tokens, settings)
     if share.model_impl == "transformers":
         runner.longest_sequence = model.plug_in_attention(runner)
     if products and not runner.is_gpu:
@@ -121,8 +119,7 @@ def pick_dtype(config: EngineConfig, share: ModelConfig, device: torch.device
         is_old = torch.cuda.get_device_properties(device).major < 8
         return torch.float16 if is_old else model_dtype
     # Our kernel reads weights in bfloat16, whatever the processor can compute.
-    has_kernel = products and model_dtype == torch.bfloat16
-    is_fast = has_kernel or products and products.has_bfloat16()
+    is_fast = products and (model_dtype == torch.bfloat16 or products.has_bfloat16())
     return torch.bfloat16 if is_fast else torch.float32
 
 
@@ -284,16 +281,15 @@ def free_memory(root: Path = Path("/")) -> int:
         found = re.search(pattern, text, re.M)
         return found[1] if found else missing
 
-    proc = root / "proc"
-    resident = int(search(proc / "self/status", r"VmRSS:\s+(\d+) kB", 0)) << 10
+    resident = int(search(root / "proc/self/status", r"VmRSS:\s+(\d+) kB", 0)) << 10
     # Where the system does not tell what is free, half of the machine's memory counts.
     total = 8 << 30  # Windows tells nothing without more code
     if hasattr(os, "sysconf"):
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    unknown = total // 2 >> 10
-    free = [int(search(proc / "meminfo", r"MemAvailable:\s+(\d+) kB", unknown)) << 10]
+    half = total // 2 >> 10
+    free = [int(search(root / "proc/meminfo", r"MemAvailable:\s+(\d+) kB", half)) << 10]
     for line, place, file in GROUPS:
-        group = Path(search(proc / "self/cgroup", line, ""))
+        group = Path(search(root / "proc/self/cgroup", line, ""))
         for each in (group, *group.parents):
             limit = search(root / place / each / file, r"^(\d+)", 2**62)
             free.append(int(limit) - resident)

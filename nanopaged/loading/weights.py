@@ -92,15 +92,14 @@ def make_pretrained(model_config: ModelConfig, dtype: torch.dtype,
     """Transformers' model, with the checkpoint's tensors. Without these `tensors`, its
     weights mean nothing.
     """
-    source, hf_config = model_config.source, model_config.hf_config
-    options: Any = {"dtype": dtype, "attn_implementation": "eager",
-                    "trust_remote_code": False}
+    options: Any = {"config": model_config.hf_config, "dtype": dtype,
+                    "attn_implementation": "eager", "trust_remote_code": False}
     if not tensors:
-        return AutoModelForCausalLM.from_config(hf_config, **options).eval()
+        return AutoModelForCausalLM.from_config(**options).eval()
     model, info = AutoModelForCausalLM.from_pretrained(
-        source, config=hf_config, ignore_mismatched_sizes=True,
-        output_loading_info=True, **options)
-    check_fit(source, info["missing_keys"], info["unexpected_keys"],
+        model_config.source, ignore_mismatched_sizes=True, output_loading_info=True,
+        **options)
+    check_fit(model_config.source, info["missing_keys"], info["unexpected_keys"],
               info["mismatched_keys"])
     check_kinds({name: tensors[name]
                  for name in tensors.keys() & dict(model.named_parameters())})

@@ -69,8 +69,7 @@ class ContiguousScheduler(Scheduler):
     """
 
     def __init__(self, config: EngineConfig, slots: int, policy: Policy) -> None:
-        manager = BlockManager(2 * config.max_num_seqs, LONGEST, False)
-        super().__init__(config, manager)
+        super().__init__(config, BlockManager(2 * config.max_num_seqs, LONGEST, False))
         self.policy = policy
         self.buddies = BuddyAllocator(slots)
         self.pieces: dict[str, list[int]] = {}  # offsets, by request id

@@ -75,7 +75,7 @@ STOPS, SEQUENCE = "frontend/detokenizer.py", "sequence.py"
 FAULTS = {
     "a_stop_string_in_two_tokens": (STOPS, "- len(stop) + 1)", ")"),
     "a_stop_string_at_the_start": (STOPS, "if at >= 0:", "if at > 0:"),
-    "streamed_text_stays": (STOPS, "if final or not", "if self.text or not"),
+    "streamed_text_stays": (STOPS, "0 if final else", "0 if self.text else"),
     "half_characters_wait": (STOPS, '"replace", final)', '"replace", True)'),
     "a_stop_token_has_no_text": (
         "frontend/outputs.py", "seq.token_ids[:-1] if seq.ended_by_token else ", ""),

@@ -30,7 +30,6 @@ from helpers import (
 )
 from nanopaged import LLM, BeamSearchParams
 from nanopaged.loading import start_up, states
-from nanopaged.loading.any_decoder import AnyDecoder
 
 NAMES = ["falcon_h1", "gemma4_text", "granitemoehybrid", "kimi_linear", "lfm2",
          "mamba2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
@@ -235,12 +234,3 @@ def test_chunks_of_mamba_1_are_computed_by_token(name, dtype, family, engine,
         message = message_of(lambda size=block_size: engine(
             path, dtype=dtype, block_size=size, max_model_len=32))
         assert "a family that remembers earlier tokens by" in message
-
-
-def test_without_memory_that_is_told(family, engine, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    monkeypatch.setattr(AnyDecoder, "compute_in_blocks", fail)
-    path, _ = family("lfm2")
-    assert message_of(lambda: engine(path)).endswith("can't allocate memory")
