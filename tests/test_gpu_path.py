@@ -15,6 +15,7 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._dynamo import eval_frame
 
 from helpers import (
@@ -105,6 +106,23 @@ def test_an_engine_on_a_gpu_serves_what_it_serves_on_a_cpu(tiny, engine, options
         if "enforce_eager" in options:
             assert not gpu.graphs and not gpu.compiled
         assert llm.stats().steps > replayed
+
+
+def test_recorded_steps_use_the_head_that_is_loaded(make_model, engine):
+    """The new weights have a head of its own, which was tied to the embeddings."""
+    tied = make_model("qwen3", seed=3, tie_word_embeddings=True)
+    weights = load_file(tied / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].flip(0)
+    work, answers = requests(count=3), []
+    with PretendedGpu() as gpu:
+        for device in ("cpu", "cuda"):
+            llm = engine(tied, device=device, **OPTIONS)
+            model = llm.engine.runner.model  # what is copied to this GPU is not tied
+            model.lm_head.weight = model.model.embed_tokens.weight
+            llm.load_weights(weights.items())
+            answers.append(serve(llm, work))
+        assert "graph" in gpu.launches
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("most", [1, 3, 15, 17, 33])

@@ -221,6 +221,11 @@ def share(tensor: Tensor, module: Any, ranks: Ranks) -> Tensor:
 def replace_weights(runner: Any, weights: dict[str, Tensor]) -> None:
     """Replace the weights of a model in use. If this breaks off, only some are new."""
     with runner.settings(), torch.inference_mode(False):
+        head = runner.model.lm_head.weight
         fill(runner.model, weights, runner.ranks)
+        if runner.graphs and runner.model.lm_head.weight is not head:
+            # The recorded steps have the address of the old one.
+            runner.graphs.free()
+            runner.graphs = type(runner.graphs)(runner)
         if products:
             products.pack_products(runner.model, runner.config.batch_invariant)

@@ -197,7 +197,7 @@ def test_what_only_our_own_decoder_can_do_says_so(family, engine, monkeypatch):
                        "got 'transformers'")
     backend = llm.engine.runner.backend
     message = message_of(lambda: load_model(
-        llm.config, llm.model_config, backend, None, Ranks(size=2)))
+        llm.config, llm.model_config, backend, Ranks(size=2)))
     assert message == ("tensor_parallel_size must be 1 for modules of transformers, "
                        "got 2")
 
