@@ -108,13 +108,12 @@ class TokenCounts:
                 continue
             if key not in self.counted:
                 self.counted[key] = self._begin(seq.group.prompt_token_ids)
-            row, start = self.counted[key]
-            found[i] = row
+            found[i], start = self.counted[key]
             # The last pending token is the one to be sampled now. It does not count.
             new = seq.token_ids[start:] + seq.pending[:-1]
-            starts += [row * vocab_size] * len(new)
+            starts += [found[i] * vocab_size] * len(new)
             ids += new
-            self.counted[key] = row, start + len(new)
+            self.counted[key] = found[i], start + len(new)
         at, tokens = to_device((starts, ids), self.table.device)
         at = at + ops.fill_pending(tokens, self.last_tokens)
         self.table.view(-1).scatter_(0, at, 2, reduce="add")

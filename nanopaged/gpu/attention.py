@@ -40,10 +40,9 @@ class TritonAttention(TorchAttention):
         if self.device.type == "cuda":
             gpu = torch.cuda.get_device_properties(self.device)
             num_processors = gpu.multi_processor_count
-            torch_c: Any = torch._C
             # PDL within CUDA graphs came with CUDA 12.3. AMD has none.
-            self.uses_pdl = (gpu.major >= 9 and not torch.version.hip
-                             and torch_c._cuda_getDriverVersion() >= 12030)
+            self.uses_pdl = (gpu.major >= 9 and not torch.version.hip and
+                             torch._C._cuda_getDriverVersion() >= 12030)  # type: ignore
         # tl.dot takes sizes that are powers of two, 16 or more.
         self.dim = max(16, next_power_of_2(self.head_dim))
         # The scores of more than 128 keys would need too many registers.
