@@ -655,7 +655,7 @@ def test_on_a_full_disk_nothing_is_kept(tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     threads = pytest.importorskip("nanopaged.cpu.threads")
-    monkeypatch.setattr(threads.CONFIG, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(threads.numba.config, "CACHE_DIR", str(tmp_path))
     for name in ("save_overload", "load_overload", "flush"):
         monkeypatch.setattr(threads.FUNCTION_CACHE, name, fail)
     kernel = threads.loop.__wrapped__(threads.njit(count_one), parallel=False)
