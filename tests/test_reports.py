@@ -657,7 +657,7 @@ def test_on_a_full_disk_nothing_is_kept(tmp_path, monkeypatch):
     threads = pytest.importorskip("nanopaged.cpu.threads")
     monkeypatch.setattr(threads.numba.config, "CACHE_DIR", str(tmp_path))
     for name in ("save_overload", "load_overload", "flush"):
-        monkeypatch.setattr(threads.FUNCTION_CACHE, name, fail)
+        monkeypatch.setattr(threads.Cache.__base__, name, fail)
     kernel = threads.loop.__wrapped__(threads.njit(count_one), parallel=False)
     kernel(3, array := np.zeros(3))
     assert array.tolist() == [1, 1, 1]
