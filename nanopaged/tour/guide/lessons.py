@@ -346,13 +346,13 @@ def oncall() -> Values:
     names = {"tokens": "all tokens", "in_time": "tokens in time",
              "again": "computed again", "waiting": "waiting requests"}
     picture = figures.lines(
-        "A preemption storm.",
+        "More and more load on a small pool.",
         {label: {at: run[name] for at, run in runs.items()}
          for name, label in names.items()},
         f"{storm.COUNT} requests in a pool for {storm.SLOTS} tokens, each with "
         f"{storm.TOKENS_IN} tokens in and {storm.TOKENS_OUT} out. In time is a request "
-        f"whose first token takes at most {storm.FIRST} steps, and each other one "
-        f"{storm.GAP} on average.", "requests that come in a step", y_label="per step")
+        f"whose first token takes at most {storm.FIRST} steps, and the later ones at "
+        f"most {storm.GAP} each, on average.", "requests that come in a step", y_label="per step")
     return locals()
 
 
