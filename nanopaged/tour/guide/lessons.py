@@ -17,7 +17,6 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.attention import Metadata
 from nanopaged.batch import Batch
-from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
 from nanopaged.tour import kv, page
@@ -326,11 +325,6 @@ def results() -> Values:
 
 def gpu() -> Values:
     return {"pending": [-1 - n for n in range(len(step()["second"].sample_entries))]}
-
-
-def measure() -> Values:
-    """The table in the docstring of the detokenizer."""
-    return {"table": str(detokenizer.__doc__).split("example:\n\n")[1].rstrip()}
 
 
 def oncall() -> Values:
