@@ -97,7 +97,6 @@ def batch() -> Values:
     buffer = torch.ones(2**25)  # no cache can hold it
     bandwidth = buffer.nbytes / lab.fastest(buffer.sum, buffer.device)
     chat = paper.HALF_ANSWERED
-    paper_room = paper.RESULTS["running"]["nanopaged"]["requests"]
     modelled = figures.lines(
         "Milliseconds per step, by the number of sequences in its batch.",
         {"without K and V": steps_ms(0), f"chats of {chat:.0f} tokens": steps_ms(chat),
@@ -345,8 +344,8 @@ def oncall() -> Values:
          for name, label in names.items()},
         f"{storm.COUNT} requests in a pool for {storm.SLOTS} tokens, each with "
         f"{storm.TOKENS_IN} tokens in and {storm.TOKENS_OUT} out. In time is a request "
-        f"whose first token takes at most {storm.FIRST} steps, and the later ones at "
-        f"most {storm.GAP} each, on average.", "requests that come in a step", y_label="per step")
+        f"whose first token takes at most {storm.FIRST} steps, and the later "
+        f"ones on average {storm.GAP} at most.", "requests that come in a step", y_label="per step")
     return locals()
 
 
