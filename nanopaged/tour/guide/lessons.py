@@ -345,7 +345,8 @@ def oncall() -> Values:
         f"{storm.COUNT} requests in a pool for {storm.SLOTS} tokens, each with "
         f"{storm.TOKENS_IN} tokens in and {storm.TOKENS_OUT} out. In time is a request "
         f"whose first token takes at most {storm.FIRST} steps, and the later "
-        f"ones on average {storm.GAP} at most.", "requests that come in a step", y_label="per step")
+        f"ones on average {storm.GAP} at most.",
+        "requests that come in a step", y_label="per step")
     return locals()
 
 
