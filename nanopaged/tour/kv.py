@@ -87,7 +87,7 @@ def prompt_ms(gpu: dict[str, float], tokens: int) -> tuple[float, float]:
 # "room" is for so many tokens. Of an A100, we assume the same shares as above.
 EXAMPLE: dict[str, Any] = {
     "defaults": DEFAULTS, "share": SHARE, "llama": LLAMA, "weights": WEIGHTS,
-    "gpu_bytes": 80e9, "room": int((SHARE * 80e9 - WEIGHTS) / LLAMA.bytes_per_token),
+    "gpu_bytes": 85e9, "room": int((SHARE * 85e9 - WEIGHTS) / LLAMA.bytes_per_token),
     "a100": {"bytes_per_s": 0.8 * 2.039e12, "flops_per_s": RATE},
     "decoded": DECODED, "layers": LAYERS, "embedding": EMBEDDING,
     "step_ms": step_ms, "prompt_ms": prompt_ms}

@@ -203,7 +203,7 @@ def test_slides_compute_their_numbers_and_need_no_network(tmp_path):
     slides = text.split('<section class="slide"')
     for number, expected in [
             (2, "bends at 153 tokens"), (4, "131,072 bytes"), (7, "np-player"),
-            (5, "25,720 blocks of 16 tokens"), (9, "524,288 bytes"), (10, "</html>")]:
+            (5, "27,866 blocks of 16 tokens"), (9, "524,288 bytes"), (10, "</html>")]:
         assert expected in slides[number]
 
 

@@ -68,7 +68,7 @@ def worked_out(model, seqs, tokens_in=4000, tokens_out=800):
     count, active = model.experts
     chat = model.key * (model.full * length + layers * min(length, window))
     states = model.states * STATE / model.gpus
-    room = 72e9 - 2 * model.weights / model.gpus
+    room = 0.9 * 85e9 - 2 * model.weights / model.gpus
     multiplied = model.weights - model.embeddings - model.idle
     missed = (1 - active / count) ** seqs  # a share of the experts
     all_experts = model.idle * count / max(count - active, 1)

@@ -17,7 +17,6 @@ import torch
 from nanopaged import LLM, SamplingParams
 from nanopaged.attention import Metadata
 from nanopaged.batch import Batch
-from nanopaged.frontend import detokenizer
 from nanopaged.frontend.outputs import RequestOutput
 from nanopaged.ranks import SENT
 from nanopaged.tour import kv, page
@@ -98,7 +97,6 @@ def batch() -> Values:
     buffer = torch.ones(2**25)  # no cache can hold it
     bandwidth = buffer.nbytes / lab.fastest(buffer.sum, buffer.device)
     chat = paper.HALF_ANSWERED
-    paper_room = paper.RESULTS["running"]["nanopaged"]["requests"]
     modelled = figures.lines(
         "Milliseconds per step, by the number of sequences in its batch.",
         {"without K and V": steps_ms(0), f"chats of {chat:.0f} tokens": steps_ms(chat),
@@ -328,11 +326,6 @@ def gpu() -> Values:
     return {"pending": [-1 - n for n in range(len(step()["second"].sample_entries))]}
 
 
-def measure() -> Values:
-    """The table in the docstring of the detokenizer."""
-    return {"table": str(detokenizer.__doc__).split("example:\n\n")[1].rstrip()}
-
-
 def oncall() -> Values:
     """What some symptoms look like in this engine."""
     prompts = [f"{number} {SYSTEM}{name}" for number, name in enumerate(NAMES)]
@@ -346,13 +339,14 @@ def oncall() -> Values:
     names = {"tokens": "all tokens", "in_time": "tokens in time",
              "again": "computed again", "waiting": "waiting requests"}
     picture = figures.lines(
-        "A preemption storm.",
+        "More and more load on a small pool.",
         {label: {at: run[name] for at, run in runs.items()}
          for name, label in names.items()},
         f"{storm.COUNT} requests in a pool for {storm.SLOTS} tokens, each with "
         f"{storm.TOKENS_IN} tokens in and {storm.TOKENS_OUT} out. In time is a request "
-        f"whose first token takes at most {storm.FIRST} steps, and each other one "
-        f"{storm.GAP} on average.", "requests that come in a step", y_label="per step")
+        f"whose first token takes at most {storm.FIRST} steps, and the later "
+        f"ones on average {storm.GAP} at most.",
+        "requests that come in a step", y_label="per step")
     return locals()
 
 
