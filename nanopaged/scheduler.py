@@ -133,7 +133,8 @@ class Scheduler:
         """Make the youngest running group wait again. Its blocks move to the CPU's pool
         if they fit there, or are given up: without "swap", that pool is empty.
         """
-        manager, (_, group) = self.block_manager, self.running.popitem()
+        _, group = self.running.popitem()
+        manager = self.block_manager
         if moves := manager.swap(group.live, manager.free_swap_blocks):
             batch.moves += moves
             self.stats.preemptions_swap += 1

@@ -278,7 +278,8 @@ class LLM(AbstractContextManager["LLM"]):
         It is a copy, always the same. `chat` uses its chat template. Nothing else that
         you set on it, such as truncation, changes what the engine does.
         """
-        self._tokenizer_copy = self._tokenizer_copy or deepcopy(tokenizer_of(self))
+        tokenizer = tokenizer_of(self)
+        self._tokenizer_copy = self._tokenizer_copy or deepcopy(tokenizer)
         return self._tokenizer_copy
 
     def stats(self) -> EngineStats:
