@@ -93,6 +93,6 @@ class PrefixCache:
         that nobody finds stay in `published` until they are taken.
         """
         content = self.contents[block_id]
-        if content is not None and content.block_id == block_id:
+        if content and self.can_find(block_id):
             del self.published[content.before, content.token_ids]
         self.contents[block_id] = None

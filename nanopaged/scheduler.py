@@ -33,8 +33,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, block_manager: BlockManager,
                  most_tokens: int = 0) -> None:
         self.config, self.block_manager = config, block_manager
-        # The budget of a step that holds no answer up: it has only prompts, and nobody
-        # awaits their first tokens.
+        # The budget of a step with prompts only, whose first tokens nobody awaits.
         self.most_tokens = most_tokens or config.budget
         # By request id, oldest first. Threads may add to `unfinished` and `aborted`.
         self.unfinished: dict[str, SequenceGroup] = {}
@@ -89,9 +88,8 @@ class Scheduler:
                 batch.add_sample(receiver)
 
     def _fork(self, group: SequenceGroup, end: int) -> list[Sequence]:
-        """Let all sequences of a group share the blocks of its leader, which has
-        computed the prompt. Returns those that sample now: at first, all of them. After
-        a preemption, they have answers, which they compute again first.
+        """Give all siblings the blocks of the leader, which has computed the prompt.
+        Returns who samples now: all, except those that compute an answer again first.
         """
         leader, *siblings = group.live
         for sibling in siblings:
@@ -130,9 +128,7 @@ class Scheduler:
         self.stats.prefix_hit_tokens += num_cached
 
     def _preempt(self, batch: Batch) -> None:
-        """Make the youngest running group wait again. Its blocks move to the CPU's pool
-        if they fit there, or are given up: without "swap", that pool is empty.
-        """
+        """Make the youngest group wait again. Swap its blocks out, or give them up."""
         _, group = self.running.popitem()
         manager = self.block_manager
         if moves := manager.swap(group.live, manager.free_swap_blocks):
@@ -193,9 +189,7 @@ class Scheduler:
             self.aborted.popleft()  # only now, so that an interrupt loses nothing
 
     def reset(self) -> None:
-        """Abort the groups that have started, because a failed step may have left them
-        half-changed, and those whose end was interrupted.
-        """
+        """Abort groups that a failed step or an interrupt may have half-changed."""
         for group in list(self.unfinished.values()):
             if group.has_started or not group.live:
                 self.end_live(group)

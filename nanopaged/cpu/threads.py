@@ -107,7 +107,8 @@ def prepare_process() -> None:
         # Let glibc's malloc keep freed memory, because the next step needs it again. By
         # default large pieces go back to the system, and getting them again takes a
         # tenth of a step.
-        # Other C libraries have no such function.
+        # Other C libraries have no such function. Then `max` takes its place, and does
+        # nothing.
         mallopt = getattr(ctypes.CDLL(None), "mallopt", max)
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
         mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
@@ -119,5 +120,5 @@ def prepare_process() -> None:
 
 def give_memory_back() -> None:
     """Return to the system what malloc has kept."""
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # where it is missing, `abs` does nothing
         getattr(ctypes.CDLL(None), "malloc_trim", abs)(0)

@@ -1,7 +1,7 @@
 """How many GPUs? What a model, a GPU and a load ask of each other.
 
     >>> round(compute(choose("Llama-3-8B", "H100"))["room_tokens"])
-    426788
+    461121
 
 `sizes.json` has the inputs, each with its least and its largest value, and the
 formulas. These are evaluated here and, on the tour's page, in JavaScript. They may use
