@@ -30,21 +30,25 @@ from numba import njit
 
 # Let sums be reordered, so that vector instructions can be used. NaNs still propagate.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
+# For 2^x between 0 and 1, the highest power first. The error is at most 2e-7.
+POLYNOMIAL = np.float32(
+    [1.8775767e-3, 8.98934e-3, 5.582631e-2, 0.2401536, 0.6931531, 0.99999994])
 
 
 @njit(nogil=True, fastmath=FASTMATH)
 def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, num_keys,
-                scale, window, sinks):
-    """Attention of one query, for the query heads that share one KV head. In Triton's
-    words this is one program, and threads share out the programs of a step.
+                window, sinks, heads_each):
+    """Attention of one query, for `heads_each` KV heads and the query heads that share
+    them. In Triton's words this is one program, and threads share out the programs of a
+    step.
 
-    out, q        [num_tokens, num_kv_heads, group_size, head_dim]
+    out, q        [num_tokens, num_kv_heads, group_size, head_dim]. q is float32, and
+                  has been divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
     tokens        [num_queries]: which token of the step each query is
     table_starts  [num_queries]: where the block table of its sequence starts
     num_keys      [num_queries]: how many keys it sees; later ones are not read
-    scale         1 / sqrt(d), for most models
     window        if it is not None, only the last `window` of these keys count
     sinks         [num_kv_heads, group_size]: the score of one more key. Its V is zero,
                   so it only adds to the denominator. Most models have none: None
@@ -52,68 +56,78 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
     # Successive programs take successive queries, so a thread gets short and long ones.
-    kv_head, query = divmod(program, len(tokens))
-    _, _, group_size, head_dim = q.shape
+    part, query = divmod(program, len(tokens))
+    first, last = part * heads_each, (part + 1) * heads_each  # of the KV heads
+    # [heads_each, group_size, head_dim]
+    q, out = q[tokens[query], first:last], out[tokens[query], first:last]
+    _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
-    token = tokens[query]
-    heads = np.empty((group_size, head_dim), np.float32)  # as float32, and scaled once
-    for g in range(group_size):
-        for dim in range(head_dim):
-            heads[g, dim] = scale * to_float32(q[token, kv_head, g, dim])
-    scores = np.empty((group_size, block_size), np.float32)
+    scores = np.empty((heads_each, group_size, block_size), np.float32)
     block_table = block_tables[table_starts[query] :]
     end = num_keys[query]
     start = 0 if window is None else max(0, end - window)
     # Begin as if the sink had just been seen: `highest` is its score, the sum of
     # exponentials is e^0 = 1, and `acc` is 0, like its V. Without a sink the score is
     # -1e30, so the first real key shrinks this 1 to 0.
-    highest = np.full(group_size, np.float32(-1e30))
+    highest = np.full((heads_each, group_size), np.float32(-1e30))
     if sinks is not None:
-        highest = np.maximum(highest, sinks[kv_head])  # -inf means no sink
-    total = np.ones(group_size, np.float32)
-    acc = np.zeros((group_size, head_dim), np.float32)
+        highest = np.maximum(highest, sinks[first:last])  # -inf means no sink
+    total = np.ones((heads_each, group_size), np.float32)
+    acc = np.zeros(q.shape, np.float32)
 
     num_blocks = (end + block_size - 1) // block_size
     for j in range(start // block_size, num_blocks):
-        k = kv_cache[block_table[j], 0, kv_head]  # [block_size, head_dim]
-        v = kv_cache[block_table[j], 1, kv_head]
-        following = kv_cache[block_table[min(j + 1, num_blocks - 1)]]  # the next block
+        # [heads_each, block_size, head_dim]. With `:` in place of 0 and 1, Numba would
+        # not know that the numbers lie side by side, and could not use vectors.
+        k = kv_cache[block_table[j], 0, first:last]
+        v = kv_cache[block_table[j], 1, first:last]
+        following = kv_cache[block_table[min(j + 1, num_blocks - 1)], :, first:last]
         # Of this block, the keys first_here to end_here - 1 count.
         first_here = max(0, start - j * block_size)
         end_here = min(block_size, end - j * block_size)
 
-        # All query heads of the group use a key while it is in the processor's cache.
-        for key in range(first_here, end_here):
-            prefetch(following[0, kv_head, key])
-            for g in range(group_size):
-                score = np.float32(0)
-                for dim in range(head_dim):
-                    score += heads[g, dim] * to_float32(k[key, dim])
-                scores[g, key] = score
-
-        # If this block has a higher score, shrink the sums so far.
-        for g in range(group_size):
-            new_highest = highest[g]
+        # K and V are read in the order in which they lie in memory. All query heads of
+        # a group use a key while it is in the processor's cache.
+        for head in range(heads_each):
             for key in range(first_here, end_here):
-                new_highest = max(new_highest, scores[g, key])
-            shrink = np.exp(highest[g] - new_highest)
-            highest[g] = new_highest
-            total[g] *= shrink
-            for dim in range(head_dim):
-                acc[g, dim] *= shrink
+                prefetch(following[0, head, key])
+                for g in range(group_size):
+                    score = np.float32(0)
+                    for dim in range(head_dim):
+                        score += q[head, g, dim] * to_float32(k[head, key, dim])
+                    scores[head, g, key] = score
 
-        for key in range(first_here, end_here):
-            prefetch(following[1, kv_head, key])
+        # If this block has a higher score, shrink the sums so far. From here on,
+        # `scores` holds the exponentials.
+        for head in range(heads_each):
             for g in range(group_size):
-                weight = np.exp(scores[g, key] - highest[g])
-                total[g] += weight
+                here = scores[head, g, first_here:end_here]
+                new_highest = highest[head, g]
+                for key in range(len(here)):
+                    new_highest = max(new_highest, here[key])
+                shrink = np.exp(highest[head, g] - new_highest)
+                highest[head, g] = new_highest
                 for dim in range(head_dim):
-                    acc[g, dim] += weight * to_float32(v[key, dim])
+                    acc[head, g, dim] *= shrink
+                total_here = np.float32(0)
+                for key in range(len(here)):
+                    here[key] = exponential(here[key] - new_highest)
+                    total_here += here[key]
+                total[head, g] = shrink * total[head, g] + total_here
 
-    for g in range(group_size):
-        for dim in range(head_dim):
-            number = acc[g, dim] / total[g]
-            out[token, kv_head, g, dim] = rounded(number, q[token, kv_head, g, dim])
+        for head in range(heads_each):
+            for key in range(first_here, end_here):
+                prefetch(following[1, head, key])
+                for g in range(group_size):
+                    weight = scores[head, g, key]
+                    for dim in range(head_dim):
+                        acc[head, g, dim] += weight * to_float32(v[head, key, dim])
+
+    for head in range(heads_each):
+        for g in range(group_size):
+            for dim in range(head_dim):
+                number = acc[head, g, dim] / total[head, g]
+                out[head, g, dim] = rounded(number, out[head, g, dim])
 
 
 def prefetch(row):
@@ -121,6 +135,20 @@ def prefetch(row):
     Without this, attention takes up to 1.5 times as long. Plain Python does nothing
     here. In compiled code, `compiled_prefetch` of `cpu/kernels.py` takes its place.
     """
+
+
+@njit(nogil=True, fastmath=FASTMATH)
+def exponential(x):
+    """e^x, for x <= 0, as 2^power. The compiler makes vector instructions of this, and
+    of np.exp one call for each number.
+    """
+    power = max(x * np.float32(1.44269504), np.float32(-126))
+    whole = np.floor(power)
+    result = np.float32(0)  # 2^(power - whole)
+    for coefficient in POLYNOMIAL:
+        result = result * (power - whole) + coefficient
+    # The exponent of a float32 takes its upper bits, and 127 stands for 2^0.
+    return result * np.int32((np.int32(whole) + 127) << 23).view(np.float32)
 
 
 @njit(inline="always")

@@ -1,6 +1,7 @@
 """Attention on a CPU: the loops of `paged_attention.py`, run on several threads."""
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from nanopaged.attention import Ints, Metadata, Scoring, TorchAttention
@@ -40,10 +41,14 @@ class NumbaAttention(TorchAttention):
         shape = -1, self.num_kv_heads, self.group_size, self.head_dim
         sink_scores = None if sinks is None else sinks.float().view(shape[1:3])
         out = q.new_empty(q.shape)
+        # The KV heads of a block lie side by side in memory. So where threads can share
+        # them out evenly, a program computes all heads of its thread.
+        share, rest = divmod(self.num_kv_heads, torch.get_num_threads())
+        heads_each = 1 if rest else share
         threads.run(
-            run_program, metadata.plan.shape[1] * self.num_kv_heads,
-            out.view(shape), q.view(shape), kv_cache, metadata.block_tables,
-            *metadata.plan, scale, window, sink_scores)
+            run_program, metadata.plan.shape[1] * self.num_kv_heads // heads_each,
+            out.view(shape), (scale * q.float()).view(shape), kv_cache,
+            metadata.block_tables, *metadata.plan, window, sink_scores, heads_each)
         for entry in np.flatnonzero(metadata.counts >= self.min_queries):
             self.attend_entry(int(entry), q, kv_cache, metadata, scoring, out)
         return out.flatten(1)
