@@ -36,8 +36,8 @@ POLYNOMIAL = np.float32(
 
 
 @njit(nogil=True, fastmath=FASTMATH)
-def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, num_keys,
-                window, sinks, heads_each):
+def run_program(program, out, q, kv_cache, block_tables, plan, window, sinks,
+                heads_each):
     """Attention of one query, for `heads_each` KV heads and the query heads that share
     them. In Triton's words this is one program, and threads share out the programs of a
     step.
@@ -46,9 +46,9 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
                   has been divided by sqrt(d)
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
-    tokens        [num_queries]: which token of the step each query is
-    table_starts  [num_queries]: where the block table of its sequence starts
-    num_keys      [num_queries]: how many keys it sees; later ones are not read
+    plan          [3, num_queries], for each query: which token of the step it is; where
+                  the block table of its sequence starts; how many keys it sees (later
+                  ones are not read)
     window        if it is not None, only the last `window` of these keys count
     sinks         [num_kv_heads, group_size]: the score of one more key. Its V is zero,
                   so it only adds to the denominator. Most models have none: None
@@ -56,15 +56,15 @@ def run_program(program, out, q, kv_cache, block_tables, tokens, table_starts, n
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
     # Successive programs take successive queries, so a thread gets short and long ones.
-    part, query = divmod(program, len(tokens))
+    part, query = divmod(program, plan.shape[1])
+    token, table_start, end = plan[0, query], plan[1, query], plan[2, query]
     first, last = part * heads_each, (part + 1) * heads_each  # of the KV heads
     # [heads_each, group_size, head_dim]
-    q, out = q[tokens[query], first:last], out[tokens[query], first:last]
+    q, out = q[token, first:last], out[token, first:last]
     _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     scores = np.empty((heads_each, group_size, block_size), np.float32)
-    block_table = block_tables[table_starts[query] :]
-    end = num_keys[query]
+    block_table = block_tables[table_start:]
     start = 0 if window is None else max(0, end - window)
     # Begin as if the sink had just been seen: `highest` is its score, the sum of
     # exponentials is e^0 = 1, and `acc` is 0, like its V. Without a sink the score is

@@ -301,11 +301,13 @@ print(type(paged_attention.run_program).__name__)
 
 def small_cases():
     """Outputs of attention, and of a product in which bfloat16 becomes float32."""
-    from nanopaged.cpu.products import float32_product
+    from nanopaged.cpu import products, threads
 
     torch.manual_seed(1)
     weight = torch.randn(13, 8).to(BF16)
-    return [float32_product(torch.randn(5, 8), weight, None, False)] + [
+    pairs = threads.bits(weight).view("uint32")
+    product = products.float32_product(torch.randn(5, 8), weight, pairs, None, False)
+    return [product] + [
         Case([(keys, 1), (0, 1), (3, 2), (21, 1)], (4, 2, 8), 4, dtype).check("numba")
         for keys in (5, 2500) for dtype in (F32, BF16)]  # 2500 are for several threads
 

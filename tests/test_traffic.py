@@ -49,8 +49,8 @@ def decode(group_size, window=1 << 40):
     kernel = getattr(run_program, "py_func", run_program)
     # What is fetched ahead is not a read of its own: it is read later.
     with mock.patch.object(paged_attention, "prefetch", lambda row: row.reads.pop()):
-        kernel(KV_HEAD, out, q, cache, np.array(TABLE), np.array([0]),
-               np.array([0]), np.array([NUM_KEYS]), window, None, 1)
+        kernel(KV_HEAD, out, q, cache, np.array(TABLE),
+               np.array([[0], [0], [NUM_KEYS]]), window, None, 1)
 
     keys, values = plain[TABLE][:, :, KV_HEAD].swapaxes(0, 1).reshape(2, -1, HEAD_DIM)
     seen = slice(max(0, NUM_KEYS - window), NUM_KEYS)

@@ -32,7 +32,6 @@ class NumbaAttention(TorchAttention):
         return plan[:, metadata.counts[entries] < self.min_queries]
 
     def store(self, k: Tensor, v: Tensor, kv_cache: Tensor, slots: Tensor) -> None:
-        k, v = (each.to(kv_cache.dtype) for each in (k, v))
         threads.run(kernels.store, len(k), k, v, kv_cache, slots)
 
     def attend(self, q: Tensor, kv_cache: Tensor, metadata: Metadata, scoring: Scoring
@@ -48,7 +47,7 @@ class NumbaAttention(TorchAttention):
         threads.run(
             run_program, metadata.plan.shape[1] * self.num_kv_heads // heads_each,
             out.view(shape), (scale * q.float()).view(shape), kv_cache,
-            metadata.block_tables, *metadata.plan, window, sink_scores, heads_each)
+            metadata.block_tables, metadata.plan, window, sink_scores, heads_each)
         for entry in np.flatnonzero(metadata.counts >= self.min_queries):
             self.attend_entry(int(entry), q, kv_cache, metadata, scoring, out)
         return out.flatten(1)

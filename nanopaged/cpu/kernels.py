@@ -67,8 +67,11 @@ def store(token, k, v, kv_cache, slots):
     block, offset = divmod(slots[token], kv_cache.shape[3])
     for head in range(k.shape[1]):
         for dim in range(k.shape[2]):
-            kv_cache[block, 0, head, offset, dim] = k[token, head, dim]
-            kv_cache[block, 1, head, offset, dim] = v[token, head, dim]
+            like = kv_cache[block, 0, head, offset, dim]  # for its type
+            key = rounded(to_float32(k[token, head, dim]), like)
+            value = rounded(to_float32(v[token, head, dim]), like)
+            kv_cache[block, 0, head, offset, dim] = key
+            kv_cache[block, 1, head, offset, dim] = value
 
 
 @overload(prefetch)
@@ -120,12 +123,12 @@ def multiply_block(block, out, x, weight):
 
 
 @njit(nogil=True, fastmath=FASTMATH)
-def multiply_four(n, out, even, odd, weight):
+def multiply_four(n, out, x, weight):
     """Part of out = x W^T: the outputs of four rows of W, n, n + quarter, and so on.
 
-    out        [num_rows, num_outputs], float32
-    even, odd  [num_rows, size / 2], float32: the numbers of x at even and odd indices
-    weight     [num_outputs, size / 2], uint32: two bfloat16 numbers of W in each
+    out     [num_rows, num_outputs], float32
+    x       [2, num_rows, size / 2], float32: its even columns, then the odd ones
+    weight  [num_outputs, size / 2], uint32: two bfloat16 numbers of W in each
 
     Reading W from memory takes most of the time, so the loop works on several things at
     once: four rows of W, a to d, far apart, because a processor that notices several
@@ -133,6 +136,7 @@ def multiply_four(n, out, even, odd, weight):
     has arrived is used twice; and both numbers of a pair. `ia` is the output of row i
     and row a. (W need not be split into even and odd, because x is.)
     """
+    even, odd = x[0], x[1]
     quarter = (len(weight) + 3) // 4
     last, last_row = len(weight) - 1, len(out) - 1
     # Past the last row of W, or of x, the last one is computed again.

@@ -59,7 +59,8 @@ def pack(linear: nn.Linear, batch_invariant: bool) -> None:
     if compute_dtype(weight.dtype, weight.device) != weight.dtype:
         if weight.shape[1] % 2:  # the kernel takes pairs
             weight = F.pad(weight, (0, 1))
-        linear.forward = partial(float32_product, weight=weight, **more)  # type: ignore
+        linear.forward = partial(  # type: ignore
+            float32_product, weight=weight, pairs=bits(weight).view("uint32"), **more)
     elif (packed := reorder(weight)) is not None:
         linear.weight = nn.Parameter(packed, requires_grad=False)
         linear.forward = partial(  # type: ignore
@@ -132,7 +133,7 @@ def find_blocks(packed: Tensor, weight: Tensor) -> Any:
     return blocks if np.array_equal(blocks[-1], last.T) else None
 
 
-def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None,
+def float32_product(x: Tensor, weight: Tensor, pairs: Any, bias: Tensor | None,
                     batch_invariant: bool) -> Tensor:
     """Multiply by bfloat16 weights in float32, without instructions for bfloat16.
 
@@ -140,18 +141,18 @@ def float32_product(x: Tensor, weight: Tensor, bias: Tensor | None,
     for a few rows it takes half as long, because there is half as much to read. For
     more than 32 rows, W is converted to float32 in pieces that fit into the processor's
     cache.
+
+    pairs: the memory of `weight`, with two numbers in each uint32
     """
     inputs = x.float().flatten(0, -2)
     if inputs.shape[1] < weight.shape[1]:
         inputs = F.pad(inputs, (0, 1))
     if len(inputs) <= 32 or batch_invariant:
-        out = inputs.new_empty(len(inputs), len(weight))
-        # The kernel reads two numbers of W as one uint32. It takes the even and the odd
-        # columns of x apart.
-        pairs = bits(weight).view("uint32")
-        even, odd = inputs[:, ::2], inputs[:, 1::2]
-        threads.run(kernels.multiply_four, cdiv(len(weight), 4), out, even, odd, pairs)
+        out = inputs.new_empty(len(inputs), len(pairs))
+        # [2, num_rows, size / 2]: the even columns of x, then the odd ones
+        halves = inputs.view(len(inputs), pairs.shape[1], 2).permute(2, 0, 1)
+        threads.run(kernels.multiply_four, cdiv(len(pairs), 4), out, halves, pairs)
     else:
         out = torch.cat([F.linear(inputs, w.float()) for w in weight.split(1024)], 1)
     out = out if bias is None else out + bias
-    return out.to(x.dtype).unflatten(0, x.shape[:-1])  # type: ignore[no-any-return]
+    return out.to(x.dtype).view(*x.shape[:-1], len(pairs))
