@@ -81,12 +81,12 @@ class TokenCounts:
     counted once, whatever the number of steps.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, last_tokens: Tensor) -> None:
-        self.last_tokens = last_tokens
+    def __init__(self, last_tokens: Tensor, vocab_size: int) -> None:
+        self.last_tokens = last_tokens  # one for each sequence that may run
         # Each sequence has a row: 2 * (how often a token is in its answer), plus 1 if
         # the token is in its prompt. The last row belongs to nobody.
-        shape = max_num_seqs + 1, vocab_size
-        self.table = last_tokens.new_empty(shape, dtype=torch.int32)
+        self.table = last_tokens.new_empty(
+            len(last_tokens) + 1, vocab_size, dtype=torch.int32)
         # By request and index, the least recently used first: the row of a sequence,
         # and how many of its tokens have been counted.
         self.counted: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()

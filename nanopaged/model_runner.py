@@ -61,8 +61,7 @@ class ModelRunner:
         num_inputs += 2**16
         self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
-        self.token_counts = TokenCounts(
-            config.max_num_seqs, self.vocab_size, self.last_tokens)
+        self.token_counts = TokenCounts(self.last_tokens, self.vocab_size)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
 
     @property

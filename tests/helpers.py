@@ -109,7 +109,7 @@ def sample_for(logits, seqs):
     draws = torch.tensor(batch.draws, dtype=torch.double, device=logits.device)
     draws = draws.view(-1, 8).T
     last_tokens = draws.new_zeros(len(seqs), dtype=torch.int64)
-    counts = TokenCounts(len(seqs), logits.shape[1], last_tokens)
+    counts = TokenCounts(last_tokens, logits.shape[1])
     return sample(batch, counts, OPS, logits, draws)
 
 
