@@ -14,10 +14,6 @@ from nanopaged.checks import check
 from nanopaged.fused import Ops
 from nanopaged.sequence import Sequence
 
-# Logits that requests have changed are cut to this, so that they can be divided by any
-# temperature. A logits processor may force a token by +inf.
-HIGHEST = 1e30
-
 
 def to_device(numbers: Any, device: torch.device, dtype: Any = torch.int64) -> Tensor:
     """Numbers, as a tensor. For a GPU they go through pinned memory, because otherwise
@@ -58,7 +54,9 @@ def process(logits: Tensor, batch: Batch, draws: Tensor, counts: "TokenCounts",
         at_rows = to_device(counts.update(seqs, ops), logits.device)
         penalties = draws[-3:, :, None]  # the last three of `Draws`
         logits = ops.penalize(logits, counts.table, at_rows, *penalties)
-    return logits.clamp_(max=HIGHEST)
+    # A logits processor may force a token by +inf. Logits are cut, so that they can be
+    # divided by any temperature.
+    return logits.clamp_(max=1e30)
 
 
 def call_processors(seq: Sequence, row: Tensor) -> None:
