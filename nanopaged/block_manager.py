@@ -19,7 +19,6 @@ The story of `sequence.py`, with block_size=4 and the free blocks 0, 1, 2, 3:
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable
 
 from nanopaged.prefix_cache import PrefixCache
 from nanopaged.sequence import NO_STATES, Sequence, States
@@ -52,7 +51,7 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)  # rounded up
 
-    def max_blocks(self, num_shared_tokens: int, lengths: Iterable[int]) -> int:
+    def max_blocks(self, num_shared_tokens: int, lengths: list[int]) -> int:
         """The most blocks that sequences of these lengths can need if they share their
         first tokens. Only full blocks can stay shared: into a half-full one, each
         sequence will write its own tokens.

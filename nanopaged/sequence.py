@@ -37,7 +37,6 @@ What is new:
 """
 
 from array import array
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from nanopaged.config import BeamSearchParams, SamplingParams
@@ -146,7 +145,7 @@ class SequenceGroup:
     """
 
     def __init__(self, prompt_token_ids: list[int], params: SamplingParams,
-                 eos_token_ids: Iterable[int], max_model_len: int,
+                 eos_token_ids: list[int], max_model_len: int,
                  beam_params: BeamSearchParams | None = None) -> None:
         # `Engine.add` gives it an id, and a seed if it has none.
         self.request_id = ""

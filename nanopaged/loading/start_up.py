@@ -208,7 +208,7 @@ def run_padding(runner: ModelRunner, counts: list[int]) -> None:
     for penalty in (0, 1):  # logits stay as they are, or are changed in float32
         # (Sorting takes the most memory.)
         params = SamplingParams(top_p=0.5, presence_penalty=penalty)
-        group = SequenceGroup([0], params, set(), runner.longest_sequence)
+        group = SequenceGroup([0], params, [], runner.longest_sequence)
         group.sequences[0].states = None, {}
         # (All share this state: `size_pools` counts the memory of as many as may run.)
         seqs = group.sequences * num_seqs

@@ -124,7 +124,7 @@ def make_group(workload: Workload, number: int, prompt: int, output: int
     if not workload.likely:
         search = None
     token_ids = [0] * workload.prefix + [1 + number] * prompt
-    group = SequenceGroup(token_ids, params, set(), LONGEST, search)
+    group = SequenceGroup(token_ids, params, [], LONGEST, search)
     group.request_id = str(number)
     return group
 
