@@ -105,7 +105,14 @@ class TokenCounts:
             if not seq.group.params.has_penalties:
                 continue
             if key not in self.counted:
-                self.counted[key] = self._begin(seq.group.prompt_token_ids)
+                # Count its prompt: in a row that is still free, or in that of the
+                # sequence that was counted longest ago.
+                row = len(self.counted)
+                if row == unused:
+                    _, (row, _) = self.counted.popitem(last=False)
+                prompt = to_device(seq.group.prompt_token_ids, self.table.device)
+                self.table[row].zero_().index_fill_(0, prompt, 1)
+                self.counted[key] = row, len(prompt)
             found[i], start = self.counted[key]
             # The last pending token is the one to be sampled now. It does not count.
             new = seq.token_ids[start:] + seq.pending[:-1]
@@ -116,17 +123,6 @@ class TokenCounts:
         at = at + ops.fill_pending(tokens, self.last_tokens)
         self.table.view(-1).scatter_(0, at, 2, reduce="add")
         return found
-
-    def _begin(self, prompt: list[int]) -> tuple[int, int]:
-        """Count a prompt: in an unused row, or in that of the sequence that was counted
-        longest ago.
-        """
-        row = len(self.counted)
-        if row == len(self.table) - 1:
-            _, (row, _) = self.counted.popitem(last=False)
-        ids = to_device(prompt, self.table.device)
-        self.table[row].zero_().index_fill_(0, ids, 1)
-        return row, len(prompt)
 
 
 def fill_pending(token_ids: Tensor, last_tokens: Tensor) -> Tensor:
