@@ -8,11 +8,8 @@ random number from 0 to 1 (inverse-transform sampling). Only tokens that top_k, 
 and min_p leave have a probability.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanopaged.batch import MODEL_FAILED, RESOLUTION, Batch
@@ -78,17 +75,16 @@ def choose(logits: Tensor, draws: Tensor, ops: Ops, any_greedy: bool = True,
     """A token for each row: the most likely one, or a drawn one. A row with a NaN or
     +inf, or with nothing but -inf, gets MODEL_FAILED.
     """
-    drawn: Any = None
     if any_drawn:
         # Greedy rows are drawn, too, but not used: their probabilities may be NaN.
         uniform, temperature, *_ = draws[:, :, None]  # [num_samples, 1] each
-        drawn = ops.draw(logits, temperature, uniform)
+        drawn: Tensor = ops.draw(logits, temperature, uniform)
         if not any_greedy:
-            return drawn  # type: ignore[no-any-return]
+            return drawn
     # The same as argmax, but three times as fast. A NaN counts as the highest value.
     highest, likely = logits.max(-1)
     likely = likely.where(highest.isfinite(), MODEL_FAILED)
-    return likely if drawn is None else drawn.where(draws[1] >= GREEDY, likely)
+    return drawn.where(draws[1] >= GREEDY, likely) if any_drawn else likely
 
 
 # -- Draws and limits ------------------------------------------------------------------
@@ -112,7 +108,7 @@ def search(probs: Tensor, numbers: Tensor) -> Tensor:
     left to search for in it.
     """
     padding = PART - probs.shape[1] % PART
-    parts = F.pad(probs, (0, padding)).unflatten(1, (-1, PART))
+    parts = torch.nn.functional.pad(probs, (0, padding)).unflatten(1, (-1, PART))
     totals = parts.sum(-1, dtype=torch.float64)  # [num_rows, num_parts]
     part, left = first_above(totals, numbers * totals.sum(-1, keepdim=True))
     index = part.unsqueeze(1).expand(-1, 1, PART)
