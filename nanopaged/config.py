@@ -94,10 +94,6 @@ class SamplingParams(Checked):
                 self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
 
     @cached_property
-    def has_limits(self) -> bool:
-        return bool(self.top_k or self.top_p < 1 or self.min_p)
-
-    @cached_property
     def has_penalties(self) -> bool:
         return bool(self.repetition_penalty != 1 or self.presence_penalty
                     or self.frequency_penalty)

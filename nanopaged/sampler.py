@@ -53,7 +53,7 @@ def sample(batch: Batch, counts: TokenCounts, ops: Ops, raw: Tensor, draws: Tens
     params = [seq.group.params for seq in batch.receivers]
     logits = changed = process(raw, batch, draws, counts, ops)
     drawing = [each for each in params if each.temperature >= GREEDY]
-    if any(each.has_limits for each in drawing):
+    if any(each.top_k or each.top_p < 1 or each.min_p for each in drawing):
         logits = keep_likely(logits, params, draws, ops)
     # `is not raw`: a request has changed the logits, or limited the draws. Then the
     # tokens that a recorded step has chosen from the raw logits do not count.
@@ -139,7 +139,7 @@ def keep_likely(logits: Tensor, params: list[SamplingParams], draws: Tensor, ops
                 brings the sum of their probabilities to top_p
 
     Each limit is a threshold on the logits, so tied tokens stay or go together. For a
-    new limit, add a field to `SamplingParams` and name it in `has_limits`. Add it to
+    new limit, add a field to `SamplingParams` and name it in `sample`. Add it to
     `draw_numbers` and to `Draws`, in the same place before the penalties. Use it here.
     """
     _, temperature, top_k, top_p, min_p, *_ = draws.unsqueeze(-1)
