@@ -105,9 +105,8 @@ def pad(batch: Batch, size: int, padding_block: int) -> Batch:
     belongs to none.
     """
     padding = size - len(batch.counts)
-    num_samples = size - len(batch.sample_entries)
     return replace(
         batch, token_ids=batch.token_ids + [0] * padding,
         counts=batch.counts + [1] * padding, ends=batch.ends + [1] * padding,
         block_ids=np.append(batch.block_ids, np.full(padding, padding_block)),
-        sample_entries=batch.sample_entries + [0] * num_samples)
+        sample_entries=batch.sample_entries + [0] * (size - len(batch.sample_entries)))
