@@ -57,9 +57,8 @@ class ModelRunner:
         # there twice, because `FlashAttention` plans with them. 2^16 is for the rest of
         # a plan. For graphs, a step is padded with max_num_seqs tokens.
         num_tokens = most_tokens + config.max_num_seqs
-        num_inputs = (10 + len(Draws._fields)) * num_tokens + 2 * self.most_blocks
-        num_inputs += 2**16
-        self.inputs = torch.zeros(num_inputs, dtype=torch.int64, device=self.device)
+        size = (10 + len(Draws._fields)) * num_tokens + 2 * self.most_blocks + 2**16
+        self.inputs = torch.zeros(size, dtype=torch.int64, device=self.device)
         self.last_tokens = self.inputs.new_zeros(config.max_num_seqs)
         self.token_counts = TokenCounts(self.last_tokens, self.vocab_size)
         self.make_pools(0, 0)  # `loading/start_up.py` finds out how large they can be
