@@ -55,7 +55,7 @@ KINDS = {
     "sample": Kind("new tokens", f"{SCHEDULER}.update", "seq.append(token", "4.3",
                    True),
     "beam": Kind("new beams", "beam_search.advance_beams",
-                 "manager.fork(parent, beams[-1])", "4.4 (Beam search)"),
+                 "manager.fork(parent, child)", "4.4 (Beam search)"),
     "finish": Kind("end", f"{SCHEDULER}.finish", "self.block_manager.free(seq)", "4.3"),
 }
 
