@@ -33,15 +33,12 @@ class Ops(NamedTuple):
     lowest_kept: Op  # from `sampler.py`
 
 
-RECORDED = Ops._fields[:5]
-
-
 @cache  # all engines share the compiled code
 def compiled(function: Op, uses_pdl: bool) -> Op:
     # Programmatic dependent launch (PDL): from Hopper on, a kernel may start while the
     # one before it still runs, and waits where it needs the other's results. Each such
-    # kernel takes half a second to set up, so only those in CUDA graphs use it.
-    pdl = uses_pdl and function.__name__ in RECORDED
+    # kernel takes half a second to set up, so only the five in CUDA graphs use it.
+    pdl = uses_pdl and function.__name__ in Ops._fields[:5]
     return torch.compile(function, dynamic=True, options={"triton.enable_pdl": pdl})
 
 
