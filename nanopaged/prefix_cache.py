@@ -49,11 +49,10 @@ class PrefixCache:
         found: list[int] = []
         before: Before = seq.group.params.cache_salt
         for index in range((seq.computable_end - 1) // self.block_size):
-            content = self.published.get(self._key(seq, index, before))
-            if content is None:
+            before = self.published.get(self._key(seq, index, before))
+            if before is None:
                 break
-            found.append(content.block_id)
-            before = content
+            found.append(before.block_id)
         return found
 
     def publish(self, seq: Sequence) -> None:
