@@ -136,7 +136,6 @@ def multiply_four(n, out, x, weight):
     has arrived is used twice; and both numbers of a pair. `ia` is the output of row i
     and row a. (W need not be split into even and odd, because x is.)
     """
-    even, odd = x[0], x[1]
     quarter = (len(weight) + 3) // 4
     last, last_row = len(weight) - 1, len(out) - 1
     # Past the last row of W, or of x, the last one is computed again.
@@ -145,15 +144,15 @@ def multiply_four(n, out, x, weight):
     for i in range(0, last_row + 1, 2):
         j = min(i + 1, last_row)
         ia = ib = ic = id = ja = jb = jc = jd = np.float32(0)
-        for k in range(even.shape[1]):
-            ia += multiply(weight[a, k], even[i, k], odd[i, k])
-            ja += multiply(weight[a, k], even[j, k], odd[j, k])
-            ib += multiply(weight[b, k], even[i, k], odd[i, k])
-            jb += multiply(weight[b, k], even[j, k], odd[j, k])
-            ic += multiply(weight[c, k], even[i, k], odd[i, k])
-            jc += multiply(weight[c, k], even[j, k], odd[j, k])
-            id += multiply(weight[d, k], even[i, k], odd[i, k])
-            jd += multiply(weight[d, k], even[j, k], odd[j, k])
+        for k in range(x.shape[2]):
+            ia += multiply(weight[a, k], x[0, i, k], x[1, i, k])
+            ja += multiply(weight[a, k], x[0, j, k], x[1, j, k])
+            ib += multiply(weight[b, k], x[0, i, k], x[1, i, k])
+            jb += multiply(weight[b, k], x[0, j, k], x[1, j, k])
+            ic += multiply(weight[c, k], x[0, i, k], x[1, i, k])
+            jc += multiply(weight[c, k], x[0, j, k], x[1, j, k])
+            id += multiply(weight[d, k], x[0, i, k], x[1, i, k])
+            jd += multiply(weight[d, k], x[0, j, k], x[1, j, k])
         out[i, a], out[i, b], out[i, c], out[i, d] = ia, ib, ic, id
         out[j, a], out[j, b], out[j, c], out[j, d] = ja, jb, jc, jd
 
