@@ -165,11 +165,12 @@ SETTINGS = {
 @pytest.fixture(scope="module")
 def work(text_model):
     """`work(seed, count)`: random requests, and what each gets by itself, with room for
-    everything and no cache.
+    everything and no cache. Blocks are as large as there, because each size has bits of
+    its own.
     """
     known = {}
     with LLM(text_model, **CPU | same_bits(), enable_prefix_caching=False,
-             num_blocks=60) as llm:
+             block_size=4, num_blocks=240) as llm:
         def make(seed, count):
             if (seed, count) not in known:
                 requests = list(draw_mixed(seed, count))
