@@ -139,15 +139,15 @@ def prefetch(row):
 
 @njit(nogil=True, fastmath=FASTMATH)
 def exponential(x):
-    """e^x, for x <= 0, as 2^power. The compiler makes vector instructions of this, and
-    of np.exp one call for each number.
+    """e^x, for x <= 0, as a power of 2. The compiler turns this into vector
+    instructions; np.exp would be a call for each number.
     """
     power = max(x * np.float32(1.44269504), np.float32(-126))
     whole = np.floor(power)
     result = np.float32(0)  # 2^(power - whole)
     for coefficient in POLYNOMIAL:
         result = result * (power - whole) + coefficient
-    # The exponent of a float32 takes its upper bits, and 127 stands for 2^0.
+    # The exponent is in the upper bits of a float32, where 127 stands for 2^0.
     return result * np.int32((np.int32(whole) + 127) << 23).view(np.float32)
 
 

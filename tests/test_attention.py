@@ -306,8 +306,7 @@ def small_cases():
     torch.manual_seed(1)
     weight = torch.randn(13, 8).to(BF16)
     pairs = threads.bits(weight).view("uint32")
-    product = products.float32_product(torch.randn(5, 8), weight, pairs, None, False)
-    return [product] + [
+    return [products.float32_product(torch.randn(5, 8), weight, pairs, None, False)] + [
         Case([(keys, 1), (0, 1), (3, 2), (21, 1)], (4, 2, 8), 4, dtype).check("numba")
         for keys in (5, 2500) for dtype in (F32, BF16)]  # 2500 are for several threads
 

@@ -191,8 +191,7 @@ def test_mixed_requests_on_a_small_pool_get_what_they_get_alone(
     options, num_swap_blocks, runs_ahead = SETTINGS[name]
     options = {
         **CPU, **same_bits(), "block_size": 4, "num_blocks": 36,
-        "max_model_len": LONGEST,
-        "max_num_seqs": 48, "max_num_batched_tokens": 56,
+        "max_model_len": LONGEST, "max_num_seqs": 48, "max_num_batched_tokens": 56,
         "swap_space": swap_space(text_model, num_swap_blocks, 4)} | options
     requests, expected = work(seed, count)
     stress = Stress(text_model, options, runs_ahead, requests, random.Random(seed + 3))
