@@ -12,9 +12,9 @@ query q_i. K_j and V_j are the keys and values of block j, and d is head_dim:
 
 where a sum over blocks also runs over the keys in each block. The denominator is known
 only after the last block, so the loop adds up the numerator (`acc`) and the denominator
-(`total`) separately, and divides at the end. Both are relative to the highest score so
-far, because the exponential of a high score would overflow. When a block has a higher
-one, both are shrunk. This is the online softmax of Milakov and Gimelshein.
+(`total`) separately, and divides at the end. The exponential of a high score would
+overflow, so the highest score so far is subtracted from all. When a block has a higher
+one, both sums are shrunk. This is the online softmax of Milakov and Gimelshein.
 
 For example, let one block hold keys with the scores 1 and 3, and the next block a key
 with the score 5:
@@ -30,7 +30,7 @@ from numba import njit
 
 # Let sums be reordered, so that vector instructions can be used. NaNs still propagate.
 FASTMATH = {"reassoc", "contract", "arcp", "nsz"}
-# For 2^x between 0 and 1, the highest power first. The error is at most 2e-7.
+# Coefficients of 2^x for x from 0 to 1, the highest power first; off by 2e-7 at most.
 POLYNOMIAL = np.float32(
     [1.8775767e-3, 8.98934e-3, 5.582631e-2, 0.2401536, 0.6931531, 0.99999994])
 
@@ -39,28 +39,29 @@ POLYNOMIAL = np.float32(
 def run_program(program, out, q, kv_cache, block_tables, plan, window, sinks,
                 heads_each):
     """Attention of one query, for `heads_each` KV heads and the query heads that share
-    them. In Triton's words this is one program, and threads share out the programs of a
+    them. In Triton's terms this is one program, and threads share out the programs of a
     step.
 
     out, q        [num_tokens, num_kv_heads, group_size, head_dim]. q is float32, and
-                  has been divided by sqrt(d)
+                  has been multiplied by 1 / sqrt(d), or whatever the model has instead
     kv_cache      [num_blocks, 2, num_kv_heads, block_size, head_dim]
     block_tables  [num_table_blocks]: one after another
     plan          [3, num_queries], for each query: which token of the step it is; where
-                  the block table of its sequence starts; how many keys it sees (later
-                  ones are not read)
+                  the block table of its sequence starts; how many keys it sees. Later
+                  ones are not read
     window        if it is not None, only the last `window` of these keys count
     sinks         [num_kv_heads, group_size]: the score of one more key. Its V is zero,
                   so it only adds to the denominator. Most models have none: None
 
     bfloat16 values are passed as raw bits (uint16), because NumPy has no bfloat16.
     """
-    # Successive programs take successive queries, so a thread gets short and long ones.
+    # A thread runs successive programs, which take successive queries. So it usually
+    # gets short and long sequences.
     part, query = divmod(program, plan.shape[1])
     token, table_start, end = plan[0, query], plan[1, query], plan[2, query]
-    first, last = part * heads_each, (part + 1) * heads_each  # of the KV heads
+    first, stop = part * heads_each, (part + 1) * heads_each  # of the KV heads
     # [heads_each, group_size, head_dim]
-    q, out = q[token, first:last], out[token, first:last]
+    q, out = q[token, first:stop], out[token, first:stop]
     _, group_size, head_dim = q.shape
     block_size = kv_cache.shape[3]
     scores = np.empty((heads_each, group_size, block_size), np.float32)
@@ -71,17 +72,19 @@ def run_program(program, out, q, kv_cache, block_tables, plan, window, sinks,
     # -1e30, so the first real key shrinks this 1 to 0.
     highest = np.full((heads_each, group_size), np.float32(-1e30))
     if sinks is not None:
-        highest = np.maximum(highest, sinks[first:last])  # -inf means no sink
+        highest = np.maximum(highest, sinks[first:stop])  # -inf means no sink
     total = np.ones((heads_each, group_size), np.float32)
     acc = np.zeros(q.shape, np.float32)
 
     num_blocks = (end + block_size - 1) // block_size
     for j in range(start // block_size, num_blocks):
-        # [heads_each, block_size, head_dim]. With `:` in place of 0 and 1, Numba would
-        # not know that the numbers lie side by side, and could not use vectors.
-        k = kv_cache[block_table[j], 0, first:last]
-        v = kv_cache[block_table[j], 1, first:last]
-        following = kv_cache[block_table[min(j + 1, num_blocks - 1)], :, first:last]
+        # [heads_each, block_size, head_dim] each. One slice for both, as below, would
+        # take five times as long: Numba would no longer know that the numbers of a row
+        # lie side by side, and could not use vector instructions.
+        k = kv_cache[block_table[j], 0, first:stop]
+        v = kv_cache[block_table[j], 1, first:stop]
+        # The next block, if there is one. It is only prefetched.
+        following = kv_cache[block_table[min(j + 1, num_blocks - 1)], :, first:stop]
         # Of this block, the keys first_here to end_here - 1 count.
         first_here = max(0, start - j * block_size)
         end_here = min(block_size, end - j * block_size)
@@ -139,7 +142,8 @@ def prefetch(row):
 
 @njit(nogil=True, fastmath=FASTMATH)
 def exponential(x):
-    """e^x, for x <= 0, as a power of 2. The compiler turns this into vector
+    """e^x, for x <= 0, as a power of 2, and at least 2^-126. A NaN stays one, because
+    `max` keeps its first argument then. The compiler turns this into vector
     instructions; np.exp would be a call for each number.
     """
     power = max(x * np.float32(1.44269504), np.float32(-126))
@@ -162,7 +166,7 @@ def to_float32(number):
 @njit(inline="always")
 def rounded(number, like):
     """A float32 in the type of `like`: as it is, or the bits of the nearest bfloat16.
-    Halfway between two, that is the one whose last bit is 0.
+    A tie goes to the one whose last bit is 0.
     """
     if isinstance(like, np.uint16):
         whole = np.float32(number).view(np.uint32)

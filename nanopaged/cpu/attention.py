@@ -12,12 +12,13 @@ from nanopaged.paged_attention import run_program
 class NumbaAttention(TorchAttention):
     """`paged_attention.py` computes decodes and short chunks, and torch the rest.
 
-    In a decode only one query uses each key, so gathering K and V first, as torch needs
-    them, would take longer than attention itself. For a long chunk it pays off.
+    In a decode only one query uses each key, so gathering K and V first, as torch
+    requires, would take longer than attention itself. For a long chunk it pays off.
 
-    min_queries: torch computes entries with at least so many tokens. (Measured: up to
-        8, the loops are usually faster.) Its bits depend on their number, those of the
-        loops do not. So with `batch_invariant` no entry has enough.
+    min_queries: torch computes entries with at least this many tokens, because up to
+        8 the loops are usually faster. The bits of torch's results depend on the number
+        of tokens; those of the loops do not. So with `batch_invariant` this is so high
+        that the loops compute everything.
     """
 
     min_queries = 9
@@ -40,8 +41,8 @@ class NumbaAttention(TorchAttention):
         shape = -1, self.num_kv_heads, self.group_size, self.head_dim
         sink_scores = None if sinks is None else sinks.float().view(shape[1:3])
         out = q.new_empty(q.shape)
-        # The KV heads of a block lie side by side in memory. So where threads can share
-        # them out evenly, a program computes all heads of its thread.
+        # The KV heads of a block lie side by side in memory. So if threads can share
+        # them out evenly, a program computes a thread's whole share.
         share, rest = divmod(self.num_kv_heads, torch.get_num_threads())
         heads_each = 1 if rest else share
         threads.run(
