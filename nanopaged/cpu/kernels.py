@@ -63,7 +63,7 @@ def inverse_rms(row, eps):
 
 @njit(nogil=True)
 def store(token, k, v, kv_cache, slots):
-    """Copy a token's K and V into its slot."""
+    """Copy a token's K and V into its slot, rounded to the type of the cache."""
     block, offset = divmod(slots[token], kv_cache.shape[3])
     for head in range(k.shape[1]):
         for dim in range(k.shape[2]):
