@@ -122,9 +122,14 @@ class Sequence:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token].logprob
 
+    @property
+    def ended_by_token(self) -> bool:
+        """Whether the last token is EOS or a stop token of the request."""
+        return self.token_ids[-1] in self.group.stop_token_ids
+
     def end_reason(self) -> str | None:
         """Why the sequence ends with its last token, or None if it goes on."""
-        if self.token_ids[-1] in self.group.stop_token_ids:  # EOS tokens, too
+        if self.ended_by_token:
             return "stop"
         return "length" if len(self.token_ids) >= self.group.max_len else None
 

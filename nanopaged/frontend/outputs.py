@@ -68,10 +68,9 @@ class Request:
             seq: self.detokenizers.get(seq) or copy(self.at_start)
             for seq in self.group.sequences}
         for seq, detokenizer in self.detokenizers.items():
-            # A token that ends a sequence is no part of its text.
-            ids = seq.token_ids[:-1] if seq.finish_reason == "stop" else seq.token_ids
+            token_ids = seq.token_ids[:-1] if seq.ended_by_token else seq.token_ids
             may_stop = len(seq.token_ids) > self.group.min_len
-            detokenizer.update(ids, seq.finish_reason is not None, may_stop)
+            detokenizer.update(token_ids, seq.finish_reason is not None, may_stop)
         return [seq for seq in self.group.live if self.detokenizers[seq].stopped_by]
 
     def output(self) -> RequestOutput:

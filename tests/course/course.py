@@ -78,10 +78,10 @@ FAULTS = {
     "streamed_text_stays": (STOPS, "0 if final else", "0 if self.text else"),
     "half_characters_wait": (STOPS, '"replace", final)', '"replace", True)'),
     "a_stop_token_has_no_text": (
-        "frontend/outputs.py", 'seq.finish_reason == "stop"', "False"),
+        "frontend/outputs.py", "seq.token_ids[:-1] if seq.ended_by_token else ", ""),
     "a_stop_at_the_last_token": (
-        SEQUENCE, "if self.token_ids[-1] in", "if len(self.token_ids) < "
-        "self.group.max_len and self.token_ids[-1] in"),
+        SEQUENCE, "if self.ended_by_token:",
+        "if self.ended_by_token and len(self.token_ids) < self.group.max_len:"),
     "min_tokens": (SEQUENCE, "self.num_prompt_tokens + params.min_tokens",
                    "params.min_tokens"),
     "cumulative_logprob": (SEQUENCE, "self.cumulative_logprob += logprobs",
