@@ -183,7 +183,7 @@ def work(text_model):
 
 
 @pytest.mark.parametrize(("name", "seed", "count"), [
-    ("recompute-ahead-uncached", 4, 80), ("swap-and-recompute", 4, 80), *(
+    ("recompute-ahead-uncached", 5, 80), ("swap-and-recompute", 5, 80), *(
         pytest.param(name, 8, 250, marks=pytest.mark.slow) for name in SETTINGS)])
 def test_mixed_requests_on_a_small_pool_get_what_they_get_alone(
     name, seed, count, text_model, work
